@@ -54,7 +54,7 @@ def write_chats(path: Path, size: int) -> None:
 def open_chats(data: str, tokenizer: str, **how: Any) -> Any:
     """Packs of chats, as this library makes them."""
     from torchtune.datasets import chat_dataset
-    from torchtune.modules.transforms.tokenizers import hf_tokenizer
+    from torchtune.tokenizers import hf_tokenizer
 
     return chat_dataset(
         hf_tokenizer(tokenizer, max_seq_len=LENGTH),
@@ -68,7 +68,7 @@ def open_chats(data: str, tokenizer: str, **how: Any) -> Any:
 
 def prepare_with_torchtune(data: str, tokenizer: str, processes: int) -> int:
     """Packs that this library makes."""
-    from torchtune.datasets._parallel import workers
+    from torchtune.datasets._processes import workers
 
     with workers(processes):
         return len(open_chats(data, tokenizer))
@@ -100,7 +100,7 @@ def prepare_with_trl(data: str, tokenizer: str, processes: int) -> int:
 
 SIDES = {"torchtune": prepare_with_torchtune, "trl": prepare_with_trl}
 IMPORTED = {
-    "torchtune": ["torchtune.datasets._chat", "torchtune.modules.transforms.tokenizers._hf_model_tokenizer"],
+    "torchtune": ["torchtune.datasets._chat", "torchtune.tokenizers._hf_model_tokenizer"],
     "trl": ["trl.trainer.sft_trainer"],
 }
 
@@ -144,7 +144,7 @@ def measure(side: str, data: Path, tokenizer: str, processes: int) -> dict[str, 
 def measure_steps(data: str, tokenizer: str, steps: int) -> None:
     """Print milliseconds of CPU time of the process that trains, for each step."""
     from torchtune.data import BatchLoader, collate_documents
-    from torchtune.datasets._parallel import workers
+    from torchtune.datasets._processes import workers
 
     kinds = {"mapped": (None, False), "stream, read ahead": (2, True), "stream": (1, True)}
     for kind, (processes, streaming) in kinds.items():

@@ -25,9 +25,9 @@ from torchtune.data import BatchLoader
 from torchtune.models import Description, build
 from torchtune.models.smol import SPEC, smollm2_135m
 from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.supervision._flops import FlopCount
+from torchtune.supervision._heartbeats import Beat, Heartbeats
 from torchtune.training import ParallelDims, StepGuard, StepMetrics, Throughput, Watchdog, clip_grad_norm_
-from torchtune.training.measure._flops import FlopCount
-from torchtune.training.supervise._heartbeats import Beat, Heartbeats
 
 
 class Nothing(torch.nn.Module):
@@ -42,7 +42,7 @@ def accounting(args: argparse.Namespace) -> float:
     model, tokens = Nothing(), torch.zeros(2, 2048, dtype=torch.int64)
     throughput = Throughput(model=model, dims=ParallelDims())
     # As on a device whose peak is known.
-    throughput._flops, throughput._peak = FlopCount(1.0, 1.0, {None: 1.0}), 1.0
+    throughput._flops, throughput._peak_flops = FlopCount(1.0, 1.0, {None: 1.0}), 1.0
     batches = [{"tokens": tokens}]
 
     def bare() -> float:
@@ -54,7 +54,7 @@ def accounting(args: argparse.Namespace) -> float:
     def guarded() -> float:
         start = time.perf_counter()
         for _ in throughput.loading([batches] * args.repeats):
-            throughput._seen(model, (tokens,), {})
+            throughput._on_forward(model, (tokens,), {})
             throughput.step(processed=4096, trained=100)
             throughput.metrics()
             with throughput.paused("validation"):
@@ -80,7 +80,7 @@ def watchdog(args: argparse.Namespace) -> float:
         while time.monotonic() < end:
             time.sleep(0.1)
             throughput.activity.move()
-        beats.leave(1.0)
+        beats.stop(1.0)
     del server
     idle = time.process_time()
     for _ in range(round(10 * args.seconds)):
@@ -99,7 +99,7 @@ def bad_steps(args: argparse.Namespace) -> float:
     start = time.perf_counter()
     for step in range(args.repeats):
         metrics.add_loss(loss)
-        guard.accepts(step, metrics.total(ParallelDims().exchange(metrics.numbers())[0]) | {"grad_norm": loss})
+        guard.accepts(step, metrics.total(ParallelDims().exchange(metrics.sums_and_counts())[0]) | {"grad_norm": loss})
     return (time.perf_counter() - start) / args.repeats
 
 

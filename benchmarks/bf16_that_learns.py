@@ -29,7 +29,7 @@ from torchtune.data import BatchLoader, collate_documents
 from torchtune.datasets import chat_dataset
 from torchtune.models import from_hf_config
 from torchtune.modules.loss import LinearCrossEntropyLoss
-from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer
+from torchtune.tokenizers import HuggingFaceModelTokenizer
 
 MODULES = (
     "argparse ast asyncio.tasks calendar cmd codecs configparser csv datetime decimal difflib doctest fractions "

@@ -1,4 +1,4 @@
-"""Sphinx configuration: extensions of Sphinx alone, no network."""
+"""Sphinx configuration; uses only Sphinx's own extensions and no network."""
 
 import os
 import sys

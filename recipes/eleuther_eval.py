@@ -1,7 +1,7 @@
-"""Evaluate a model on tasks of the evaluation harness (lm-eval, extra ``eval``): log-likelihoods, answers, perplexity.
+"""Evaluate a model on tasks of lm-eval (extra ``eval``): log-likelihoods, generated answers, perplexity.
 
-Tasks are those of the harness, those of ``include_path``, and three that need no download: tune_facts,
-tune_arithmetic and tune_texts.
+Tasks are from lm-eval, from ``include_path``, or one of three that need no download: tune_facts, tune_arithmetic and
+tune_texts.
 
     tune run eleuther_eval --config eleuther_evaluation tasks=[truthfulqa_mc2,hellaswag] limit=100
 """
@@ -17,48 +17,48 @@ from torchtune import config, evaluation, training, utils
 from torchtune.config import Component, Range
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.tokenizers import hf_tokenizer
 
 
 @dataclass(kw_only=True)
 class Settings:
     """Settings of an evaluation."""
 
-    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null reads the checkpoint's config.json.
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null: by the checkpoint's config.json.
     model: Component | None = None
-    # Conversions of the described model, applied in order before any weight exists.
+    # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
-    # Tokenizer of the model, with its prompt layout; null takes that of the checkpoint's folder.
+    # Tokenizer of the model, with its chat template; null: the tokenizer in the checkpoint's folder.
     tokenizer: Component | None = None
-    # Where weights come from.
+    # Checkpointer: source of the weights.
     checkpointer: Component
 
-    # Names of tasks, groups or tags of the harness.
+    # Names of tasks, groups or tags of lm-eval.
     tasks: list[str]
-    # Folder with tasks of your own, in the harness's YAML.
+    # Folder with custom tasks, in lm-eval's YAML format.
     include_path: str | None = None
-    # Examples of each task; null takes all of them.
+    # Maximum number of examples per task; null: all.
     limit: Annotated[int | None, Range(min=1)] = None
-    # Sequences per forward pass, and answers that are generated at a time.
+    # Sequences per forward pass, and answers generated at the same time.
     batch_size: Annotated[int, Range(min=1)] = 8
-    # Longest sequence, in tokens; longer ones lose their beginning. Null means the context of the model.
+    # Maximum sequence length in tokens; longer sequences are truncated on the left. null: the model's context.
     max_seq_length: Annotated[int | None, Range(min=2)] = None
-    # Ask in the chat template of the checkpoint, with examples as earlier turns.
+    # Use the checkpoint's chat template, with few-shot examples as earlier turns.
     chat_template: bool = False
-    # Keep keys and values of earlier tokens instead of computing them again.
+    # Generate with a KV cache.
     enable_kv_cache: bool = True
-    # Folder of results.json and of answers so far, with which an interrupted run goes on; null writes nothing.
+    # Folder of results.json and a cache of answers, from which an interrupted run resumes; null: nothing is written.
     output_dir: str | None = None
-    # Seed of the examples in prompts, and of sampling.
+    # Seed of few-shot examples and of sampling.
     seed: Annotated[int | None, Range(min=0)] = 1234
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights and activations; null takes the best one that the device computes fast.
+    # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
-    # Passed to torch.set_deterministic_debug_mode.
+    # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
 
     retired: ClassVar[dict[str, str]] = {
@@ -68,7 +68,7 @@ class Settings:
     }
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         for name in ("model", "tokenizer"):
             if getattr(self, name) is None and "checkpoint_dir" not in self.checkpointer:
                 yield name, "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
@@ -77,7 +77,7 @@ class Settings:
 
 
 class EleutherEvalRecipe:
-    """Evaluates one model."""
+    """Evaluation of one model."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg

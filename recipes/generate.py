@@ -1,6 +1,6 @@
-"""Generate text with a model: an answer to a prompt, printed as it is made, or answers to a file of prompts.
+"""Generate text with a model: a streamed answer to one prompt, or answers to a file of prompts.
 
-Model and tokenizer are those of the checkpoint's folder, unless the config names others.
+By default, model and tokenizer are read from the checkpoint's folder.
 
     tune run generate --config generation prompt.user="Why is the sky blue?"
     tune run generate --config generation prompts=questions.jsonl output=answers.jsonl
@@ -20,49 +20,49 @@ from torchtune.config import Component, Range
 from torchtune.data import Batch, Message, padded_collate_tiled_images_and_mask
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.transforms.tokenizers import StreamDecoder, hf_tokenizer
+from torchtune.tokenizers import StreamDecoder, hf_tokenizer
 
 
 @dataclass(kw_only=True)
 class Settings:
     """Settings of text generation."""
 
-    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null reads the checkpoint's config.json.
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null: by the checkpoint's config.json.
     model: Component | None = None
-    # Conversions of the described model, applied in order before any weight exists.
+    # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
-    # Tokenizer of the model, with its prompt layout; null takes that of the checkpoint's folder.
+    # Tokenizer of the model, with its chat template; null: the tokenizer in the checkpoint's folder.
     tokenizer: Component | None = None
-    # Where weights come from.
+    # Checkpointer: source of the weights.
     checkpointer: Component
 
-    # The conversation so far: a text for each of system (optional) and user; image (of a vision model) is a path.
+    # Prompt: texts under user and, optionally, system; image is the path of an image for vision models.
     prompt: dict[str, str | dict[str, str | None] | None] = field(default_factory=dict)
-    # JSONL file of prompts, answered in the place of prompt.user: a text, a list of messages, or an object with one of
-    # them under prompt or messages, per line, and image or images; prompt.system begins those without a system turn.
+    # JSONL file of prompts to answer instead of prompt.user. Each line is a text, a list of messages, or an object with
+    # one of them under prompt or messages, and optionally image or images. prompt.system is the default system turn.
     prompts: str | None = None
-    # JSONL file of their answers; null puts it beside prompts, as NAME.answers.jsonl. An interrupted run goes on there.
+    # JSONL file of the answers; null: NAME.answers.jsonl in the folder of prompts. An interrupted run resumes from it.
     output: str | None = None
-    # Prompts of the file that are answered at a time; as one ends, the next takes its place.
+    # Number of prompts of the file that are answered at the same time, with continuous batching.
     max_sequences: Annotated[int, Range(min=1)] = 16
-    # Longest answer, in tokens.
+    # Maximum length of an answer in tokens.
     max_new_tokens: Annotated[int, Range(min=1)] = 300
-    # Randomness of sampling; 0 always takes the likeliest token.
+    # Sampling temperature; 0 is greedy.
     temperature: Annotated[float, Range(min=0)] = 0.6
-    # Sample among the k likeliest tokens; null or 0 samples among all.
+    # Sample from the k most likely tokens; null or 0: from all.
     top_k: Annotated[int | None, Range(min=0)] = None
-    # Keep keys and values of earlier tokens instead of computing them again.
+    # Generate with a KV cache.
     enable_kv_cache: bool = True
     # Seed of sampling.
     seed: Annotated[int | None, Range(min=0)] = None
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights and activations; null takes the best one that the device computes fast.
+    # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
-    # Passed to torch.set_deterministic_debug_mode.
+    # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
 
     retired: ClassVar[dict[str, str]] = {
@@ -71,12 +71,12 @@ class Settings:
     }
 
     def __post_init__(self) -> None:
-        # YAML of earlier releases has image and text within prompt.user.
+        # Configs of earlier releases have image and text inside prompt.user.
         if isinstance(user := self.prompt.get("user"), dict):
             self.prompt = {**self.prompt, "user": None, **{{"text": "user"}.get(k, k): v for k, v in user.items()}}
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         for role, text in self.prompt.items():
             if role not in ("system", "user", "image"):
                 yield f"prompt.{role}", "is not a role: use system and user, and image"
@@ -96,7 +96,7 @@ class Settings:
 
 
 class InferenceRecipe:
-    """Answers one prompt."""
+    """Answers to one prompt or a file of prompts."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -119,7 +119,7 @@ class InferenceRecipe:
         checkpointer.load_model(self.model, device=self.device)
 
     def prompt_row(self, prompt: dict[str, str | None]) -> dict[str, Any]:
-        """Token ids of the prompt, up to where the answer begins, and its image, if there is one."""
+        """Return the token ids of the prompt, with the header of the assistant's turn, and its image."""
         messages = [Message(role=role, content=prompt[role]) for role in ("system", "user") if prompt.get(role)]
         if prompt.get("image"):
             messages[-1].content.insert(0, {"type": "image", "content": prompt["image"]})
@@ -161,7 +161,7 @@ class InferenceRecipe:
         return "".join([*pieces, rest])
 
     def answer_file(self, cfg: Settings) -> None:
-        """Answer every prompt of the file that has no answer yet."""
+        """Answer every prompt of the file without an answer."""
         output = Path(cfg.output) if cfg.output else Path(cfg.prompts).with_suffix(".answers.jsonl")
         started = time.perf_counter()
         answers = generation.answer_prompts(

@@ -1,11 +1,11 @@
-"""Reinforcement learning with rewards that can be computed: GRPO and its kin.
+"""Reinforcement learning with computable rewards: GRPO and its variants.
 
-A step samples several answers to each prompt, scores them, and makes those likelier that are better than the others
-of their group. Nothing is padded; answers stay token ids, with the log-probs that they were sampled with. The loss
-component says which method it is (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO, on-policy distillation), the sampler where
-answers come from, the rewards what is wanted; docs/grpo.rst says how to choose and what to watch. Every answer is
-written to rollouts.jsonl; a resumed run samples the same answers again. A model with adapters trains these alone. Runs
-on one device, or on many, over which the model is sharded: every rank answers prompts of its own.
+A step samples several answers to each prompt, scores them, and raises the probability of answers that are better than
+the others of their group. Batches are padding-free; answers stay token ids with the log-probs from sampling. The loss
+component selects the method (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO, on-policy distillation), the sampler the source
+of answers, and the rewards the objective. See docs/grpo.rst for the choice and the metrics to watch. Every answer is
+written to rollouts.jsonl; a resumed run samples the same answers again. With adapters, only they are trained. Runs on
+one device, or on several with a sharded model, where every rank answers different prompts.
 
     tune run grpo --config qwen3/0.6B_full_grpo_single_device num_samples=16
     tune run --nproc-per-node 2 grpo --config qwen3/4B_lora_grpo
@@ -29,22 +29,22 @@ from torchtune.modules.conversion import apply_conversions, run_post_optimizer_h
 class Settings:
     """Settings of reinforcement learning with rewards."""
 
-    # Builder of the model: with adapters they are trained, without them all weights.
+    # Builder of the model. With adapters, only they are trained, otherwise all weights.
     model: Component
-    # Tokenizer of the model, with its prompt layout.
+    # Tokenizer of the model, with its chat template.
     tokenizer: Component
-    # Where weights come from and where checkpoints go.
+    # Checkpointer: source of the weights, and format of the saved checkpoints.
     checkpointer: config.CheckpointerComponent
-    # Training data; several datasets are concatenated.
+    # Training dataset; several datasets are concatenated.
     dataset: config.DatasetComponent
-    # Where checkpoints, logs and the resolved config are written.
+    # Folder for checkpoints, logs and the resolved config.
     output_dir: str
-    # Continue from the newest complete checkpoint of output_dir.
+    # Resume from the newest complete checkpoint in output_dir.
     resume_from_checkpoint: bool = False
 
-    # Passes over the training data.
+    # Number of passes over the training data.
     epochs: PositiveInt = 1
-    # Most optimizer steps per epoch; null takes all of them.
+    # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
@@ -52,129 +52,129 @@ class Settings:
     gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
     optimizer: config.OptimizerComponent
-    # Schedule of the learning rate, stepped after every optimizer step.
+    # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
-    # Largest norm of the gradients; larger ones are scaled down to it.
+    # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
 
-    # Answers that are sampled for each prompt: a group.
+    # Answers per prompt, the group size.
     num_samples: PositiveInt = 8
-    # Where answers come from: torchtune.rlhf.LocalSampler (the model itself) or ServerSampler (a server).
+    # Sampler of answers: torchtune.rlhf.LocalSampler (in this process) or ServerSampler (an inference server).
     sampler: Annotated[Component, RuntimeArgs("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
-    # What scores an answer; the weighted rewards are added up.
+    # Reward functions of answers; their weighted sum is the reward.
     rewards: list[Component] = field(default_factory=list)
-    # What makes advantages of the rewards of a group; null takes off their mean.
+    # Advantage estimator of a group's rewards; null subtracts their mean.
     advantages: Component | None = None
-    # Optimizer steps on the answers of a step.
+    # Number of optimizer steps on the answers of a step.
     num_iterations: PositiveInt = 1
-    # Most tokens of a micro-batch of whole answers.
+    # Maximum number of tokens per micro-batch of whole answers.
     tokens_per_batch: PositiveInt = 8192
-    # Leave answers that have not ended out of the loss; they count in their group's mean.
+    # Exclude unfinished answers from the loss; their rewards still count in the group's mean.
     drop_unfinished: bool = False
-    # Checkpoint of the reference model; null takes the model as the run starts with it.
+    # Checkpointer of the reference model; null: the model at the start of the run.
     ref_checkpointer: Component | None = None
-    # Builder of the reference model, such as a larger teacher; null takes that of the model.
+    # Builder of the reference model, such as a larger teacher; null: the model's builder.
     ref_model: Component | None = None
-    # Compute what answers to a prompt have in common at their beginning once; null does so if the model can.
+    # Compute the common prefix of answers to the same prompt once; null does so if the model supports it.
     share_prefix: bool | None = None
-    # Steps between two tables of answers in the log; null shows none.
+    # Number of steps between two tables of answers in the log; null: none.
     show_samples_every_n_steps: PositiveInt | None = 10
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights and activations; null takes the best one that the device computes fast.
+    # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
-    # Seed of everything random; null draws one and writes it into the saved config.
+    # Seed of all random numbers; null draws a seed and writes it to the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
-    # Where metrics go.
+    # Logger of the metrics.
     metric_logger: Component
-    # Steps between two records of metrics.
+    # Number of steps between two records of the metrics.
     log_every_n_steps: PositiveInt = 1
 
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
-    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    # Recompute activations of every layer (full), or as set by ac_option (selective).
     ac_mode: Literal["full", "selective"] | None = None
-    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    # n recomputes every n-th layer; op saves attention and every second matrix product in all layers.
     ac_option: int | str | None = None
-    # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
+    # Offload activations to host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (bf16).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
 
-    # Data on which the loss is measured every run_val_every_n_steps.
+    # Validation dataset, evaluated every run_val_every_n_steps.
     dataset_val: config.DatasetComponent | None = None
-    # Examples per batch of validation; null means batch_size.
+    # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Steps between two measurements of the validation loss; null never measures it.
+    # Number of steps between two validations; null: no validation.
     run_val_every_n_steps: PositiveInt | None = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
 
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
     save_every_n_steps: PositiveInt | None = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
+    # Save checkpoints in the background, from a copy in host memory.
     enable_async_checkpointing: bool = False
-    # Save only adapters, never the merged model.
+    # Save only the adapter, not the merged model.
     save_adapter_weights_only: bool = False
 
-    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    # Number of replicas of the model, each with different examples (HSDP if parameters are sharded, too).
     data_parallel_replicate_dim: PositiveInt = 1
-    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    # Number of ranks that FSDP shards a replica over, each with different examples; -1: the remaining ranks.
     data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
-    # Tensor parallel ranks, best within one machine.
+    # Tensor parallel size, best within one machine.
     tensor_parallel_dim: PositiveInt = 1
-    # Tensor parallel plan; null takes that of the model's family.
+    # Tensor parallel plan; null: the default of the model's family.
     tensor_parallel_plan: Annotated[Component | None, RuntimeArgs("model")] = None
-    # Context parallel ranks: each sequence is split over them.
+    # Context parallel size: sequences are split over these ranks.
     context_parallel_dim: PositiveInt = 1
-    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    # Expert parallel size, as part of the shards: experts are split over these ranks, tokens are sent by all-to-all.
     expert_parallel_dim: PositiveInt = 1
-    # Keep parameters, gradients and optimizer states in host memory.
+    # Offload parameters, gradients and optimizer states to host memory.
     fsdp_cpu_offload: bool = False
-    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    # Reshard the parameters of a layer after its forward pass; False communicates less, but needs more memory.
     fsdp_reshard_after_forward: bool = True
-    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    # Modules to shard separately, in addition to the layers, for example [tok_embeddings, output].
     custom_sharded_layers: list[str] | None = None
 
-    # Conversions of the described model, applied in order before any weight exists.
+    # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
 
-    # Visit the examples of an epoch in random order.
+    # Visit the examples of each epoch in random order.
     shuffle: bool = True
-    # Function that turns a list of prompts into a batch.
+    # Collate function of prompts.
     collate_fn: str = "torchtune.rlhf.collate_prompts"
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
-    # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
+    # Watchdog timeout: minutes without progress after which the run ends and names the stalled rank; null: none.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
-    # Passed to torch.set_deterministic_debug_mode.
+    # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Log the peak memory with the metrics.
+    # Log peak memory with the metrics.
     log_peak_memory_stats: bool = True
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
-    # Profiler of a window of steps.
+    # Profiler for a window of steps.
     profiler: Component | None = None
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         yield from training.check_settings(self)
         yield from rlhf.check_rollout_settings(self)
 
 
 class GRPORecipe:
-    """Trains a model, or adapters of it, on its own answers."""
+    """Training of a model or its adapters on its own answers."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -198,7 +198,7 @@ class GRPORecipe:
         self.global_step = 0
 
     def setup(self, cfg: Settings) -> None:
-        """Build everything that training needs; nothing is trained or written yet."""
+        """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
@@ -229,7 +229,7 @@ class GRPORecipe:
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
-        """Load the model and what answers and scores, then wrap it."""
+        """Load the model, set up sampling, rewards and reference, then wrap the model."""
         model = self.load_model(cfg)
         contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents)
@@ -241,7 +241,7 @@ class GRPORecipe:
         return model
 
     def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
-        """Describe, convert, split, then load: each process reads its own share of the weights."""
+        """Build on the meta device, convert and parallelize, then load: each rank reads only its shards."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model if name == "policy" else cfg.ref_model or cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
@@ -258,7 +258,7 @@ class GRPORecipe:
         return model
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
+        """Build this rank's loader of a dataset; the order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
@@ -272,7 +272,7 @@ class GRPORecipe:
         )
 
     def setup_rollouts(self, cfg: Settings, model: torch.nn.Module) -> None:
-        """What answers prompts, scores the answers, and is compared with."""
+        """Set up the sampler, the rewards, the loss and the reference."""
         self.sampler = config.instantiate(cfg.sampler, model, self.tokenizer)
         for loader in filter(None, (self.loader, self.loader_val)):
             rlhf.check_prompts(loader.dataset, self.sampler, model)
@@ -280,21 +280,21 @@ class GRPORecipe:
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
         self.loss_fn = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
         load = partial(self.load_model, cfg)
-        second = rlhf.load_reference(self.loss_fn, model, load, self.checkpointer, cfg.ref_checkpointer)
-        is_fresh = self.resume_point is None and second is None
-        self.reference = rlhf.Reference(self.loss_fn, model, self.dims, second=second, fresh=is_fresh)
+        ref_model = rlhf.load_reference(self.loss_fn, model, load, self.checkpointer, cfg.ref_checkpointer)
+        is_fresh = self.resume_point is None and ref_model is None
+        self.reference = rlhf.Reference(self.loss_fn, model, self.dims, second=ref_model, fresh=is_fresh)
         self.shares_prefix = rlhf.can_share_prefixes(model, cfg.share_prefix)
         self.record = rlhf.RolloutRecord(cfg.output_dir, self.tokenizer, self.dims, cfg.show_samples_every_n_steps)
 
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
-        """Answer prompts and score the answers, which depend on the seed, the step and the row alone."""
+        """Sample and score answers, which depend only on the seed, the step and the row."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
         rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
         return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)
 
     def make_experience(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
-        """Rollouts, rewards, advantages, documents: micro-batches and terms of every update, tokens and labels."""
+        """Sample, score and batch answers; return (micro-batches, terms) per update, and token and label counts."""
         cfg = self.cfg
         scored = self.sample(prompts, cfg.num_samples)
         advantages = self.advantages(scored.rewards, self.dims)
@@ -307,7 +307,7 @@ class GRPORecipe:
         return [(batches, num_terms)] * cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Loss summed over the tokens (or answers) of one batch, as a scalar."""
+        """Sum the loss over the tokens (or answers) of a batch; returns a scalar."""
         reference, _ = self.reference(batch)
         with self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
@@ -317,7 +317,7 @@ class GRPORecipe:
             return total
 
     def train(self) -> int:
-        """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
+        """Train for the remaining steps, with logging, validation and checkpoints; return the exit code."""
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
@@ -375,14 +375,14 @@ class GRPORecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Means over the validation prompts of the likeliest answers' rewards."""
+        """Return mean rewards of greedy answers to the validation prompts."""
         with self.step_metrics.validation() as means:
             for batches in self.loader_val:
                 means.add(self.sample(batches, 1, greedy=True).figures())
         return means.over(self.dims)
 
     def training_state(self) -> dict[str, Any]:
-        """Everything besides the weights that decides the next step."""
+        """Return the resume state, without the weights."""
         state = {
             "optimizer": self.optimizer,
             "loader": self.loader,
@@ -394,17 +394,17 @@ class GRPORecipe:
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write the model (adapters: merged, too, after an epoch) and, unless training is over, what a resume needs."""
+        """Save the model (adapters also merged, after an epoch) and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = training.checkpoint_contents(self.model, merge=merge)
-        behind = self.cfg.enable_async_checkpointing and optional
+        async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
         )
 
     def cleanup(self) -> None:
-        """Close what was opened, and leave the process group."""
+        """Close files and loggers, and leave the process group."""
         try:
             self.checkpointer.close()
         finally:

@@ -1,9 +1,9 @@
 """Distillation: a student learns to predict as a larger teacher does.
 
-The teacher sees the batches of the student; the loss mixes the divergence of the two with the usual one. A student with
-adapters trains these alone. The teacher's likeliest tokens can be computed once and kept (teacher_cache), so that no
-second model is in memory. Runs on one device, or on many, over which both models are sharded.
-docs/distillation.rst says which divergence to choose and what to watch.
+The teacher sees the student's batches; the loss is a weighted sum of the divergence between the two and the usual loss.
+A student with adapters trains only them. The teacher's most likely tokens can be computed once and cached
+(teacher_cache), so that no second model is in memory. Runs on one device, or on several with both models sharded. See
+docs/distillation.rst for the choice of the divergence and the metrics to watch.
 
     tune run knowledge_distillation --config llama3_2/8B_to_1B_KD_lora_single_device kd_ratio=0.3
 """
@@ -27,26 +27,26 @@ from torchtune.modules.loss import setup_loss
 class Settings:
     """Settings of distillation."""
 
-    # Builder of the model: with adapters they are trained, without them all weights.
+    # Builder of the model. With adapters, only they are trained, otherwise all weights.
     model: Component
-    # Tokenizer of the model, with its prompt layout.
+    # Tokenizer of the model, with its chat template.
     tokenizer: Component
-    # Where weights come from and where checkpoints go.
+    # Checkpointer: source of the weights, and format of the saved checkpoints.
     checkpointer: config.CheckpointerComponent
-    # Builder of the teacher, a larger model with the same tokenizer; it stays as it is.
+    # Builder of the teacher, a larger model with the same tokenizer; it is frozen.
     teacher_model: Component
-    # Where the weights of the teacher come from.
+    # Checkpointer of the teacher's weights.
     teacher_checkpointer: Component
-    # Training data; several datasets are concatenated.
+    # Training dataset; several datasets are concatenated.
     dataset: config.DatasetComponent
-    # Where checkpoints, logs and the resolved config are written.
+    # Folder for checkpoints, logs and the resolved config.
     output_dir: str
-    # Continue from the newest complete checkpoint of output_dir.
+    # Resume from the newest complete checkpoint in output_dir.
     resume_from_checkpoint: bool = False
 
-    # Passes over the training data.
+    # Number of passes over the training data.
     epochs: PositiveInt = 1
-    # Most optimizer steps per epoch; null takes all of them.
+    # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
@@ -54,113 +54,113 @@ class Settings:
     gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
     optimizer: config.OptimizerComponent
-    # Schedule of the learning rate, stepped after every optimizer step.
+    # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
-    # Largest norm of the gradients; larger ones are scaled down to it.
+    # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
     # Divergence of the student from the teacher over the labelled tokens.
     kd_loss: config.LossComponent
-    # Weight of kd_loss; loss has the rest of 1.
+    # Weight of kd_loss; the weight of loss is 1 - kd_ratio.
     kd_ratio: Annotated[float, Range(min=0, max=1)] = 0.5
-    # Folder of the teacher's likeliest tokens (kd_loss.top_k), computed once before training; null computes every step.
+    # Folder to cache the teacher's most likely tokens (kd_loss.top_k), computed once before training; null: no cache.
     teacher_cache: str | None = None
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights and activations; null takes the best one that the device computes fast.
+    # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
-    # Seed of everything random; null draws one and writes it into the saved config.
+    # Seed of all random numbers; null draws a seed and writes it to the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
-    # Where metrics go.
+    # Logger of the metrics.
     metric_logger: Component
-    # Steps between two records of metrics.
+    # Number of steps between two records of the metrics.
     log_every_n_steps: PositiveInt = 1
 
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
-    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    # Recompute activations of every layer (full), or as set by ac_option (selective).
     ac_mode: Literal["full", "selective"] | None = None
-    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    # n recomputes every n-th layer; op saves attention and every second matrix product in all layers.
     ac_option: int | str | None = None
-    # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
+    # Offload activations to host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (bf16).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
     # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
     optimizer_in_bwd: bool = False
 
-    # Data on which the loss is measured every run_val_every_n_steps.
+    # Validation dataset, evaluated every run_val_every_n_steps.
     dataset_val: config.DatasetComponent | None = None
-    # Examples per batch of validation; null means batch_size.
+    # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Steps between two measurements of the validation loss; null never measures it.
+    # Number of steps between two validations; null: no validation.
     run_val_every_n_steps: PositiveInt | None = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
 
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
     save_every_n_steps: PositiveInt | None = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
+    # Save checkpoints in the background, from a copy in host memory.
     enable_async_checkpointing: bool = False
-    # Save only adapters, never the merged model.
+    # Save only the adapter, not the merged model.
     save_adapter_weights_only: bool = False
 
-    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    # Number of replicas of the model, each with different examples (HSDP if parameters are sharded, too).
     data_parallel_replicate_dim: PositiveInt = 1
-    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    # Number of ranks that FSDP shards a replica over, each with different examples; -1: the remaining ranks.
     data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
-    # Tensor parallel ranks, best within one machine.
+    # Tensor parallel size, best within one machine.
     tensor_parallel_dim: PositiveInt = 1
-    # Tensor parallel plan; null takes that of the model's family.
+    # Tensor parallel plan; null: the default of the model's family.
     tensor_parallel_plan: Annotated[Component | None, RuntimeArgs("model")] = None
-    # Context parallel ranks: each sequence is split over them.
+    # Context parallel size: sequences are split over these ranks.
     context_parallel_dim: PositiveInt = 1
-    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    # Expert parallel size, as part of the shards: experts are split over these ranks, tokens are sent by all-to-all.
     expert_parallel_dim: PositiveInt = 1
-    # Keep parameters, gradients and optimizer states in host memory.
+    # Offload parameters, gradients and optimizer states to host memory.
     fsdp_cpu_offload: bool = False
-    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    # Reshard the parameters of a layer after its forward pass; False communicates less, but needs more memory.
     fsdp_reshard_after_forward: bool = True
-    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    # Modules to shard separately, in addition to the layers, for example [tok_embeddings, output].
     custom_sharded_layers: list[str] | None = None
 
-    # Conversions of the described model, applied in order before any weight exists.
+    # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
 
-    # Visit the examples of an epoch in random order.
+    # Visit the examples of each epoch in random order.
     shuffle: bool = True
-    # Function that turns a list of examples into a batch; the default never pads.
+    # Collate function; the default is padding-free.
     collate_fn: str = "torchtune.data.collate_documents"
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
-    # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
+    # Watchdog timeout: minutes without progress after which the run ends and names the stalled rank; null: none.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
-    # Passed to torch.set_deterministic_debug_mode.
+    # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Log the peak memory with the metrics.
+    # Log peak memory with the metrics.
     log_peak_memory_stats: bool = True
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
-    # Profiler of a window of steps.
+    # Profiler for a window of steps.
     profiler: Component | None = None
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         yield from training.check_settings(self)
 
 
 class KDRecipe:
-    """Trains a student, or adapters of it, to predict as its teacher does."""
+    """Distillation of a teacher into a student or its adapters."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -184,7 +184,7 @@ class KDRecipe:
         self.global_step = 0
 
     def setup(self, cfg: Settings) -> None:
-        """Build everything that training needs; nothing is trained or written yet."""
+        """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
@@ -216,7 +216,7 @@ class KDRecipe:
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
-        """Load the student and its teacher, then wrap the student."""
+        """Load the student and its teacher, then apply activation checkpointing and compilation to the student."""
         model = self.load_model(cfg, cfg.model, cfg.model_converters)
         contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents)
@@ -228,7 +228,7 @@ class KDRecipe:
         return model
 
     def load_model(self, cfg: Settings, builder: Any, converters: list[Any], name: str = "policy") -> torch.nn.Module:
-        """Describe, convert, split, then load: each process reads its own share of the weights."""
+        """Build on the meta device, convert and parallelize, then load: each rank reads only its shards."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in converters])
@@ -245,7 +245,7 @@ class KDRecipe:
         return model
 
     def setup_teacher(self, cfg: Settings, model: torch.nn.Module) -> None:
-        """Load the teacher, or what it said of the data."""
+        """Load the teacher, or its cached outputs."""
         rlhf.check_teacher(self.checkpointer)
         self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
         load = partial(self.load_model, cfg, cfg.teacher_model, [], "teacher")
@@ -259,7 +259,7 @@ class KDRecipe:
         )
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
+        """Build this rank's loader of a dataset; the order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
@@ -273,7 +273,7 @@ class KDRecipe:
         )
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Loss and divergence from the teacher, weighted, summed over the labels of one batch, as a scalar."""
+        """Sum the weighted loss and divergence over the labels of a batch; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
         with self.teacher(batch) as teacher, self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
@@ -283,7 +283,7 @@ class KDRecipe:
             return (1 - self.cfg.kd_ratio) * class_loss + self.cfg.kd_ratio * kd_loss
 
     def train(self) -> int:
-        """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
+        """Train for the remaining steps, with logging, validation and checkpoints; return the exit code."""
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
@@ -302,7 +302,7 @@ class KDRecipe:
                 for batch in step.batches:
                     loss = self.compute_loss(batch) / max(step.num_terms, 1)
                     self.step_metrics.add_loss(loss)
-                    if cfg.optimizer_in_bwd:  # the backward pass changes weights, so that all ranks must agree before
+                    if cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)
                         accepted = self.guard.accepts(self.global_step + 1, metrics)
                         self.optimizer.skip_step = not accepted
@@ -343,7 +343,7 @@ class KDRecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Means over the validation data: of the loss, and of what ``compute_loss`` logs."""
+        """Return means over the validation data: the loss, and the metrics that ``compute_loss`` logs."""
         self.model.eval()
         with self.step_metrics.validation() as means:
             for (batch,) in self.loader_val:
@@ -352,7 +352,7 @@ class KDRecipe:
         return means.over(self.dims)
 
     def training_state(self) -> dict[str, Any]:
-        """Everything besides the weights that decides the next step."""
+        """Return the resume state, without the weights."""
         state = {
             "optimizer": self.optimizer,
             "loader": self.loader,
@@ -364,17 +364,17 @@ class KDRecipe:
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write the model (adapters: merged, too, after an epoch) and, unless training is over, what a resume needs."""
+        """Save the model (adapters also merged, after an epoch) and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = training.checkpoint_contents(self.model, merge=merge)
-        behind = self.cfg.enable_async_checkpointing and optional
+        async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
         )
 
     def cleanup(self) -> None:
-        """Close what was opened, and leave the process group."""
+        """Close files and loggers, and leave the process group."""
         try:
             self.checkpointer.close()
         finally:

@@ -1,10 +1,9 @@
 """LoRA fine-tuning of a decoder on one device: the weights stay frozen, small adapters are trained.
 
-For models whose weights fit on one CUDA, MPS or CPU device; adapters add a few percent. What it offers: batches
-and packs without padding, a loss normalised by label tokens whatever the accumulation, activation checkpointing and
-offloading, compilation per layer, an optimizer step that learns in bf16, validation, step and epoch checkpoints in
-PEFT format, the merged model at the end, and a resume that continues bit for bit. With ``quantizer`` the adapters learn
-for the weights of the quantised model.
+For models that fit on one CUDA, MPS or CPU device; adapters add a few percent. Features: padding-free batches and
+packs, a loss normalized by labelled tokens for any gradient accumulation, activation checkpointing and offloading,
+per-layer compilation, an optimizer step suited to bf16 weights, validation, step and epoch checkpoints in PEFT format,
+the merged model at the end, and a bit-exact resume. ``quantizer`` enables quantization-aware training.
 
     tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
 """
@@ -31,20 +30,20 @@ class Settings:
 
     # Builder of the model with adapters, for example torchtune.models.llama3_2.lora_llama3_2_1b.
     model: Component
-    # Tokenizer of the model, with its prompt layout.
+    # Tokenizer of the model, with its chat template.
     tokenizer: Component
-    # Where weights come from and where checkpoints go.
+    # Checkpointer: source of the weights, and format of the saved checkpoints.
     checkpointer: config.CheckpointerComponent
-    # Training data; several datasets are concatenated.
+    # Training dataset; several datasets are concatenated.
     dataset: config.DatasetComponent
-    # Where checkpoints, logs and the resolved config are written.
+    # Folder for checkpoints, logs and the resolved config.
     output_dir: str
-    # Continue from the newest complete checkpoint of output_dir.
+    # Resume from the newest complete checkpoint in output_dir.
     resume_from_checkpoint: bool = False
 
-    # Passes over the training data.
+    # Number of passes over the training data.
     epochs: PositiveInt = 1
-    # Most optimizer steps per epoch; null takes all of them.
+    # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
@@ -52,86 +51,86 @@ class Settings:
     gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
     optimizer: config.OptimizerComponent
-    # Schedule of the learning rate, stepped after every optimizer step.
+    # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
-    # Largest norm of the gradients; larger ones are scaled down to it.
+    # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights and activations; null takes the best one that the device computes fast.
+    # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
-    # Seed of everything random; null draws one and writes it into the saved config.
+    # Seed of all random numbers; null draws a seed and writes it to the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
-    # Where metrics go.
+    # Logger of the metrics.
     metric_logger: Component
-    # Steps between two records of metrics.
+    # Number of steps between two records of the metrics.
     log_every_n_steps: PositiveInt = 1
 
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
-    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    # Recompute activations of every layer (full), or as set by ac_option (selective).
     ac_mode: Literal["full", "selective"] | None = None
-    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    # n recomputes every n-th layer; op saves attention and every second matrix product in all layers.
     ac_option: int | str | None = None
-    # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
+    # Offload activations to host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (bf16).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
     # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
     optimizer_in_bwd: bool = False
 
-    # Data on which the loss is measured every run_val_every_n_steps.
+    # Validation dataset, evaluated every run_val_every_n_steps.
     dataset_val: config.DatasetComponent | None = None
-    # Examples per batch of validation; null means batch_size.
+    # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Steps between two measurements of the validation loss; null never measures it.
+    # Number of steps between two validations; null: no validation.
     run_val_every_n_steps: PositiveInt | None = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
 
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
     save_every_n_steps: PositiveInt | None = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
+    # Save checkpoints in the background, from a copy in host memory.
     enable_async_checkpointing: bool = False
-    # Save only adapters, never the merged model.
+    # Save only the adapter, not the merged model.
     save_adapter_weights_only: bool = False
 
-    # Conversions of the described model, applied in order before any weight exists.
+    # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
-    # Quantizer that training simulates, such as torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer; the
-    # last checkpoint is also written quantised. null simulates none.
+    # Quantizer of quantization-aware training, such as
+    # torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer; the last checkpoint is also saved quantized.
     quantizer: Component | None = None
-    # Train so many steps without fake quantisation first; null simulates the quantizer from the first step.
+    # Number of steps before fake quantization starts; null: from the first step.
     fake_quant_after_n_steps: PositiveInt | None = None
-    # Enlarge the embedding where the tokenizer has more tokens than the checkpoint.
+    # Enlarge the embedding if the tokenizer has more tokens than the checkpoint.
     resize_token_embeddings: bool = False
 
-    # Visit the examples of an epoch in random order.
+    # Visit the examples of each epoch in random order.
     shuffle: bool = True
-    # Function that turns a list of examples into a batch; the default never pads.
+    # Collate function; the default is padding-free.
     collate_fn: str = "torchtune.data.collate_documents"
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
-    # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
+    # Watchdog timeout: minutes without progress after which the run ends and names the stalled rank; null: none.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
-    # Passed to torch.set_deterministic_debug_mode.
+    # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Log the peak memory with the metrics.
+    # Log peak memory with the metrics.
     log_peak_memory_stats: bool = True
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
-    # Profiler of a window of steps.
+    # Profiler for a window of steps.
     profiler: Component | None = None
 
     retired: ClassVar[dict[str, str]] = {
@@ -139,12 +138,12 @@ class Settings:
     }
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         yield from training.check_settings(self)
 
 
 class LoRAFinetuneRecipeSingleDevice:
-    """Trains adapters of a frozen model on one device."""
+    """Training of adapters of a frozen model on one device."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -161,7 +160,7 @@ class LoRAFinetuneRecipeSingleDevice:
         self.global_step = 0
 
     def setup(self, cfg: Settings) -> None:
-        """Build everything that training needs; nothing is trained or written yet."""
+        """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
@@ -193,7 +192,7 @@ class LoRAFinetuneRecipeSingleDevice:
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
-        """Describe, convert, load, then wrap: weights exist once, in their final form."""
+        """Build on the meta device, convert, load and wrap: there is never a second copy of the weights."""
         converters = [config.instantiate(converter) for converter in cfg.model_converters]
         if self.quantizer is not None:
             converters.append(
@@ -215,7 +214,7 @@ class LoRAFinetuneRecipeSingleDevice:
         return model
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """Batches of a dataset, in an order that depends on the seed and the epoch alone."""
+        """Build the loader of a dataset; the order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
@@ -227,7 +226,7 @@ class LoRAFinetuneRecipeSingleDevice:
         )
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Loss summed over the labels of one batch, as a scalar."""
+        """Sum the loss over the labels of a batch; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
         with self.offloading, self.step_metrics.by_source(batch):
             hidden = self.model(**batch.model_inputs(), output="hidden")
@@ -235,7 +234,7 @@ class LoRAFinetuneRecipeSingleDevice:
             return total
 
     def train(self) -> int:
-        """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
+        """Train for the remaining steps, with logging, validation and checkpoints; return the exit code."""
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
@@ -254,7 +253,7 @@ class LoRAFinetuneRecipeSingleDevice:
                 for batch in step.batches:
                     loss = self.compute_loss(batch) / max(step.num_terms, 1)
                     self.step_metrics.add_loss(loss)
-                    if cfg.optimizer_in_bwd:  # the backward pass changes weights, so that all ranks must agree before
+                    if cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)
                         accepted = self.guard.accepts(self.global_step + 1, metrics)
                         self.optimizer.skip_step = not accepted
@@ -295,7 +294,7 @@ class LoRAFinetuneRecipeSingleDevice:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Means over the validation data: of the loss, and of what ``compute_loss`` logs."""
+        """Return means over the validation data: the loss, and the metrics that ``compute_loss`` logs."""
         self.model.eval()
         with self.step_metrics.validation() as means:
             for (batch,) in self.loader_val:
@@ -304,7 +303,7 @@ class LoRAFinetuneRecipeSingleDevice:
         return means.over(self.dims)
 
     def training_state(self) -> dict[str, Any]:
-        """Everything besides the weights that decides the next step."""
+        """Return the resume state, without the weights."""
         state = {
             "optimizer": self.optimizer,
             "loader": self.loader,
@@ -316,19 +315,19 @@ class LoRAFinetuneRecipeSingleDevice:
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
+        """Save the adapter, the merged model after an epoch and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = training.checkpoint_contents(self.model, merge=merge)
-        behind = self.cfg.enable_async_checkpointing and optional
+        async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
         )
         if self.quantizer is not None and state is None and merge:
             self.checkpointer.save_quantized(name, self.model, self.quantizer)
 
     def cleanup(self) -> None:
-        """Close what was opened, and leave the process group."""
+        """Close files and loggers, and leave the process group."""
         try:
             self.checkpointer.close()
         finally:

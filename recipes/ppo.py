@@ -1,10 +1,11 @@
-"""Reinforcement learning from a reward model: PPO, with a model of values.
+"""Reinforcement learning from a reward model: PPO, with a value model.
 
-A step samples an answer to each prompt. The reward model scores it, every token pays for its distance to the reference,
-and the value model says what was to be expected: the policy makes likelier what went better. Policy and value model are
-trained together and saved together, the value model in the subfolder value; a resumed run samples the same answers
-again. Nothing is padded; every answer is written to rollouts.jsonl. A policy with adapters trains these alone. Runs on
-one device, or on many, over which all four models are sharded. docs/ppo.rst says when to use it and what to watch.
+A step samples an answer to each prompt. The reward model scores it, every token is penalised for its log-ratio to the
+reference, and the value model predicts the return: the policy raises the probability of tokens with a positive
+advantage. Policy and value model are trained and saved together, the value model in the subfolder value; a resumed run
+samples the same answers again. Batches are padding-free; every answer is written to rollouts.jsonl. With adapters, only
+they are trained in the policy. Runs on one device, or on several with all four models sharded. See docs/ppo.rst for
+when to use it and the metrics to watch.
 
     tune run ppo --config smol/135M_full_ppo_single_device kl_coeff=0.05
 """
@@ -28,30 +29,30 @@ from torchtune.modules.peft import has_adapters
 class Settings:
     """Settings of PPO."""
 
-    # Builder of the policy, the model that answers: with adapters they are trained, without them all weights.
+    # Builder of the policy. With adapters, only they are trained, otherwise all weights.
     policy_model: Component
     # Builder of the reward model and of the value model: torchtune.modules.classifier_model with num_classes=1.
     reward_and_value_model: Component
-    # Tokenizer of the model, with its prompt layout.
+    # Tokenizer of the model, with its chat template.
     tokenizer: Component
-    # Where weights come from and where checkpoints go.
+    # Checkpointer: source of the weights, and format of the saved checkpoints.
     checkpointer: config.CheckpointerComponent
-    # Weights that the value model begins with, usually those of the reward model.
+    # Checkpointer of the value model's initial weights, usually the reward model's.
     value_checkpointer: Component
-    # Weights of the reward model, which stays as it is.
+    # Checkpointer of the reward model, which is frozen.
     reward_checkpointer: Component
-    # Weights of the reference, usually those that the policy begins with; it stays as it is.
+    # Checkpointer of the reference model, usually the policy's initial weights; it is frozen.
     ref_policy_checkpointer: Component
-    # Training data; several datasets are concatenated.
+    # Training dataset; several datasets are concatenated.
     dataset: config.DatasetComponent
-    # Where checkpoints, logs and the resolved config are written.
+    # Folder for checkpoints, logs and the resolved config.
     output_dir: str
-    # Continue from the newest complete checkpoint of output_dir.
+    # Resume from the newest complete checkpoint in output_dir.
     resume_from_checkpoint: bool = False
 
-    # Passes over the training data.
+    # Number of passes over the training data.
     epochs: PositiveInt = 1
-    # Most optimizer steps per epoch; null takes all of them.
+    # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
@@ -59,125 +60,125 @@ class Settings:
     gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
     optimizer: config.OptimizerComponent
-    # Schedule of the learning rate, stepped after every optimizer step.
+    # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
-    # Largest norm of the gradients; larger ones are scaled down to it.
+    # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
 
-    # Answers to sample in the whole run on a device, one to a prompt; null answers the prompts of all epochs.
+    # Total number of answers per device, one per prompt; null: the prompts of all epochs.
     num_steps: PositiveInt | None = None
-    # Answers that are sampled and scored at once, which bounds the memory of the KV cache; null takes all of a step.
+    # Answers sampled and scored at the same time, which limits the memory of the KV cache; null: all of a step.
     forward_batch_size: PositiveInt | None = None
-    # Most tokens of an answer.
+    # Maximum number of tokens per answer.
     max_generated_tokens: PositiveInt = 256
-    # Divides the logits, when sampling and in the loss.
+    # Sampling temperature, also used in the loss.
     temperature: Annotated[float, Range(above=0)] = 1.0
-    # Must be null: tokens are sampled from the whole distribution, which ratios are taken of.
+    # Must be null: the loss's probability ratios need samples from the full distribution.
     top_k: int | None = None
-    # Tokens that end an answer; null takes those of the tokenizer.
+    # Tokens that end an answer; null: the tokenizer's stop tokens.
     stop_token_ids: list[int] | None = None
-    # Shorter answers get reward_penalty; null penalises none.
+    # Minimum number of tokens: shorter answers get reward_penalty; null: no minimum.
     min_response_length: PositiveInt | None = None
     # Give reward_penalty to answers that do not end within max_generated_tokens.
     penalise_no_eos: bool = True
-    # What a penalised answer gets in the place of its score.
+    # Score of a penalised answer.
     reward_penalty: float = -3.0
-    # Weight of the log-ratio to the reference, which every token pays.
+    # Weight of the per-token log-ratio to the reference, a penalty in the rewards.
     kl_coeff: Annotated[float, Range(min=0)] = 0.01
-    # Divide the rewards of tokens by their standard deviation.
+    # Divide the token rewards by their standard deviation.
     whiten_rewards: bool = False
-    # Discount of later rewards.
+    # Discount factor of later rewards.
     gamma: Annotated[float, Range(min=0, max=1)] = 1.0
-    # Mixes the value model's next estimate (0) and the whole rest of the answer (1) into advantages.
+    # GAE λ: from one-step (0) to full returns (1).
     lmbda: Annotated[float, Range(min=0, max=1)] = 0.95
-    # Passes over the answers of a step.
+    # Number of passes over the answers of a step.
     ppo_epochs: PositiveInt = 1
-    # Answers of an optimizer step on a device; null takes all answers of a step.
+    # Answers per optimizer step and device; null: all answers of a step.
     ppo_batch_size: PositiveInt | None = None
-    # Steps between two tables of answers in the log; null shows none.
+    # Number of steps between two tables of answers in the log; null: none.
     show_samples_every_n_steps: PositiveInt | None = 10
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights and activations; null takes the best one that the device computes fast.
+    # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
-    # Seed of everything random; null draws one and writes it into the saved config.
+    # Seed of all random numbers; null draws a seed and writes it to the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
-    # Where metrics go.
+    # Logger of the metrics.
     metric_logger: Component
-    # Steps between two records of metrics.
+    # Number of steps between two records of the metrics.
     log_every_n_steps: PositiveInt = 1
 
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
-    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    # Recompute activations of every layer (full), or as set by ac_option (selective).
     ac_mode: Literal["full", "selective"] | None = None
-    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    # n recomputes every n-th layer; op saves attention and every second matrix product in all layers.
     ac_option: int | str | None = None
-    # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
+    # Offload activations to host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (bf16).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
     # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
     optimizer_in_bwd: bool = False
 
-    # Data on which the loss is measured every run_val_every_n_steps.
+    # Validation dataset, evaluated every run_val_every_n_steps.
     dataset_val: config.DatasetComponent | None = None
-    # Examples per batch of validation; null means batch_size.
+    # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Steps between two measurements of the validation loss; null never measures it.
+    # Number of steps between two validations; null: no validation.
     run_val_every_n_steps: PositiveInt | None = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
 
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
     save_every_n_steps: PositiveInt | None = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
+    # Save checkpoints in the background, from a copy in host memory.
     enable_async_checkpointing: bool = False
-    # Save only adapters, never the merged model.
+    # Save only the adapter, not the merged model.
     save_adapter_weights_only: bool = False
 
-    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    # Number of replicas of the model, each with different examples (HSDP if parameters are sharded, too).
     data_parallel_replicate_dim: PositiveInt = 1
-    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    # Number of ranks that FSDP shards a replica over, each with different examples; -1: the remaining ranks.
     data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
-    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    # Expert parallel size, as part of the shards: experts are split over these ranks, tokens are sent by all-to-all.
     expert_parallel_dim: PositiveInt = 1
-    # Keep parameters, gradients and optimizer states in host memory.
+    # Offload parameters, gradients and optimizer states to host memory.
     fsdp_cpu_offload: bool = False
-    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    # Reshard the parameters of a layer after its forward pass; False communicates less, but needs more memory.
     fsdp_reshard_after_forward: bool = True
-    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    # Modules to shard separately, in addition to the layers, for example [tok_embeddings, output].
     custom_sharded_layers: list[str] | None = None
 
-    # Conversions of the described model, applied in order before any weight exists.
+    # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
 
-    # Visit the examples of an epoch in random order.
+    # Visit the examples of each epoch in random order.
     shuffle: bool = True
-    # Function that turns a list of prompts into a batch.
+    # Collate function of prompts.
     collate_fn: str = "torchtune.rlhf.collate_prompts"
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
-    # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
+    # Watchdog timeout: minutes without progress after which the run ends and names the stalled rank; null: none.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
-    # Passed to torch.set_deterministic_debug_mode.
+    # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Log the peak memory with the metrics.
+    # Log peak memory with the metrics.
     log_peak_memory_stats: bool = True
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
-    # Profiler of a window of steps.
+    # Profiler for a window of steps.
     profiler: Component | None = None
 
     retired: ClassVar[dict[str, str]] = {
@@ -186,11 +187,11 @@ class Settings:
 
     @property
     def model(self) -> Component:
-        """The policy, under the name that other recipes have."""
+        """The policy, under the other recipes' name."""
         return self.policy_model
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         yield from training.check_settings(self)
         yield from rlhf.check_ppo_settings(self)
         if self.top_k is not None:
@@ -198,7 +199,7 @@ class Settings:
 
 
 class PPORecipe:
-    """Trains a policy on what a reward model says of its answers, and a value model with it."""
+    """Training of a policy by the scores of a reward model, together with a value model."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -222,7 +223,7 @@ class PPORecipe:
         self.global_step = 0
 
     def setup(self, cfg: Settings) -> None:
-        """Build everything that training needs; nothing is trained or written yet."""
+        """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
@@ -253,7 +254,7 @@ class PPORecipe:
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
 
     def setup_model(self, cfg: Settings) -> torch.nn.ModuleDict:
-        """Load the policy and the value model, what answers and scores, then wrap what is trained."""
+        """Load policy and value model, set up sampling and scoring, then wrap the trained models."""
         policy = self.load_model(cfg, cfg.policy_model, cfg.model_converters, "policy")
         value = self.load_model(cfg, cfg.reward_and_value_model, [], "value")
         models = torch.nn.ModuleDict({"policy": policy, "value": value})
@@ -268,7 +269,7 @@ class PPORecipe:
         return models
 
     def load_model(self, cfg: Settings, builder: Any, converters: list[Any], name: str) -> torch.nn.Module:
-        """Describe, convert, split, then load: each process reads its own share of the weights."""
+        """Build on the meta device, convert and parallelize, then load: each rank reads only its shards."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in converters])
@@ -286,25 +287,25 @@ class PPORecipe:
         return model.requires_grad_(False).eval() if is_frozen else model
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """This rank's batches of prompts; their order depends only on the seed and the epoch."""
+        """Build this rank's loader of prompts; the order depends only on the seed and the epoch."""
         prompts = rlhf.numbered_prompts(datasets.instantiate_dataset(dataset, self.tokenizer), self.tokenizer)
-        most = None
+        max_steps = None
         if training_data:
-            most = rlhf.steps_per_epoch(self.cfg.num_steps, len(prompts) // self.dims.data_size, batch_size)
-            most = most or self.cfg.max_steps_per_epoch
+            max_steps = rlhf.steps_per_epoch(self.cfg.num_steps, len(prompts) // self.dims.data_size, batch_size)
+            max_steps = max_steps or self.cfg.max_steps_per_epoch
         return BatchLoader(
             prompts,
             batch_size=batch_size,
             collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
             shuffle=self.cfg.shuffle and training_data,
             seed=self.seed,
-            max_steps_per_epoch=most,
+            max_steps_per_epoch=max_steps,
             rank=self.dims.data_rank,
             world_size=self.dims.data_size,
         )
 
     def setup_rollouts(self, cfg: Settings, models: torch.nn.ModuleDict) -> None:
-        """What answers prompts, scores the answers, and is compared with."""
+        """Set up the sampler, the rewards, the loss and the reference."""
         self.sampler = rlhf.LocalSampler(
             models["policy"],
             self.tokenizer,
@@ -326,22 +327,22 @@ class PPORecipe:
             cfg.min_response_length,
             dims=self.dims,
         )
-        every = {**models, "reference": self.reference, "reward": reward}
-        rlhf.check_ppo_models(every, self.checkpointer, self.tokenizer)
-        shortest = min(every.values(), key=lambda model: model.max_seq_len)
+        all_models = {**models, "reference": self.reference, "reward": reward}
+        rlhf.check_ppo_models(all_models, self.checkpointer, self.tokenizer)
+        shortest_context = min(all_models.values(), key=lambda model: model.max_seq_len)
         for loader in filter(None, (self.loader, self.loader_val)):
-            rlhf.check_prompts(loader.dataset, self.sampler, shortest, 1 + len(self.reward_model.closing))
+            rlhf.check_prompts(loader.dataset, self.sampler, shortest_context, 1 + len(self.reward_model.closing))
         self.record = rlhf.RolloutRecord(cfg.output_dir, self.tokenizer, self.dims, cfg.show_samples_every_n_steps)
 
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
-        """Answer prompts and score the answers, which depend on the seed, the step and the row alone."""
+        """Sample and score answers, which depend only on the seed, the step and the row."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
         rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
         return rlhf.judge_rollouts(prompts, rollouts, self.reward_model, self.tokenizer)
 
     def make_experience(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
-        """Rollouts, scores, values, advantages: micro-batches and labels of every update, tokens and labels."""
+        """Sample and score answers; return (micro-batches, labels) per update, and token and label counts."""
         cfg = self.cfg
         scored = self.sample(prompts, num_samples=1)
         tokens = rlhf.evaluate_rollouts(
@@ -368,7 +369,7 @@ class PPORecipe:
         return updates, sum(len(rollout.tokens) - 1 for rollout in scored.rollouts), num_labels
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Loss of policy and value model, summed over the tokens of one batch, as a scalar."""
+        """Sum the loss of policy and value model over the tokens of a batch; returns a scalar."""
         policy, value = self.model["policy"], self.model["value"]
         with self.offloading:
             hidden = policy(**batch.model_inputs(), output="hidden")
@@ -380,7 +381,7 @@ class PPORecipe:
             return total
 
     def train(self) -> int:
-        """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
+        """Train for the remaining steps, with logging, validation and checkpoints; return the exit code."""
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
@@ -426,12 +427,12 @@ class PPORecipe:
         return control.finish(self.global_step, self.total_steps)
 
     def update(self, control: training.RunControl, batches: list[Batch], num_terms: int) -> dict[str, Any]:
-        """One optimizer step on some answers; returns its metrics."""
+        """Do one optimizer step on some answers; return its metrics."""
         # The mean is over all terms of the update, so that its gradient does not depend on the split.
         for batch in batches:
             loss = self.compute_loss(batch) / max(num_terms, 1)
             self.step_metrics.add_loss(loss)
-            if self.cfg.optimizer_in_bwd:  # the backward pass changes weights, so that all ranks must agree before
+            if self.cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                 metrics = control.synchronize(self.global_step + 1, self.step_metrics)
                 accepted = self.guard.accepts(self.global_step + 1, metrics)
                 self.optimizer.skip_step = not accepted
@@ -449,14 +450,14 @@ class PPORecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Means over the validation prompts of the likeliest answers' rewards."""
+        """Return mean rewards of greedy answers to the validation prompts."""
         with self.step_metrics.validation() as means:
             for batches in self.loader_val:
                 means.add(self.sample(batches, 1, greedy=True).figures())
         return means.over(self.dims)
 
     def training_state(self) -> dict[str, Any]:
-        """Everything besides the weights that decides the next step."""
+        """Return the resume state, without the weights."""
         state = {
             "optimizer": self.optimizer,
             "loader": self.loader,
@@ -468,17 +469,17 @@ class PPORecipe:
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write the model (adapters: merged, too, after an epoch) and, unless training is over, what a resume needs."""
+        """Save the model (adapters also merged, after an epoch) and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = training.checkpoint_contents(self.model, merge=merge)
-        behind = self.cfg.enable_async_checkpointing and optional
+        async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
         )
 
     def cleanup(self) -> None:
-        """Close what was opened, and leave the process group."""
+        """Close files and loggers, and leave the process group."""
         try:
             self.checkpointer.close()
         finally:

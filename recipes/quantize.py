@@ -1,7 +1,7 @@
-"""Quantise a checkpoint: a folder in, a folder with fewer bits a weight out, ready for vLLM, transformers or llama.cpp.
+"""Quantize a checkpoint to a folder with fewer bits per weight, for vLLM, transformers or llama.cpp.
 
-One tensor is held at a time. Embeddings, norms and the output projection keep their precision; tokenizer, chat template
-and generation settings are carried along.
+One tensor is in memory at a time. Embeddings, norms and the output projection keep their precision; tokenizer, chat
+template and generation settings are copied.
 
     tune run quantize --config quantization checkpointer.checkpoint_dir=/tmp/torchtune/my_run/epoch_0
 """
@@ -19,22 +19,22 @@ from torchtune.config import Component
 
 @dataclass(kw_only=True)
 class Settings:
-    """Settings of quantisation."""
+    """Settings of quantization."""
 
-    # Where the quantised model is written; a folder that is not there yet.
+    # Folder for the quantized model; it must not exist yet.
     output_dir: str
-    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null reads the checkpoint's config.json.
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null: by the checkpoint's config.json.
     model: Component | None = None
-    # Where weights come from.
+    # Checkpointer: source of the weights.
     checkpointer: Component
-    # How weights are quantised, for example torchtune.training.quantization.Int4WeightOnlyQuantizer.
+    # Quantizer of the weights, for example torchtune.training.quantization.Int4WeightOnlyQuantizer.
     quantizer: Component
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
-    # Data type of weights that are not quantized.
+    # Dtype of weights that are not quantized.
     dtype: Literal["bf16", "fp32"] = "bf16"
-    # Level of the messages on the terminal.
+    # Log level of the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
 
     retired: ClassVar[dict[str, str]] = {
@@ -48,13 +48,13 @@ class Settings:
             self.model = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
 
     def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        """Yield (setting, error and remedy) for invalid combinations of settings."""
         if self.model is None:
             yield "model", "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
 
 
 class QuantizationRecipe:
-    """Quantises the weights of one checkpoint."""
+    """Quantization of a checkpoint's weights."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -63,14 +63,14 @@ class QuantizationRecipe:
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
 
     def setup(self, cfg: Settings) -> None:
-        """Describe the model; its weights are never loaded together."""
+        """Build the model on the meta device, without loading weights."""
         self.quantizer = config.instantiate(cfg.quantizer)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             self.model = config.instantiate(cfg.model)
 
     def quantize(self, cfg: Settings) -> None:
-        """Write the quantised checkpoint."""
+        """Save the quantized checkpoint."""
         source = self.checkpointer.store.source()
         training.quantize_checkpoint(
             source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype

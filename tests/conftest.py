@@ -11,17 +11,10 @@ import pytest
 gc.disable()
 
 
-# Tests that are long tables of similar rows -> of how many rows one is tried, from the first; 0: none, where a shorter
-# test makes the same promise. `make test ALL=1` tries all of them.
+# Tests that are long tables of similar rows -> of how many rows one is tried, from the first. `make test ALL=1` tries
+# every row; a test without rows, and the first row of each, is always tried.
 EVERY = {
-    "benchmarks/test_run_gpu.py::test_results_become_a_table": 0,
-    "examples/test_launch.py::test_two_nodes": 0,
-    "recipes/test_kill.py::test_a_dead_worker": 0,
-    "torchtune/modules/moe/test_balance.py::test_gradient_is_that_of_the_sum": 0,
-    "torchtune/training/checkpointing/test_killed_save": 0,
-    "torchtune/training/matrix/test_matrix_of_ranks": 0,
-    "torchtune/training/parallel/test_stalls": 0,
-    "torchtune/training/simulate/test_closed_form": 0,
+    "test_instruction_sets": 2,
     "examples/test_quickstart_post_training": 2,
     "recipes/test_distributed": 2,
     "torchtune/_cli/test_run": 2,
@@ -31,29 +24,29 @@ EVERY = {
     "benchmarks/test_bench_gpu": 5,
     "benchmarks/test_run_gpu": 3,
     "recipes/test_contract": 3,
-    "recipes/test_faults": 2,
-    "recipes/test_injected_bugs": 3,
     "recipes/test_kill": 2,
     "recipes/test_older_recipes": 2,
     "recipes/test_several_machines": 2,
     "recipes/test_survival": 2,
     "recipes/test_trl": 2,
     "torchtune/_cli/test_torchrun": 2,
-    "torchtune/config/test_config_mutations": 3,
+    "torchtune/config/test_whole_configs": 3,
     "torchtune/config/test_hostile": 2,
     "torchtune/models/test_hostile_config": 2,
     "torchtune/models/test_left_out_fields": 4,
     "torchtune/models/test_parity_adapters": 3,
     "torchtune/models/test_parity_training": 3,
     "torchtune/models/test_sizes": 4,
-    "torchtune/training/checkpointing/test_adapters": 2,
-    "torchtune/training/checkpointing/test_gguf": 2,
-    "torchtune/training/checkpointing/test_state": 2,
+    "torchtune/modules/moe/test_balance": 4,
+    "torchtune/checkpoints/test_adapters": 2,
+    "torchtune/checkpoints/test_gguf": 2,
+    "torchtune/checkpoints/test_state": 2,
     "torchtune/training/matrix/test_matrix": 8,
     "torchtune/training/optim/test_prepare_optimizer": 2,
     "torchtune/training/parallel/test_families": 3,
     "torchtune/training/parallel/test_watchdog": 2,
-    "torchtune/training/simulate/test_equals_real": 3,
+    "torchtune/estimate/test_extrapolate": 4,
+    "torchtune/estimate/test_equals_real": 3,
     "torchtune/training/test_compile": 2,
 }
 
@@ -69,7 +62,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         every = next((number for start, number in EVERY.items() if name.startswith(start)), 1)
-        (left if every == 0 or seen[name] % every else kept).append(item)
+        (left if seen[name] % every else kept).append(item)
         seen[name] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)

@@ -31,11 +31,11 @@ KERNELS = [
 ]
 MORE = {
     "avx2": [
-        "tests/torchtune/generation/test_batch.py::test_rows_join_and_leave",
-        "tests/torchtune/generation/test_batch.py::test_weights_return_from_their_fast_layout",
-        "tests/torchtune/generation/test_batch.py::test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_"
+        "tests/torchtune/generation/test_continuous_batch.py::test_rows_join_and_leave",
+        "tests/torchtune/generation/test_continuous_batch.py::test_weights_return_from_their_fast_layout",
+        "tests/torchtune/generation/test_continuous_batch.py::test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_"
         "their_input",
-        "tests/torchtune/generation/test_batch.py::test_prompts_of_several_lengths_in_a_row_under_autocast",
+        "tests/torchtune/generation/test_continuous_batch.py::test_prompts_of_several_lengths_in_a_row_under_autocast",
         "tests/torchtune/generation/test_tokens.py::test_greedy_equals_transformers",
     ],
     "default": [],
@@ -43,7 +43,7 @@ MORE = {
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [7] * 40]
 
 
-def test_a_model_in_bf16_answers(tmp_path: Path) -> None:
+def test_a_model_in_bf16_answers(tmp_path):
     if limit := os.environ.get(LIMITED):
         assert torch.backends.cpu.get_cpu_capability() == limit.upper()
         assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -63,7 +63,7 @@ def test_a_model_in_bf16_answers(tmp_path: Path) -> None:
         model.bfloat16()
 
 
-def test_a_model_in_bf16_is_evaluated(tmp_path: Path) -> None:
+def test_a_model_in_bf16_is_evaluated(tmp_path):
     model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="bf16", device="cpu")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the cat", "answer": "sees"}')
     rows, scores = evaluation.read_eval_rows(tmp_path / "rows.jsonl"), evaluation.make_scores(["exact"])
@@ -73,7 +73,7 @@ def test_a_model_in_bf16_is_evaluated(tmp_path: Path) -> None:
     assert report.mean("exact")[0] in (0.0, 1.0)
 
 
-def test_rollouts_in_bf16(tmp_path: Path) -> None:
+def test_rollouts_in_bf16(tmp_path):
     run = start("lora_grpo_single_device", tmp_path, dtype="bf16", max_steps_per_epoch=2)
     assert list(run.losses) == [1, 2]
 
@@ -81,7 +81,7 @@ def test_rollouts_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the names are those of x86")
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-def test_kernels_hold_with_fewer_instructions(instructions: str, tmp_path: Path) -> None:
+def test_kernels_hold_with_fewer_instructions(instructions, tmp_path):
     command = [
         sys.executable,
         "-m",

@@ -21,13 +21,13 @@ def absent(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", FACE["names"])
-def test_a_public_name_is_here_or_its_absence_has_a_reason(package: str) -> None:
+def test_a_public_name_is_here_or_its_absence_has_a_reason(package):
     module = importlib.import_module(package)
     missing = {name for name in FACE["names"][package].split() if not hasattr(module, name)}
     assert missing == absent(package)
 
 
-def test_every_absence_is_one_of_a_public_name() -> None:
+def test_every_absence_is_one_of_a_public_name():
     for package in FACE["absent"]:
         assert absent(package) <= set(FACE["names"][package].split())
 
@@ -40,7 +40,7 @@ def resolves(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("module", FACE["older_recipes"])
-def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module: str) -> None:
+def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module):
     groups = FACE["older_absent"].get(module, {})
     assert groups.keys() <= FACE["reasons"].keys()
     missing = {name for name in FACE["older_recipes"][module].split() if not resolves(module, name)}
@@ -48,27 +48,27 @@ def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module
 
 
 @pytest.mark.parametrize("module", FACE["placeholders"])
-def test_a_placeholder_says_why_it_cannot_be_used(module: str) -> None:
+def test_a_placeholder_says_why_it_cannot_be_used(module):
     for name in FACE["placeholders"][module].split():
         with pytest.raises(UserError, match=r"not (available )?in this release"):
             getattr(importlib.import_module(module), name)([])
 
 
 @pytest.mark.parametrize("module", ["torchtune.dev.rl.workers", "torchtune.modules.early_exit_loss"])
-def test_an_experiment_that_did_not_come_says_so_by_name(module: str) -> None:
+def test_an_experiment_that_did_not_come_says_so_by_name(module):
     with pytest.raises(ImportError, match=r"torchtune\.(dev|modules\.early_exit_loss).* is not part of this library"):
         importlib.import_module(module)
 
 
 @pytest.mark.parametrize("path", FACE["components"])
-def test_a_component_takes_the_arguments_that_configs_give(path: str) -> None:
+def test_a_component_takes_the_arguments_that_configs_give(path):
     component = locate(path)
     known = accepts(component)
     unknown = [name for name in (FACE["components"][path] or "").split() if name not in known.named]
     assert known.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
 
 
-def test_older_names_are_what_they_are_elsewhere() -> None:
+def test_older_names_are_what_they_are_elsewhere():
     gemma, gemma2 = (importlib.import_module(f"torchtune.models.{name}") for name in ("gemma", "gemma2"))
     assert gemma2.gemma_tokenizer is gemma.gemma_tokenizer
     attention = importlib.import_module("torchtune.modules.attention_utils")
@@ -78,7 +78,7 @@ def test_older_names_are_what_they_are_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("package", ["data", "datasets", "generation", "models", "modules", "training", "utils"])
-def test_a_face_exports_what_it_says(package: str) -> None:
+def test_a_face_exports_what_it_says(package):
     module = importlib.import_module(f"torchtune.{package}")
     assert len(set(module.__all__)) == len(module.__all__)
     assert all(hasattr(module, name) for name in module.__all__)

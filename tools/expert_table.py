@@ -10,11 +10,9 @@ from typing import Any
 
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
-from torchtune.training.simulate._cluster import simulated_cluster
-from torchtune.training.simulate._devices import parse_cluster
-from torchtune.training.simulate._report import peak_bytes
-from torchtune.training.simulate._roofline import step_time
-from torchtune.training.simulate._simulate import simulate
+from torchtune.estimate import estimate_run, parse_cluster
+from torchtune.estimate._cluster import simulated_cluster
+from torchtune.estimate._roofline import step_time
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "tables" / "experts.rst"
@@ -27,18 +25,14 @@ METHODS = {"full": "", "lora": "lora_"}
 # GPUs -> sizes of the expert dimension; the first one is FSDP alone.
 CLUSTERS = {"8xH100": (1, 8), "64xH100": (1, 8, 64)}
 TOKENS = (1024, 8192)  # of a GPU in a step
-# The step and the peak of every further layer are those between these depths, where prefetching has its full depth.
-DEPTHS = (4, 6)
 GIB = 2**30
 
 
 def measured(main: Any, config: Path, overrides: list[str], processes: int, device: Any) -> tuple[float, float]:
     """Milliseconds of a step, and GiB at its peak."""
     settings = load_and_check(config, overrides, main)
-    runs = [simulate(main, settings, processes, per_machine=device.per_machine, layers=depth) for depth in DEPTHS]
-    further = (runs[0].layers - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
-    low, high = ((step_time(run.observer, device).total * 1e3, peak_bytes(run) / GIB) for run in runs)
-    return tuple(after + further * (after - before) for before, after in zip(low, high, strict=True))
+    found = estimate_run(main, settings, processes, per_machine=device.per_machine)
+    return step_time(found.work.values(), device).total * 1e3, found.peak / GIB
 
 
 def rows() -> Iterator[list[str]]:

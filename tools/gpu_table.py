@@ -136,13 +136,10 @@ def simulate_cases() -> dict[str, dict[str, float]]:
     """Peak and step time of each case, by its recipe with the benchmark's settings."""
     from torchtune._cli._target import recipe_named_by
     from torchtune.config import load_and_check
-    from torchtune.training._settings_view import SettingsView
-    from torchtune.training.plan._plan import build_on_meta
-    from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
-    from torchtune.training.simulate._devices import parse_cluster
-    from torchtune.training.simulate._report import peak_bytes
-    from torchtune.training.simulate._roofline import step_time
-    from torchtune.training.simulate._simulate import simulate
+    from torchtune.estimate import build_on_meta, estimate_run, parse_cluster
+    from torchtune.estimate._roofline import step_time
+    from torchtune.estimate._simulate import simulate
+    from torchtune.training import SettingsView
 
     found, device = {}, parse_cluster(DEVICE)[1]
     for name, case in cases().items():
@@ -151,13 +148,15 @@ def simulate_cases() -> dict[str, dict[str, float]]:
         config = ROOT / "recipes" / "configs" / f"{case.config}.yaml"
         main = recipe_named_by(config).load_main()
         settings = load_and_check(config, overrides(case), main)
-        depths = None if case.layers else two_depths(build_on_meta(SettingsView.of(settings))[0])
-        runs = [simulate(main, settings, 1, layers=depth) for depth in depths or (case.layers,)]
-        if depths is None:
-            peak, total = peak_bytes(runs[0]), step_time(runs[0].observer, device).total
+        if case.layers is None:
+            estimate = estimate_run(main, settings)
+            peak, work = estimate.peak, estimate.work.values()
         else:
-            peak = peak_of_all(runs, depths)
-            total = extrapolate(runs, depths, lambda run: step_time(run.observer, device).total)
+            models = {"model": build_on_meta(SettingsView.of(settings))[0]}
+            observer = simulate(main, settings, kept={"model": range(case.layers)}, models=models)
+            peak = max(moment.total for moment in observer.ledger.peaks().values())
+            work = observer.work.values()
+        total = step_time(work, device).total
         found[name] = {"peak_gib": round(peak / 2**30, 2), "seconds": round(total, 3)}
         print(name, found[name], flush=True)
     return found

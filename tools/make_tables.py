@@ -1,6 +1,6 @@
 """Write docs/tables: what each large config needs per GPU, what composes, and what was measured on GPUs.
 
-``--simulate`` simulates configs whose file has changed since the last time (a minute each), ``--anew`` all of them.
+``--simulate`` simulates configs whose file has changed since the last time (seconds each), ``--anew`` all of them.
 ``--check`` writes and simulates nothing, and fails if a file differs from what would be written.
 """
 

@@ -1,7 +1,7 @@
 """Simulate what shipped configs need per GPU; ``docs/tables/memory_per_gpu.yaml`` keeps the results.
 
-``make_tables.py --simulate`` simulates configs without a result, or whose file has changed since. Until then the table
-has the closed form of a dry run for them, marked with "~".
+``make_tables.py --simulate`` simulates configs without a result, or whose file has changed since. Until then their
+cells in the table are empty.
 """
 
 import dataclasses
@@ -19,13 +19,11 @@ from torch import nn
 
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
+from torchtune.estimate import build_on_meta, estimate_run
+from torchtune.estimate._cluster import simulated_cluster
+from torchtune.estimate._plan import row_length
 from torchtune.training._settings_view import SettingsView
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
-from torchtune.training.plan._plan import MemoryEstimate, build_on_meta, memory_by_processes
-from torchtune.training.simulate._cluster import simulated_cluster
-from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
-from torchtune.training.simulate._report import peak_bytes
-from torchtune.training.simulate._simulate import row_length, simulate
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
@@ -87,7 +85,7 @@ def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
     known = {} if known is None else known
     depends_on = _depends_on(settings, model)
     if depends_on not in known:
-        known[depends_on] = _cell(main, settings, model, processes)
+        known[depends_on] = _cell(main, settings, processes)
     return known[depends_on]
 
 
@@ -99,28 +97,15 @@ def _depends_on(settings: Any, model: nn.Module) -> str:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     shapes = [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors]
     modules = [(name, type(module)) for name, module in model.named_modules()]
-    return repr((given, row_length(SettingsView.of(settings)), shapes, modules))
+    return repr((given, row_length(SettingsView.of(settings), model), shapes, modules))
 
 
-def _cell(main: Any, settings: Any, model: nn.Module, processes: int) -> str:
-    depths = two_depths(model)
+def _cell(main: Any, settings: Any, processes: int) -> str:
     try:
-        runs = [
-            simulate(main, settings, processes, per_machine=PER_MACHINE, layers=layers, micro_batches=2)
-            for layers in depths or (None,)
-        ]
+        found = estimate_run(main, settings, processes, per_machine=PER_MACHINE)
     except ParallelDimsError:
         return NO_MESH
-    if depths is None:
-        peak, host = peak_bytes(runs[0]), _host(runs[0])
-    else:
-        peak, host = peak_of_all(runs, depths), extrapolate(runs, depths, _host)
-    return f"{peak / GIB:.1f}" + (f" + {host / GIB:.0f} host" if host >= GIB / 2 else "")
-
-
-def _host(simulation: Any) -> int:
-    ledger = simulation.observer.ledger
-    return sum(ledger.held(component, on_host=True) for component in ("parameters", "gradients", "optimizer"))
+    return f"{found.peak / GIB:.1f}" + (f" + {found.host / GIB:.0f} host" if found.host >= GIB / 2 else "")
 
 
 def write(found: dict[str, dict[str, Any]]) -> None:
@@ -168,30 +153,13 @@ def _simulated(names: list[str], processes: int) -> Iterator[tuple[str, str]]:
         raise SystemExit(f"simulating {' '.join(names)} on {processes} failed: see above.")
 
 
-def closed_form(name: str) -> list[str]:
-    """The cells of a config as far as they are not simulated."""
-    path = CONFIGS / f"{name}.yaml"
-    settings = load_and_check(path, [], recipe_named_by(path).load_main())
-    found = memory_by_processes(settings, COUNTS)
-    return [f"~{_shown(found[count], settings)}" if count in found else NO_MESH for count in COUNTS]
-
-
-def _shown(estimate: MemoryEstimate, settings: Any) -> str:
-    if not settings.fsdp_cpu_offload:
-        return f"{estimate.total / GIB:.1f}"
-    host = estimate.weights + estimate.gradients + estimate.optimizer
-    return f"{estimate.offloaded.total / GIB:.1f} + {host / GIB:.0f} host"
-
-
 def table() -> str:
-    """The table as reStructuredText, from what is kept and, where nothing is, from the closed form."""
+    """The table as reStructuredText, from what is kept."""
     rows = [["config", *(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS)]]
     found = kept()
     for name in chosen():
         done = results(found, name)
-        cells = closed_form(name) if len(done) < len(COUNTS) else [""] * len(COUNTS)
-        cells = [done.get(count, cell) for count, cell in zip(COUNTS, cells, strict=True)]
-        rows.append([f"``{name}``", *cells])
+        rows.append([f"``{name}``", *(done.get(count, "") for count in COUNTS)])
     lines = [".. list-table::", "   :header-rows: 1", ""]
     for row in rows:
         lines += [f"   {'*' if i == 0 else ' '} - {text}" for i, text in enumerate(row)]

@@ -7,5 +7,20 @@ __version__ = "0.8.0"
 __getattr__, __dir__, __all__ = attach(
     __name__,
     dict.fromkeys(("generate", "load", "save"), "_facade"),
-    ("config", "data", "datasets", "evaluation", "generation", "models", "modules", "rlhf", "training", "utils"),
+    (
+        "checkpoints",
+        "config",
+        "data",
+        "datasets",
+        "estimate",
+        "evaluation",
+        "generation",
+        "models",
+        "modules",
+        "rlhf",
+        "supervision",
+        "tokenizers",
+        "training",
+        "utils",
+    ),
 )

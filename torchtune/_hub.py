@@ -7,17 +7,17 @@ from pathlib import Path
 from torchtune.utils import UserError, explain_os_error, refuse_foreign, write_json
 
 REPO_ID_FILE = "original_repo_id.json"
-# Files beside safetensors that hold the same weights again.
+# Duplicates of the safetensors weights in other formats.
 _OTHER_WEIGHTS = ("original/*", "onnx/*", "*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot")
 
 
 def download(
     repo_id: str, output_dir: Path | None = None, *, token: str | None = None, ignore_patterns: list[str] | None = None
 ) -> Path:
-    """Download ``repo_id`` into ``output_dir``; what is already there is not fetched again.
+    """Download the files of ``repo_id`` that ``output_dir`` lacks.
 
-    Without ``output_dir``, the files go into the hub's cache (``HF_HOME``), weights in safetensors alone where there
-    are some, and without a network what is in the cache is taken.
+    Without ``output_dir``, the files go into the hub's cache (``HF_HOME``), only the safetensors weights if there are
+    any; without a network, the cached files are used.
 
     Returns:
         The folder.
@@ -76,7 +76,7 @@ def download(
 
 
 def _cached(repo_id: str) -> Path | None:
-    """The folder of a repository in the hub's cache."""
+    """Return the repository's folder in the hub's cache, if any."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -86,7 +86,7 @@ def _cached(repo_id: str) -> Path | None:
 
 
 def _make_own(folder: Path) -> None:
-    """Make ``folder``, then check its owner: another user may have made it first."""
+    """Create ``folder``, then check its owner: another user may have created it first."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The registry of shipped recipes and configs, derived from the files: a new file is all it takes to add one.
+"""Registry of shipped recipes and configs, derived from the files: adding a file adds an entry.
 
-A recipe is a ``.py`` file of the ``recipes`` package beside ``torchtune``. A config is a ``.yaml`` file under
+A recipe is a ``.py`` file of the package ``recipes``, next to ``torchtune``. A config is a ``.yaml`` file under
 ``recipes/configs``; its first key, ``recipe:``, names its recipe.
 """
 
@@ -14,9 +14,9 @@ from torchtune.utils import UserError
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = ROOT / "configs"
-# Folders of the recipes package that hold no recipes.
+# Folders of the package without recipes.
 _NOT_RECIPES = frozenset({"configs", "__pycache__"})
-_LARGEST = 2**20  # characters of a config
+_LARGEST = 2**20  # maximum characters of a config
 _RECIPE_KEY = re.compile(r"^recipe:[ \t]*[\"']?([\w./-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
@@ -29,17 +29,17 @@ class Config:
 
     @property
     def path(self) -> Path:
-        """The file itself."""
+        """Absolute path of the file."""
         return CONFIGS / self.file_path
 
     @property
     def family(self) -> str:
-        """The family of its model, or nothing if it stands beside the families."""
+        """Model family, the folder of the config; empty for a config outside a folder."""
         return self.name.rpartition("/")[0]
 
     @property
     def order(self) -> list[tuple[bool, float, str]]:
-        """What sorts configs as people do."""
+        """Key for natural sorting."""
         return _natural(self.name)
 
 
@@ -53,7 +53,7 @@ class Recipe:
 
     @property
     def path(self) -> Path:
-        """The file itself."""
+        """Absolute path of the file."""
         return ROOT / self.file_path
 
     @property
@@ -64,34 +64,34 @@ class Recipe:
 
     @property
     def former_names(self) -> list[str]:
-        """Names that older commands and configs call it by."""
+        """Names of the recipe in earlier releases."""
         return [former for former, name in _FORMER.items() if name == self.name]
 
     @property
     def groups(self) -> frozenset[str]:
-        """What ``recipes/features.yaml`` declares the recipe to be; empty if it has no line there."""
+        """Features of the recipe in ``recipes/features.yaml``; empty if it has no entry."""
         return _declared().get(self.name, frozenset())
 
     @property
     def supports_distributed(self) -> bool:
-        """Whether the recipe runs in several processes."""
+        """Whether the recipe runs with several processes."""
         return "distributed" in self.groups
 
     @property
     def method(self) -> frozenset[str]:
-        """The groups of its training method: those that say nothing about the number of devices."""
+        """Features of the training method, without the number of devices."""
         return self.groups - {"one_device", "distributed"}
 
 
 def _natural(name: str) -> list[tuple[bool, float, str]]:
-    """Order names as people do: ``135M`` before ``0.5B`` before ``3B`` before ``14B``."""
+    """Return a key for natural sorting: ``135M`` before ``0.5B`` before ``3B`` before ``14B``."""
     name = re.sub(r"(\d+)M(?=_)", lambda found: f"{int(found[1]) / 1000}B", name)
     parts = re.split(r"(\d+(?:\.\d+)?)", name)
     return [(False, float(part), "") if i % 2 else (True, 0.0, part) for i, part in enumerate(parts)]
 
 
 def recipe_of(config: str | Path) -> str | None:
-    """The recipe that a config file names in its ``recipe:`` key, or ``None``."""
+    """Return the recipe that a config file names in its ``recipe:`` key, or ``None``."""
     try:
         with open(config, encoding="utf-8-sig", errors="replace") as file:
             found = _RECIPE_KEY.search(file.read(_LARGEST))
@@ -129,11 +129,11 @@ def _scan() -> tuple[Recipe, ...]:
 
 
 def get_all_recipes() -> list[Recipe]:
-    """All recipes with their configs: by name, those under ``dev/`` last."""
+    """Return all recipes with their configs, sorted by name, with ``dev/`` last."""
     return list(_scan())
 
 
-# Former name -> the recipe that older commands and configs mean.
+# Name in earlier releases -> current name.
 _FORMER = {
     "qat_single_device": "full_finetune_single_device",
     "qat_distributed": "full_finetune_distributed",
@@ -156,21 +156,21 @@ _FORMER = {
 
 
 def current_name(name: str) -> str:
-    """The name that a recipe has now."""
+    """Return the current name of a recipe."""
     return _FORMER.get(name, name)
 
 
 def are_other_methods(one: str, other: str) -> bool:
-    """Whether two names, former ones too, are of shipped recipes of different methods, not just for other devices."""
+    """Return whether two names, current or former, belong to shipped recipes with different training methods."""
     methods = {recipe.name: recipe.method for recipe in _scan()}
     found = [methods.get(current_name(name)) for name in (one, other)]
     return None not in found and found[0] != found[1]
 
 
 def promises(name: object) -> frozenset[str]:
-    """What a recipe called by this name is asked for: ``"adapters"``, ``"weights"``, or the setting ``"quantizer"``.
+    """Return the features that a recipe name promises: ``"adapters"``, ``"weights"``, or the setting ``"quantizer"``.
 
-    A run under a former name that would do something else is refused.
+    A run under a former name must not do anything else.
     """
     words = {"lora_": "adapters", "knowledge_": "adapters", "qat_": "quantizer", "qat_lora_": "adapters"}
     words |= {"full_": "weights", "ppo_full_": "weights"}
@@ -180,24 +180,24 @@ def promises(name: object) -> frozenset[str]:
 
 
 def find_recipe(name: str) -> Path | None:
-    """The file of the recipe called ``name``, now or formerly."""
+    """Return the file of the recipe with this current or former name, or ``None``."""
     name = current_name(name)
     return next((recipe.path for recipe in _scan() if recipe.name == name), None)
 
 
 def recipe_at(path: str | Path) -> str | None:
-    """The name of the shipped recipe in this file, or ``None``."""
+    """Return the name of the shipped recipe in this file, or ``None``."""
     return next((recipe.name for recipe in _scan() if recipe.path == Path(path).resolve()), None)
 
 
 def settings_of_recipe(recipe: Recipe) -> frozenset[str]:
-    """Names of a recipe's settings, read from its text without importing it."""
+    """Return the names of a recipe's settings, parsed from its source without an import."""
     return _settings_in(recipe.path, recipe.path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=64)
 def _settings_in(path: Path, changed: int) -> frozenset[str]:
-    """Names of the settings in a file, read once for every time at which it was ``changed``."""
+    """Return the names of the settings in a file; ``changed``, its modification time, is part of the cache key."""
     classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
     fields = (item for node in classes if node.name == "Settings" for item in node.body)
     named = (item.target for item in fields if isinstance(item, ast.AnnAssign))
@@ -205,7 +205,7 @@ def _settings_in(path: Path, changed: int) -> frozenset[str]:
 
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:
-    """The file of the config called ``name``, first among those of ``recipe``, then among all."""
+    """Return the file of the config called ``name``, preferably one of ``recipe``, or ``None``."""
     recipe = recipe and current_name(recipe)
     ordered = sorted(_scan(), key=lambda candidate: candidate.name != recipe)
     return next((config.path for each in ordered for config in each.configs if config.name == name), None)

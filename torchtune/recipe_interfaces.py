@@ -1,4 +1,4 @@
-"""What recipes look like from outside; nothing inherits from these but for its type."""
+"""Protocols of recipes, for type annotations; nothing needs to inherit from them."""
 
 from typing import Any, Protocol
 
@@ -7,29 +7,29 @@ class FTRecipeInterface(Protocol):
     """A fine-tuning recipe."""
 
     def load_checkpoint(self, **kwargs: Any) -> None:
-        """Read the checkpoint that training starts from."""
+        """Load the checkpoint that training starts from."""
 
     def setup(self, **kwargs: Any) -> None:
-        """Build everything that training needs."""
+        """Build all objects for training."""
 
     def train(self, **kwargs: Any) -> None:
         """Run the training loop."""
 
     def save_checkpoint(self, **kwargs: Any) -> None:
-        """Write a checkpoint."""
+        """Save a checkpoint."""
 
     def cleanup(self, **kwargs: Any) -> None:
-        """Close what was opened."""
+        """Release resources."""
 
 
 class EvalRecipeInterface(Protocol):
     """An evaluation recipe."""
 
     def load_checkpoint(self, **kwargs: Any) -> None:
-        """Read the checkpoint that is evaluated."""
+        """Load the checkpoint to evaluate."""
 
     def setup(self, **kwargs: Any) -> None:
-        """Build everything that evaluation needs."""
+        """Build all objects for evaluation."""
 
     def evaluate(self, **kwargs: Any) -> None:
         """Evaluate and report."""
@@ -42,7 +42,7 @@ class OrchestrationRecipeInterface(Protocol):
         """Start the workers."""
 
     def run(self, **kwargs: Any) -> None:
-        """Let them work to the end."""
+        """Wait until the workers have finished."""
 
     def cleanup(self, **kwargs: Any) -> None:
-        """Stop them."""
+        """Stop the workers."""

@@ -1,6 +1,6 @@
-"""``public-face:: package``: the reference of everything that a package exports, from its docstrings.
+"""The directive ``public-face:: package``: API reference of all names that a package exports.
 
-Faces are lazy (PEP 562), so names are resolved one by one from ``__all__`` instead of by ``automodule``.
+Exports are lazy (PEP 562), so names are resolved from ``__all__`` instead of by ``automodule``.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 
 
 def public_names(package: str) -> list[str]:
-    """``__all__`` of a package; for a module without one, the classes and functions that it defines."""
+    """Return ``__all__`` of a package or, without it, the public names that the module defines."""
     module = importlib.import_module(package)
     if hasattr(module, "__all__"):
         return list(module.__all__)
@@ -24,7 +24,7 @@ def public_names(package: str) -> list[str]:
 
 
 def entry(package: str, name: str) -> list[str]:
-    """The autodoc directive of one exported name; nothing for a subpackage."""
+    """Return the autodoc directive of an exported name; an empty list for a subpackage."""
     value = getattr(importlib.import_module(package), name)
     if inspect.ismodule(value):
         return []
@@ -39,7 +39,7 @@ def entry(package: str, name: str) -> list[str]:
 
 
 class PublicFace(SphinxDirective):
-    """Documents every name in ``__all__`` of a package; ``:except: other`` leaves out what another one exports too."""
+    """Documents every public name of a package; ``:except: other`` omits names that ``other`` exports, too."""
 
     required_arguments = 1
     option_spec: ClassVar[dict] = {"except": directives.unchanged}
@@ -55,6 +55,6 @@ class PublicFace(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the directive (Sphinx entry point)."""
     app.add_directive("public-face", PublicFace)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""Tables that are made of the code when the documentation is built, so that they are always current.
+"""Tables that are generated from the code when the documentation is built.
 
 - ``recipes-table``: every recipe of ``recipes/features.yaml``, with its groups and the first sentence of its file.
 - ``features-table``: features × training recipes, from ``recipes/features.yaml`` and the recipes' settings.
@@ -28,14 +28,14 @@ class _Table(SphinxDirective):
 
 
 def settings_of(recipe: Path) -> set[str]:
-    """Names of the settings that a recipe declares."""
+    """Return the names of a recipe's settings."""
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
     (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
     return {node.target.id for node in settings.body if isinstance(node, ast.AnnAssign)}
 
 
 class RecipesTable(_Table):
-    """Every recipe, its groups and what it does."""
+    """Table of the recipes with their groups and purposes."""
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(TABLE))
@@ -48,7 +48,7 @@ class RecipesTable(_Table):
 
 
 class FeaturesTable(_Table):
-    """Features × training recipes."""
+    """Table of features by training recipe."""
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(TABLE))
@@ -64,7 +64,7 @@ class FeaturesTable(_Table):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the directives (Sphinx entry point)."""
     app.add_directive("recipes-table", RecipesTable)
     app.add_directive("features-table", FeaturesTable)
     return {"parallel_read_safe": True}

@@ -14,7 +14,7 @@ from torchtune.data import Message
 from torchtune.generation import generate_tokens
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
-from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 from torchtune.training import FullModelHFCheckpointer
 
 HELD_OUT = Path(__file__).parent / "data" / "held_out.jsonl"

@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib  # missing, it is missed before minutes of training
 from score import answer, conversations, load
 
-from torchtune.training.checkpointing import gguf_to_hf
+from torchtune.checkpoints import gguf_to_hf
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

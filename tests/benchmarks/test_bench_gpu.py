@@ -30,7 +30,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("qwen3-4b-grpo-lora", "transformers", set()),
     ],
 )
-def test_stages_of_a_case(bench: Any, case: str, side: str, kinds: set[str], capsys: Any) -> None:
+def test_stages_of_a_case(bench, case, side, kinds, capsys):
     arguments = {"case": case, "side": side, "tiny": True, "compile": None, "steps": 1, "warmup": 1}
     bench.measure(argparse.Namespace(**arguments, precision="stochastic_rounding", peak_tflops=None))
     found: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def test_stages_of_a_case(bench: Any, case: str, side: str, kinds: set[str], cap
         assert sum(times[kind] for kind in kinds) > times["loss and others"]
 
 
-def test_operations_of_a_llama(bench: Any) -> None:
+def test_operations_of_a_llama(bench):
     """Against the sum by hand: 7 products a layer, attention in each document, and the output."""
     import torch
     from gpu_cases import RANK, draw_step, needed_flops
@@ -66,7 +66,7 @@ def test_operations_of_a_llama(bench: Any) -> None:
     assert needed_flops(model.description, model, True, batch) == products + 12 * layers * q * pairs
 
 
-def test_no_gpu_is_said(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_is_said(bench, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "llama-8b-lora", "ours"])
     with pytest.raises(SystemExit, match="There is no CUDA device"):

@@ -7,7 +7,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_guards.py"
 
 
-def test_every_guard_is_measured() -> None:
+def test_every_guard_is_measured():
     done = subprocess.run([sys.executable, str(SCRIPT), "--tiny"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cells = [line.split() for line in done.stdout.splitlines()[1:]]

@@ -7,7 +7,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_moe.py"
 
 
-def test_unselected_experts_cost_no_operations() -> None:
+def test_unselected_experts_cost_no_operations():
     done = subprocess.run([sys.executable, str(SCRIPT), "--tiny", "--turns", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[1:]]

@@ -37,7 +37,7 @@ CHEAP = """if True:
 """
 
 
-def test_slices_go_on_where_they_stopped(tmp_path: Path) -> None:
+def test_slices_go_on_where_they_stopped(tmp_path):
     results, state, slow = tmp_path / "results", tmp_path / "state", tmp_path / "slow"
     code = CHEAP.format(folder=str(ROOT / "benchmarks"), slow=str(slow))
     command = [sys.executable, "-c", code, "--results", str(results), "--state", str(state)]
@@ -73,7 +73,7 @@ def test_slices_go_on_where_they_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_results_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_become_a_table(tmp_path, monkeypatch):
     results, name = tmp_path / "results", f"{CASE}.ours"
     options = ["--tiny", "--results", str(results), "--state", str(tmp_path / "state"), "--only", CASE, "--slice", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "run_gpu.py"), *options]
@@ -89,7 +89,7 @@ def test_results_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"     - {found['kernels_ms']['FeedForward']:,.1f}\n" in kernels
 
 
-def test_errors_and_sampling_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_sampling_in_the_page(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     table = importlib.import_module("gpu_table")
     assert table.page(tmp_path).startswith("Nothing was measured yet")
@@ -116,7 +116,7 @@ def test_errors_and_sampling_in_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     assert "- llama-8b-lora.transformers: ``RuntimeError: no kernel for x_ in bf16``" in page
 
 
-def test_a_task_that_fails_is_a_result(driver: Any, tmp_path: Path) -> None:
+def test_a_task_that_fails_is_a_result(driver, tmp_path):
     said = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
     broken = driver.measure(driver.Task("a", ["-c", said + "raise ValueError('no such kernel')"], 60), tmp_path)
     assert broken["error"] == "ValueError: no such kernel"
@@ -130,7 +130,7 @@ def test_a_task_that_fails_is_a_result(driver: Any, tmp_path: Path) -> None:
     assert set(driver.Results(tmp_path / "results", tmp_path / "copies").read()) == {"c"}
 
 
-def test_results_of_tests(driver: Any, tmp_path: Path) -> None:
+def test_results_of_tests(driver, tmp_path):
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\ndef test_a(): pass\n@pytest.mark.parametrize('n', ['x y'])\ndef test_b(n): assert 0\n"
@@ -144,13 +144,13 @@ def test_results_of_tests(driver: Any, tmp_path: Path) -> None:
     assert list(result["failed"]) == [str(file)] or "test_some.py" in result["error"]
 
 
-def test_there_are_gpu_tests(driver: Any) -> None:
+def test_there_are_gpu_tests(driver):
     names = {task.name for task in driver.test_tasks()}
     assert {"tests.on_cuda", "tests.models_on_cuda", "tests.memory"} <= names
     assert len(names) == len(list(driver.test_tasks()))
 
 
-def test_wheels_and_missing_packages(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_wheels_and_missing_packages(driver, tmp_path, monkeypatch, capsys):
     wheels, state = tmp_path / "wheels", tmp_path / "state"
     wheels.mkdir()
     with pytest.raises(SystemExit, match=r"there is no wheel \(\*.whl\)"):

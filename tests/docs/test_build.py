@@ -16,7 +16,7 @@ from tools.recipe_table import groups, recipe_files, recipes_in, table
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Looking for garbage in what stays until the end would take a quarter of the time, and looking for the same name again
-# and again a tenth.
+# and again a tenth, as would quotation marks and the text of defaults.
 SPHINX = """if True:
     import functools, gc, sys
     gc.disable()
@@ -27,9 +27,12 @@ SPHINX = """if True:
 """
 
 
+FASTER = ["-D", "smartquotes=0", "-D", "autodoc_preserve_defaults=0"]
+
+
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_is_complete(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SPHINX, "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+def test_the_site_builds_without_a_warning_and_is_complete(tmp_path):
+    command = [sys.executable, "-c", SPHINX, "-W", "--keep-going", "-q", *FASTER, str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-8000:]
     reference = "".join(page.read_text() for page in sorted((tmp_path / "api").glob("*.html")))
@@ -69,12 +72,14 @@ def public_names() -> list[str]:
     """Dotted path of everything that the packages export, subpackages aside."""
     found = []
     top = importlib.import_module("torchtune")
+    elsewhere = set(top.training.__all__)  # names of other rooms that are documented at their former address
     for face in top.__all__:
         module = getattr(top, face)
         if not inspect.ismodule(module):
             found.append(f"torchtune.{face}")
             continue
-        names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+        known = elsewhere if face in ("checkpoints", "estimate", "supervision") else set()
+        names = [name for name in module.__all__ if name not in known and not inspect.ismodule(getattr(module, name))]
         found += [f"torchtune.{face}.{name}" for name in names]
     return found
 

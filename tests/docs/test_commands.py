@@ -20,7 +20,7 @@ import yaml
 import torchtune.models._spec
 from tests.docs import tiny_models
 from tests.docs.pages import LANGUAGES, PAGES, Block, Command, blocks_of, commands_of, edited
-from tests.torchtune.training.checkpointing.gguf_files import write_gguf
+from tests.torchtune.checkpoints.gguf_files import write_gguf
 from torchtune._cli import tune
 from torchtune._recipe_registry import find_config
 
@@ -186,13 +186,13 @@ def page_folder(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_what_a_page_shows_runs(path: Path, page_folder: Page) -> None:
+def test_what_a_page_shows_runs(path, page_folder):
     for block in blocks_of(path):
         page_folder.do(block)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
+def test_every_block_is_of_a_kind_that_is_checked(path):
     for block in blocks_of(path):
         where = f"{path.name}:{block.line}"
         assert block.language in LANGUAGES, f"{where}: say which language the block is in, one of {LANGUAGES}"
@@ -202,7 +202,7 @@ def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
         assert not hidden, f"{where}: commands belong into a console block"
 
 
-def test_commands_that_are_not_run_are_still_shown() -> None:
+def test_commands_that_are_not_run_are_still_shown():
     shown = {
         command.text
         for page in PAGES

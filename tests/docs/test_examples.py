@@ -14,7 +14,7 @@ import torchtune
 from docs._ext.faces import public_names
 from tests.tiny import write_checkpoint
 from torchtune.models import from_hf_config
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.tokenizers import hf_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -44,7 +44,7 @@ def documented() -> Iterator[tuple[str, str, object]]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # names of older recipes say that they are old
-def test_examples_of_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_docstrings_run(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     parser, printed = doctest.DocTestParser(), []

@@ -4,11 +4,11 @@ from tests.docs.layouts_page import SHOWN, examples, parts_of_page
 from tests.torchtune.models.named_layouts import ROWS
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_current():
     assert parts_of_page()[1] == examples(), "run python -m tests.docs.layouts_page"
 
 
-def test_every_layout_is_shown_or_is_one_that_is() -> None:
+def test_every_layout_is_shown_or_is_one_that_is():
     same = {
         "qwen2_5": "qwen2",
         "mistral_v3": "mistral_v3_tekken",

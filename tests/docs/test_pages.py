@@ -1,7 +1,5 @@
 """What is read off a page, and what the runner refuses."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.docs.pages import Block, Command, blocks_of, commands_of, edited
@@ -28,7 +26,7 @@ Text.
 """
 
 
-def test_blocks_and_commands(tmp_path: Path) -> None:
+def test_blocks_and_commands(tmp_path):
     path = tmp_path / "page.rst"
     path.write_text(RST)
     console, file = blocks_of(path)
@@ -42,7 +40,7 @@ def test_blocks_and_commands(tmp_path: Path) -> None:
         commands_of(Block(path, 1, "console", None, "out\n"))
 
 
-def test_edits() -> None:
+def test_edits():
     assert edited("a\nb\nc\n", " a\n+x\n@@\n-c\n") == "a\nx\nb\n"
     with pytest.raises(ValueError, match="occurs 0 times"):
         edited("a\n", "-b\n")
@@ -62,6 +60,6 @@ def test_edits() -> None:
         ("echo yes", "no", "shown:"),
     ],
 )
-def test_what_is_not_as_shown_fails(text: str, output: str, reason: str, tmp_path: Path) -> None:
+def test_what_is_not_as_shown_fails(text, output, reason, tmp_path):
     with pytest.raises(AssertionError, match=reason):
         Page(tmp_path).run(Command(text, output))

@@ -16,7 +16,7 @@ import yaml
 from tests.recipes.runs import RECIPES, after_each_step, read_log, start, write_config
 from torchtune._cli._target import recipe_named_by, resolve_config
 from torchtune._cli._torchrun import torchrun_arguments
-from torchtune._cli.run import split
+from torchtune._cli.run import parse_command
 from torchtune.config import load_and_check
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
@@ -63,7 +63,7 @@ def manifest(name: str) -> dict[str, Any]:
 def check(words: list[str], **expected: Any) -> None:
     """A ``tune run`` command: its config and keys are right, and torchrun is told what is expected."""
     assert words[0] == "run"
-    command = split(words[1:])
+    command = parse_command(words[1:])
     config = resolve_config(command.config, command.recipe)
     settings = load_and_check(config, command.overrides, recipe_named_by(config).load_main())
     assert settings.resume_from_checkpoint, "what is started again must go on"
@@ -71,7 +71,7 @@ def check(words: list[str], **expected: Any) -> None:
     assert {name: getattr(passed, name) for name in expected} == expected
 
 
-def test_slurm(tmp_path: Path) -> None:
+def test_slurm(tmp_path):
     script = (LAUNCH / "slurm.sh").read_text()
     (words,) = shell(script, tmp_path, ["llama3_3/70B_full", "epochs=2", "output_dir=/a b"], SLURM)
     assert words[-2:] == ["epochs=2", "output_dir=/a b"]
@@ -82,7 +82,7 @@ def test_slurm(tmp_path: Path) -> None:
     assert "usage: sbatch slurm.sh CONFIG" in refused.stderr
 
 
-def test_skypilot(tmp_path: Path) -> None:
+def test_skypilot(tmp_path):
     task = manifest("skypilot.yaml")
     known = "name num_nodes resources volumes file_mounts envs secrets setup run workdir"  # of SkyPilot's task schema
     assert set(task) <= set(known.split())
@@ -93,7 +93,7 @@ def test_skypilot(tmp_path: Path) -> None:
     check(words, nnodes="2", nproc_per_node="8", rdzv_endpoint="10.0.0.1:29500", rdzv_backend="c10d")
 
 
-def test_kubeflow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubeflow_trainer(monkeypatch):
     job = manifest("trainjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["metadata"]["name"]
@@ -110,7 +110,7 @@ def test_kubeflow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     check(trainer["command"][1:], nnodes="2", node_rank=1, rdzv_backend="static", standalone=False, max_restarts=3)
 
 
-def test_kubeflow_training_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubeflow_training_operator(monkeypatch):
     job = manifest("pytorchjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     spec = job["spec"]
@@ -129,7 +129,7 @@ def test_kubeflow_training_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     check(container["command"][1:], nnodes="2:4", rdzv_backend="c10d", max_restarts=10, standalone=False)
 
 
-def test_ray_train(tmp_path: Path) -> None:
+def test_ray_train(tmp_path):
     """Ray is not installed here: its worker's function runs without it, the rest is compiled."""
     source = (LAUNCH / "ray_train.py").read_text()
     tree = ast.parse(source)
@@ -182,7 +182,7 @@ def nodes(folder: Path, namespaces: list[str] | str) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_together_are_stopped_and_queued_again(tmp_path: Path, namespaces: list[str] | str) -> None:
+def test_two_nodes_train_together_are_stopped_and_queued_again(tmp_path, namespaces):
     """Slurm tells every process to stop before the time is up; the job is queued again and goes on by itself."""
     name = "full_finetune_distributed"
     stop = f"all(os.kill(pid, {int(signal.SIGTERM)}) is None for pid in (os.getpid(), os.getppid()))"

@@ -24,18 +24,18 @@ def rows(name: str) -> list[dict[str, str]]:
     return [{message["role"]: message["content"] for message in json.loads(line)["messages"]} for line in lines]
 
 
-def test_the_committed_files_are_what_the_script_makes(maker: ModuleType) -> None:
+def test_the_committed_files_are_what_the_script_makes(maker):
     assert {name: (FOLDER / "data" / name).read_text() for name in maker.files()} == maker.files()
 
 
-def test_there_is_enough_and_nothing_occurs_twice() -> None:
+def test_there_is_enough_and_nothing_occurs_twice():
     train, held_out = rows("train.jsonl"), rows("held_out.jsonl")
     assert len(train) >= 500
     assert len(held_out) >= 100
     assert len({row["user"] for row in train + held_out}) == len(train) + len(held_out)
 
 
-def test_no_word_of_an_open_class_is_on_both_sides(maker: ModuleType) -> None:
+def test_no_word_of_an_open_class_is_on_both_sides(maker):
     def words(side: dict[str, str]) -> set[str]:
         return set(re.findall(r"\w+", " ".join(side[key] for key in side if key != "patterns").lower()))
 
@@ -44,7 +44,7 @@ def test_no_word_of_an_open_class_is_on_both_sides(maker: ModuleType) -> None:
     assert not words(maker.TRAIN) & words(maker.HELD_OUT)
 
 
-def test_no_sentence_pattern_is_on_both_sides(maker: ModuleType) -> None:
+def test_no_sentence_pattern_is_on_both_sides(maker):
     def patterns(side: dict[str, str]) -> set[str]:
         return {re.sub(r"\W+", " ", line).strip() for line in side["patterns"].strip().splitlines()}
 
@@ -54,7 +54,7 @@ def test_no_sentence_pattern_is_on_both_sides(maker: ModuleType) -> None:
     assert sum(json.loads(row["assistant"])["count"] not in numbers for row in held_out) >= 10
 
 
-def test_every_answer_is_the_one_right_reading(maker: ModuleType) -> None:
+def test_every_answer_is_the_one_right_reading(maker):
     for row in rows("train.jsonl") + rows("held_out.jsonl"):
         answer, sentence = json.loads(row["assistant"]), row["user"]
         assert list(answer) == ["name", "count", "city", "day"]

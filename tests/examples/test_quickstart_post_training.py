@@ -82,9 +82,7 @@ def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "watched"), [("dpo", "margins"), ("grpo", "ExactMatch")])
-def test_an_example_that_is_killed_goes_on(
-    name: str, watched: str, examples: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_that_is_killed_goes_on(name, watched, examples, tmp_path, monkeypatch):
     example = examples[name]
     whole = run(example.main, tmp_path / "whole", monkeypatch)
     assert (whole / f"{name}.png").stat().st_size > 10_000
@@ -104,7 +102,7 @@ def test_an_example_that_is_killed_goes_on(
     assert files[0] != (whole / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()
 
 
-def test_a_rejected_answer_is_wrong_in_one_field(examples: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_a_rejected_answer_is_wrong_in_one_field(examples, tmp_path):
     examples["dpo"].write_pairs(FOLDER / "data" / "held_out.jsonl", tmp_path / "pairs.jsonl", seed=2)
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 120
@@ -120,7 +118,7 @@ def test_a_rejected_answer_is_wrong_in_one_field(examples: dict[str, ModuleType]
     assert all(wrong.count(field) > 15 for field in values[0])
 
 
-def test_margins_are_those_of_transformers(examples: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_margins_are_those_of_transformers(examples, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     checkpoint = write_checkpoint(tmp_path / "model")

@@ -3,14 +3,12 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.tiny import write_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
-def test_answers_do_not_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_do_not_depend_on_the_batch(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import score
 

@@ -1,15 +1,11 @@
 """What the tests of recipes share."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.recipes.killing import Forker
+from tests.recipes.killing import Forker, shared_forker
 
 
 @pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
+def forker() -> Forker:
     """A process that has imported everything, and forks recipes."""
-    forker = Forker()
-    yield forker
-    forker.close()
+    return shared_forker()

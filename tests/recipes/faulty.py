@@ -1,12 +1,10 @@
-"""What goes wrong at chosen steps: losses, named in the YAML of the tests, and a disk."""
+"""What goes wrong at chosen steps: losses, named in the YAML of the tests."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.torchtune.training.checkpointing.small import leave_free
 from torchtune.modules.loss import LinearCrossEntropyLoss
 
 
@@ -57,14 +55,3 @@ class FaultyLoss(LinearCrossEntropyLoss):
         if self.calls in self.spike:
             return loss * 100
         return _InfiniteGradient.apply(loss) if self.calls in self.inf else loss
-
-
-def fill(recipe: Any, disk: str, *, first: int, last: int) -> None:
-    """Let nearly no space be left on the disk from step ``first`` to ``last``; all processes call it."""
-    recipe.checkpointer.close()
-    recipe.dims.any(False)
-    if recipe.dims.is_main and recipe.global_step == first - 1:
-        leave_free(Path(disk), 50_000)
-    if recipe.dims.is_main and recipe.global_step == last:
-        (Path(disk) / "filler").unlink()
-    recipe.dims.any(False)

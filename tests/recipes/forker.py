@@ -1,43 +1,65 @@
-"""Run recipes in forked children of a process that has imported everything, so that each starts at once.
+"""Run recipes and modules of the tests in forked children of a process that has imported everything.
 
-Reads one job a line from standard input, ``{"recipe": path, "argv": [...], "output": file, "ranks": number}``; prints
-the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those that torchrun
-starts do. The parent runs no tensor operation, so that a fork is safe.
+Each starts at once. Reads one job a line from standard input, ``{"output": file, "ranks": number}`` with either
+``"recipe": path, "argv": [...]`` or ``"module": name, "folder": path, "environment": {...}``, whose ``main(folder)`` is
+called; prints the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those
+that torchrun starts do; of a module's ranks, the first that fails ends the others. The parent runs no tensor operation,
+so that a fork is safe.
 """
 
+import contextlib
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
+from typing import Any
 
 MODULES = "datasets omegaconf torch._dynamo torch.distributed.fsdp torchtune._recipe_registry"
-ROOMS = "config data datasets models modules modules.loss modules.peft modules.transforms.tokenizers training utils"
+# Seconds after which a module of the tests is killed.
+PATIENCE = 900
+ROOMS = "config data datasets models modules modules.loss modules.peft tokenizers training utils"
 
 _held: list[socket.socket] = []
 
 
 def fork() -> int:
-    """``os.fork``; the child looks for garbage, but not in what it shares with its parent."""
+    """``os.fork``; the child collects garbage, but none that it shares with its parent."""
+    import torch
+
     gc.freeze()
     pid = os.fork()
     if pid == 0:
         gc.enable()
+        # A child replaces its parent's thread pool at the first use: torch aborts if two threads do so at once.
+        torch.set_num_threads(torch.get_num_threads())
     return pid
 
 
-def child(recipe: str, argv: list[str], output: str) -> None:
-    """Become ``python recipe argv`` with standard output and error in ``output``; never returns."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def run(job: dict[str, Any]) -> None:
+    """Become ``python recipe argv``, or call ``main`` of a module."""
+    if "module" in job:
+        signal.alarm(PATIENCE)
+        os.environ.update(job["environment"])
+        importlib.import_module(job["module"]).main(Path(job["folder"]))
+    else:
+        sys.argv = [job["recipe"], *job["argv"]]
+        runpy.run_path(job["recipe"], run_name="__main__")
+
+
+def child(job: dict[str, Any]) -> None:
+    """Do a job with standard output and error in its file; never returns."""
+    descriptor = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.argv = [recipe, *argv]
     status = 1
     try:
-        runpy.run_path(recipe, run_name="__main__")
+        run(job)
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -46,6 +68,18 @@ def child(recipe: str, argv: list[str], output: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def wait(pids: list[int], together: bool) -> list[int]:
+    """Return the exit codes; if ``together``, the first child that fails ends the others."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        for other in pids if together and status else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
@@ -80,15 +114,17 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        if "module" in job:
+            importlib.import_module(job["module"])  # here, once
         pids = []
-        for environment in environments(job.pop("ranks")):
+        for environment in environments(job["ranks"]):
             pid = fork()
             if pid == 0:
                 os.environ.update(environment)
-                child(**job)
+                child(job)
             pids.append(pid)
         print(json.dumps(pids), flush=True)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+        print(json.dumps(wait(pids, together="module" in job)), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ is resumed. In the end it must have lost nothing: each step has given the same b
 """
 
 import argparse
+import atexit
+import functools
 import itertools
 import json
 import os
@@ -55,12 +57,21 @@ class Forker:
         )
         assert self.process.stdout.readline() == "ready\n"
 
-    def start(self, name: str, config: Path, *overrides: str, ranks: int = 1) -> list[int]:
-        """Start a recipe; return the pids of its ranks."""
-        recipe, output = str(RECIPES / f"{current_name(name)}.py"), str(config.with_suffix(".out"))
+    def start(self, name: str | Path, config: Path, *overrides: str, ranks: int = 1) -> list[int]:
+        """Start a recipe, given its name or its file; return the pids of its ranks."""
+        recipe = str(name if isinstance(name, Path) else RECIPES / f"{current_name(name)}.py")
+        output = str(config.with_suffix(".out"))
         job = {"recipe": recipe, "argv": ["--config", str(config), *overrides], "output": output, "ranks": ranks}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
+
+    def run_module(self, module: str, ranks: int, folder: Path, **environment: str) -> None:
+        """Call ``main(folder)`` of a module on several ranks, none of which may fail."""
+        output = folder / "output_of_ranks"
+        job = {"module": module, "folder": str(folder), "environment": environment, "output": str(output)}
+        print(json.dumps({**job, "ranks": ranks}), file=self.process.stdin, flush=True)
+        self.process.stdout.readline()
+        assert not any(self.wait()), output.read_text()[-6000:]
 
     def wait(self) -> list[int]:
         """Exit codes of the ranks started last; minus the signal that ended one."""
@@ -79,6 +90,19 @@ class Forker:
         self.process.stdin.close()
         self.process.wait(timeout=PATIENCE)
         self.process.stdout.close()
+
+
+@functools.cache
+def shared_forker() -> Forker:
+    """Return the forker of this process, started at the first call."""
+    forker = Forker()
+    atexit.register(forker.close)
+    return forker
+
+
+def launch(module: str, ranks: int, folder: Path, **environment: str) -> None:
+    """Call ``main(folder)`` of a module below ``tests.torchtune`` on several ranks."""
+    shared_forker().run_module(f"tests.torchtune.{module}", ranks, folder, **environment)
 
 
 def alive(pid: int) -> bool:
@@ -117,13 +141,21 @@ def said(config: Path) -> str:
     return config.with_suffix(".out").read_text()[-2000:]
 
 
+def after(extra: int, seen: list[int], output: Path) -> bool:
+    """Whether so many steps more were logged than at the first call; waits a little if not."""
+    seen.append(steps_logged(output))
+    if seen[-1] >= seen[0] + extra:
+        return True
+    time.sleep(0.005)
+    return False
+
+
 def moment(kind: str, rng: random.Random) -> Condition:
     """A condition on the output folder that holds when a life is to end."""
     extra, delay, seen = rng.randint(2, 6), rng.uniform(0, 0.03), []
 
     def after_steps(output: Path) -> bool:
-        seen.append(steps_logged(output))
-        return seen[-1] >= seen[0] + extra
+        return after(extra, seen, output)
 
     def in_a_save(output: Path) -> bool:
         if not after_steps(output) or not any(output.glob(".step_*.tmp")):

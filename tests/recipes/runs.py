@@ -39,18 +39,13 @@ def after_each_step(code: str) -> dict[str, str]:
     return {ADVANCE: f"{ADVANCE}{' ' * 16}{code}\n"}
 
 
-class NotInjected(Exception):
-    """A bug was to be put in and was not: the harness is wrong, not what it tests. Never an AssertionError."""
-
-
 def load_recipe(name: str, folder: Path, changes: dict[str, str] | None = None) -> ModuleType:
-    """Import a recipe from its file; ``changes`` (old text -> new text) make a wrong copy of it first."""
+    """Import a recipe from its file; ``changes`` (old text -> new text) change a copy of it first."""
     path = RECIPES / f"{current_name(name)}.py"
     if changes:
         text = path.read_text()
         for old, new in changes.items():
-            if text.count(old) != 1:
-                raise NotInjected(f"'{old}' stands {text.count(old)} times in {path.name}, not once")
+            assert text.count(old) == 1, f"'{old}' stands {text.count(old)} times in {path.name}, not once"
             text = text.replace(old, new)
         path = folder / f"{name}_changed.py"
         path.write_text(text)
@@ -73,7 +68,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         "output_dir": str(output_dir),
         "model": {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": str(checkpoint)},
         "tokenizer": {
-            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "_component_": "torchtune.tokenizers.hf_tokenizer",
             "path": str(checkpoint),
             "max_seq_len": 128,
         },

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,16 +9,16 @@ from safetensors.torch import load_file
 
 from tests.recipes.runs import start
 from tests.tiny import write_checkpoint, write_conversations
-from torchtune.training.checkpointing import CheckpointError
+from torchtune.checkpoints import CheckpointError
 
 
-def test_a_full_recipe_refuses_adapters_before_it_trains(tmp_path: Path) -> None:
+def test_a_full_recipe_refuses_adapters_before_it_trains(tmp_path):
     lora = [{"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4}]
     with pytest.raises(CheckpointError, match=r"q_proj\.lora_a\.weight.*lora_finetune_single_device"):
         start("full_finetune_single_device", tmp_path, train=False, model_converters=lora)
 
 
-def test_lora_trains_the_rows_of_new_tokens_and_resumes(tmp_path: Path) -> None:
+def test_lora_trains_the_rows_of_new_tokens_and_resumes(tmp_path):
     """A tokenizer with more tokens than the checkpoint: its rows move, are in every adapter, and go on bit for bit."""
     source = write_checkpoint(tmp_path / "checkpoint")
     data = write_conversations(tmp_path / "data.jsonl")

@@ -1,6 +1,5 @@
 """Recipes take a batch, a dict of a user's own collation, and code that was written for dicts."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def collate_with_rewards(examples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_copied_recipe_reads_batches_as_dicts(name: str, tmp_path: Path) -> None:
+def test_a_copied_recipe_reads_batches_as_dicts(name, tmp_path):
     settings = {"max_steps_per_epoch": 3, "run_val_every_n_steps": 3}
     settings["dataset_val"] = "${dataset}"
     ours, copied = (start(name, tmp_path, changes=changes, **settings) for changes in (None, FOR_DICTS))
@@ -43,7 +42,7 @@ def test_a_copied_recipe_reads_batches_as_dicts(name: str, tmp_path: Path) -> No
     ]
 
 
-def test_a_dict_of_an_own_collation_trains(tmp_path: Path) -> None:
+def test_a_dict_of_an_own_collation_trains(tmp_path):
     name = "full_finetune_single_device"
     settings = {"max_steps_per_epoch": 3, "batch_size": 4}
     ours = start(name, tmp_path, **settings)

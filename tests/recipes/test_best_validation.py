@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.recipes.runs import Run, load_recipe, start, write_config
 from torchtune._cli import tune
 from torchtune.config import ConfigError, load_and_check
-from torchtune.training.supervise._best_validation import BestValidation, ValidationMetricError
+from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
 
 NAME = "lora_finetune_single_device"
 PATIENCE = 3
@@ -37,9 +36,7 @@ def folders(output_dir: Path) -> set[str]:
     return {path.name for path in output_dir.iterdir() if path.is_dir() and path.name != "logs"}
 
 
-def test_the_best_is_kept_and_the_run_ends_early(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, monkeypatch):
     run = start(NAME, tmp_path, **SETTINGS, keep_best="val_loss", checkpointer__keep_last_n_checkpoints=1)
     values = validated(run)
     best_at = {step: min(range(1, step + 1), key=values.__getitem__) for step in values}
@@ -97,12 +94,12 @@ def test_the_best_is_kept_and_the_run_ends_early(
         (SETTINGS | {"keep_best": "loss"}, "keep_best: must be a metric of validation, such as val_loss or max:val_"),
     ],
 )
-def test_refused_before_the_start(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_refused_before_the_start(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         start(NAME, tmp_path, **settings)
 
 
-def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path: Path) -> None:
+def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path):
     settings = {**SETTINGS, "run_val_every_n_steps": 2, "output_dir": tmp_path / "run"}
     with pytest.raises(ValidationMetricError, match="validation has no val_acc: choose one of val_loss, with max:"):
         start(NAME, tmp_path, **settings, keep_best="max:val_acc")
@@ -111,8 +108,8 @@ def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path: Pat
     assert run.recipe.global_step == 2
 
 
-def test_nan_is_never_the_best(tmp_path: Path) -> None:
+def test_nan_is_never_the_best(tmp_path):
     best = BestValidation(tmp_path, "max:val_x", patience=2)
-    seen = [best.judge(step, {"val_x": value}) for step, value in enumerate([math.nan, 1.0, math.inf, 0.5])]
+    seen = [best.update(step, {"val_x": value}) for step, value in enumerate([math.nan, 1.0, math.inf, 0.5])]
     assert seen == [False, True, False, False]
-    assert best.stops
+    assert best.should_stop

@@ -1,19 +1,13 @@
 """What the recipes of distillation have of their own: a teacher, two losses, two vocabularies."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-import torchtune.modules.loss.kd_losses as kd_losses
 from tests.recipes import checks
-from tests.recipes.checks import promise
-from tests.recipes.killing import Forker
 from tests.recipes.runs import Run, load_recipe, start, write_config
-from tests.recipes.test_injected_bugs import caught, injected
 from tests.tiny import write_checkpoint
 from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -21,7 +15,6 @@ from torchtune.utils import UserError
 
 ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
 LOSSES = "torchtune.modules.loss."
-WEIGHTED = "(1 - self.cfg.kd_ratio) * class_loss + self.cfg.kd_ratio * kd_loss"
 
 
 def of(run: Run, name: str) -> list[float]:
@@ -46,62 +39,25 @@ def true_losses(run: Run, folder: Path, rows: int) -> tuple[float, float]:
     return torch.cat(entropies).mean().item(), torch.cat(divergences).mean().item()
 
 
-def the_losses_are_those_of_two_plain_models(folder: Path, **run: Any) -> None:
+def test_the_losses_are_those_of_two_plain_models(tmp_path):
     settings = {"batch_size": 3, "gradient_accumulation_steps": 2, "kd_ratio": 0.3, "shuffle": False}
-    found = start(ONE, folder, **settings, max_steps_per_epoch=1, **run)
-    entropy, divergence = true_losses(found, folder, rows=6)
-    promise(abs(of(found, "class_loss")[0] - entropy) < 1e-5, "the loss of the labels is that of plain models")
-    promise(abs(of(found, "kd_loss")[0] - divergence) < 1e-5, "the divergence is that of plain models")
+    found = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
+    entropy, divergence = true_losses(found, tmp_path, rows=6)
+    assert abs(of(found, "class_loss")[0] - entropy) < 1e-5, "the loss of the labels is that of plain models"
+    assert abs(of(found, "kd_loss")[0] - divergence) < 1e-5, "the divergence is that of plain models"
     expected = 0.7 * entropy + 0.3 * divergence
-    promise(abs(found.losses[1] - expected) < 1e-5, "kd_ratio is the weight of the divergence")
+    assert abs(found.losses[1] - expected) < 1e-5, "kd_ratio is the weight of the divergence"
 
 
-def the_teacher_stays_as_it_is(folder: Path) -> None:
-    run = start(ONE, folder, batch_size=6, checkpointer__keep_last_n_checkpoints=1)
+def test_the_teacher_stays_as_it_is(tmp_path):
+    run = start(ONE, tmp_path, batch_size=6, checkpointer__keep_last_n_checkpoints=1)
     teacher = run.recipe.teacher.model
-    promise(not any(p.requires_grad for p in teacher.parameters()), "no parameter of the teacher takes a gradient")
-    promise(not any(module.training for module in teacher.modules()), "the teacher is in evaluation mode")
-    promise(run.losses[4] < run.losses[1] - 0.1, "the student learns")
+    assert not any(p.requires_grad for p in teacher.parameters()), "no parameter of the teacher takes a gradient"
+    assert not any(module.training for module in teacher.modules()), "the teacher is in evaluation mode"
+    assert run.losses[4] < run.losses[1] - 0.1, "the student learns"
 
 
-def test_the_losses_are_those_of_two_plain_models(tmp_path: Path) -> None:
-    the_losses_are_those_of_two_plain_models(tmp_path)
-
-
-def test_the_teacher_stays_as_it_is(tmp_path: Path) -> None:
-    the_teacher_stays_as_it_is(tmp_path)
-
-
-def swapped(original: Callable, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    return original(teacher, student)
-
-
-def unfrozen(original: Callable, module: torch.nn.Module, requires_grad: bool = True) -> torch.nn.Module:
-    return original(module, True)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "bug", "check", "sentence"),
-    [
-        (kd_losses, "forward_cross_entropy", swapped, the_losses_are_those_of_two_plain_models, "the divergence is"),
-        (torch.nn.Module, "requires_grad_", unfrozen, the_teacher_stays_as_it_is, "no parameter of the teacher"),
-    ],
-    ids=["direction of the divergence swapped", "teacher takes gradients"],
-)
-def test_injected_bugs(
-    owner: Any, name: str, bug: Callable, check: Callable, sentence: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    with injected(monkeypatch, owner, name, bug), caught(sentence):
-        check(tmp_path)
-
-
-def test_injected_weights_swapped(tmp_path: Path) -> None:
-    wrong = WEIGHTED.replace("class_loss", "X").replace("kd_loss", "class_loss").replace("X", "kd_loss")
-    with caught("kd_ratio is the weight of the divergence"):
-        the_losses_are_those_of_two_plain_models(tmp_path, changes={WEIGHTED: wrong})
-
-
-def test_accumulation_and_packing_change_nothing(tmp_path: Path) -> None:
+def test_accumulation_and_packing_change_nothing(tmp_path):
     checks.accumulation_changes_nothing(ONE, tmp_path)
     checks.packing_changes_nothing(ONE, tmp_path)
     many = {"kd_loss__num_output_chunks": 64, "enable_activation_checkpointing": True}
@@ -111,7 +67,7 @@ def test_accumulation_and_packing_change_nothing(tmp_path: Path) -> None:
 KD = {"_component_": f"{LOSSES}ForwardKLWithChunkedOutputLoss", "top_k": 8, "with_entropy": True}
 
 
-def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path, monkeypatch):
     """Bit for bit, of rows and of packs; a second run reads it. The vocabularies differ: the teacher's is padded."""
     settings = {"kd_loss": KD, "shuffle": False, "batch_size": 6, "max_steps_per_epoch": 3, "dataset_val": "${dataset}"}
     settings |= {"run_val_every_n_steps": 3, "epochs": 2}
@@ -129,7 +85,7 @@ def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path: P
             assert once.losses == pytest.approx(live.losses, abs=1e-5)
 
 
-def test_a_stale_cache_is_refused_by_what_changed(tmp_path: Path) -> None:
+def test_a_stale_cache_is_refused_by_what_changed(tmp_path):
     settings = {"kd_loss": KD, "teacher_cache": str(tmp_path / "kept"), "max_steps_per_epoch": 1, "train": False}
     start(ONE, tmp_path, **settings)
     kept = {path.name: path.stat().st_size for path in (tmp_path / "kept" / "train").iterdir()}
@@ -160,11 +116,11 @@ def test_a_stale_cache_is_refused_by_what_changed(tmp_path: Path) -> None:
         start(ONE, tmp_path, **settings)
 
 
-def test_resume_equals_uninterrupted(tmp_path: Path) -> None:
+def test_resume_equals_uninterrupted(tmp_path):
     checks.resume_equals_uninterrupted(ONE, tmp_path, dtype="fp32")
 
 
-def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
+def test_a_resume_with_another_teacher_is_refused(tmp_path):
     run = start(ONE, tmp_path, batch_size=12, epochs=2, save_every_n_steps=2, max_steps_per_epoch=2)
     (run.output_dir / "step_4" / ".complete").unlink()
     write_checkpoint(tmp_path / "teacher", seed=2, width=48, vocab_size=384, tied=False)
@@ -183,7 +139,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
         ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
     ],
 )
-def test_what_cannot_teach_is_one_sentence(change: Any, words: str, tmp_path: Path) -> None:
+def test_what_cannot_teach_is_one_sentence(change, words, tmp_path):
     settings = change if isinstance(change, dict) else {}
     if change == "fewer tokens":
         write_checkpoint(tmp_path / "teacher", vocab_size=300)
@@ -198,18 +154,19 @@ def test_what_cannot_teach_is_one_sentence(change: Any, words: str, tmp_path: Pa
         start(ONE, tmp_path, train=False, **settings)
 
 
-def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) -> None:
+def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path):
     from torchtune.config import load_and_check
+    from torchtune.estimate import estimate_run
+    from torchtune.estimate._check_run import find_problems
     from torchtune.training import plan_run
-    from torchtune.training.plan._check_run import find_problems
 
     run = start(ONE, tmp_path, train=False)
     main = load_recipe(ONE, tmp_path).recipe_main
     cfg = load_and_check(write_config(ONE, tmp_path, tmp_path / "new"), [], main)
-    assert "  teacher " in plan_run(cfg)
-    cfg.teacher_cache = "kept"
-    assert "  teacher " not in plan_run(cfg), "it is gone before training"
-    cfg.teacher_cache = None
+    assert "\nteacher     torchtune.models." in plan_run(cfg)
+    models = (run.recipe.model, run.recipe.teacher.model)
+    both = sum(parameter.numel() for model in models for parameter in model.parameters())
+    assert estimate_run(main, cfg).peaks["set-up"].components["parameters"] >= 4 * both
     assert run.recipe.teacher.model.tok_embeddings.weight.shape[0] == 384
     assert not find_problems(cfg, 1, thorough=True)
     for file in (tmp_path / "teacher").glob("*.safetensors"):
@@ -218,7 +175,7 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) 
     assert str(tmp_path / "teacher") in problem
 
 
-def test_all_weights_of_a_student_learn_and_are_saved(tmp_path: Path) -> None:
+def test_all_weights_of_a_student_learn_and_are_saved(tmp_path):
     run = start("knowledge_distillation", tmp_path, max_steps_per_epoch=6)
     assert of(run, "kd_loss")[-1] < of(run, "kd_loss")[0]
     assert not list(run.output_dir.glob("epoch_0/adapter*"))
@@ -226,7 +183,7 @@ def test_all_weights_of_a_student_learn_and_are_saved(tmp_path: Path) -> None:
     assert all(not torch.equal(value, before[name]) for name, value in run.trained.items())
 
 
-def test_two_processes_train_as_one_however_they_share_the_work(forker: Forker, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path):
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2, "kd_loss": KD}
     whole = start(ONE, tmp_path, **settings, batch_size=6)
     for split in ("data_parallel_shard_dim", "tensor_parallel_dim", "context_parallel_dim"):

@@ -1,10 +1,8 @@
-"""The distributed recipes on two processes: once started as a user does, else forked, which saves the imports."""
+"""The distributed recipes on two processes, forked, which saves the imports; test_kill.py starts them by torchrun."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,21 +15,9 @@ from tests.tiny_vision import write_vision_checkpoint
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
 
 
-def command(config: Path, *overrides: str, processes: int = 2) -> list[str]:
-    recipe = config.stem.rpartition("_")[0]
-    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", str(processes)]
-    return [*tune, recipe, "--config", str(config), *overrides]
-
-
-def launch(config: Path, *overrides: str, processes: int = 2) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = command(config, *overrides, processes=processes)
-    return subprocess.run(line, capture_output=True, text=True, timeout=600, env=environment)
-
-
-def fork(forker: Forker, config: Path, *overrides: str) -> tuple[list[int], str]:
+def fork(forker: Forker, config: Path, *overrides: str, recipe: Path | None = None) -> tuple[list[int], str]:
     """Run a recipe on two ranks; returns their exit codes, and what they said."""
-    forker.start(config.stem.rpartition("_")[0], config, *overrides, ranks=2)
+    forker.start(recipe or config.stem.rpartition("_")[0], config, *overrides, ranks=2)
     codes = forker.wait()
     output = config.with_suffix(".out")
     text = output.read_text()
@@ -50,9 +36,7 @@ def close(found: dict[int, float], wanted: dict[int, float], steps: set[int]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_two_processes_train_as_one_and_resume_in_another_arrangement(
-    kind: str, forker: Forker, tmp_path: Path
-) -> None:
+def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind, forker, tmp_path):
     alone = start(f"{kind}_finetune_single_device", tmp_path, clip_grad_norm=1.0, batch_size=4).losses
     output_dir = tmp_path / "output"
     config = write_config(
@@ -65,11 +49,7 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(
         dataset_val="${dataset}",  # a save that follows a forward pass alone
         run_val_every_n_steps=2,
     )
-    if kind == "full":
-        done = launch(config)
-        codes, said = [done.returncode] * 2, done.stderr
-    else:
-        codes, said = fork(forker, config)
+    codes, said = fork(forker, config)
     assert codes == [0, 0], said[-4000:]
     close(losses(output_dir), alone, set(range(1, 7)))
     assert said.count("Metrics are written to") == 1, "one process speaks"
@@ -85,7 +65,7 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(
     close({step: loss for step, loss in losses(output_dir).items() if step > 2}, alone, {3, 4, 5, 6})
 
 
-def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker: Forker, tmp_path: Path) -> None:
+def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker, tmp_path):
     """Each parameter steps when its gradient is reduced; a step that is not finite on one rank is left out on both."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [3]}
     settings = {"optimizer_in_bwd": True, "log_level": "INFO"}
@@ -99,23 +79,7 @@ def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker: Forker, t
     close({step: loss for step, loss in found.items() if step != 3}, alone, {1, 2, 4, 5, 6})
 
 
-def test_a_product_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
-    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **SETTINGS)
-    done = launch(config, "tensor_parallel_dim=4")
-    assert done.returncode == 2
-    assert done.stderr.count("2 processes cannot be divided by") == 1
-    assert "Traceback" not in done.stderr
-
-
-def test_without_torchrun_the_command_says_how_many_processes(tmp_path: Path) -> None:
-    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output")
-    line = [word for word in command(config) if word not in ("--nproc-per-node", "2")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert "--nproc-per-node 2 full_finetune_distributed" in done.stderr
-
-
-def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker: Forker, tmp_path: Path) -> None:
+def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker, tmp_path):
     """A NaN, then an infinite gradient, on rank 1: both processes leave the step out, and name its rows."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
     output_dir = tmp_path / "output"
@@ -135,7 +99,7 @@ def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker: Forker, tmp_pa
     assert len(list(output_dir.glob("step_*/.complete"))) == 5
 
 
-def test_a_signal_to_one_process_stops_all_after_a_save(forker: Forker, tmp_path: Path) -> None:
+def test_a_signal_to_one_process_stops_all_after_a_save(forker, tmp_path):
     output_dir = tmp_path / "output"
     config = write_config("full_finetune_distributed", tmp_path, output_dir, **SETTINGS, batch_size=2, epochs=400)
     _, pid = forker.start("full_finetune_distributed", config, ranks=2)
@@ -150,7 +114,7 @@ def test_a_signal_to_one_process_stops_all_after_a_save(forker: Forker, tmp_path
     assert saved.name == f"step_{last['step']}"
 
 
-def test_two_processes_train_on_images_as_one(forker: Forker, tmp_path: Path) -> None:
+def test_two_processes_train_on_images_as_one(forker, tmp_path):
     """In the first step one rank has text alone, and the other an image: both must run the encoder."""
     write_vision_checkpoint(tmp_path / "checkpoint")
     settings = {
@@ -167,7 +131,7 @@ def test_two_processes_train_on_images_as_one(forker: Forker, tmp_path: Path) ->
     close(losses(tmp_path / "output"), alone, {1, 2, 3})
 
 
-def test_ranks_may_log_other_names_in_another_order(tmp_path: Path) -> None:
+def test_ranks_may_log_other_names_in_another_order(forker, tmp_path):
     """By name they are added up, not by place; what one rank logs in some steps alone is a mean over these."""
     name = "full_finetune_distributed"
     config = write_config(name, tmp_path, tmp_path / "output", epochs=1, batch_size=2)
@@ -180,12 +144,8 @@ def test_ranks_may_log_other_names_in_another_order(tmp_path: Path) -> None:
     more = f"{rank} == 1 and self.global_step % 2 and self.step_metrics.log_mean({{'seldom': (6.0, 2)}})"
     recipe = tmp_path / "mine.py"
     recipe.write_text(source.replace(place, f"{place}        {log}\n        {more}\n"))
-    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", str(recipe)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*tune, "--config", str(config)], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    codes, said = fork(forker, config, recipe=recipe)
+    assert codes == [0, 0], said[-4000:]
     records = read_log(tmp_path / "output")
     assert [(record["one"], record["two"]) for record in records] == [(1.0, 2.0)] * len(records)
     assert [record.get("seldom") for record in records[:4]] == [None, 3.0, None, 3.0]

@@ -62,7 +62,7 @@ def reference(checkpoint: Path, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_numbers_are_those_of_the_harness(checkpoint: Path, tmp_path: Path, chat: bool) -> None:
+def test_numbers_are_those_of_the_harness(checkpoint, tmp_path, chat):
     found = run(checkpoint, tmp_path, chat_template=chat, output_dir=str(tmp_path / "out"))
     wanted = reference(checkpoint, apply_chat_template=chat, log_samples=True)
     for task in TASKS:
@@ -73,9 +73,7 @@ def test_numbers_are_those_of_the_harness(checkpoint: Path, tmp_path: Path, chat
     assert kept["tune_facts"]["acc,none"] == found["tune_facts"]["acc,none"]
 
 
-def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(checkpoint, tmp_path, monkeypatch, capsys):
     from torchtune._cli.tune import main
 
     command = ["tune", "eval", str(checkpoint), "--tasks", "tune_facts", "--limit", "8", "--device", "cpu"]
@@ -89,7 +87,7 @@ def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(
     assert list(path.parent.glob("answers_*.db"))
 
 
-def test_every_request_has_the_answer_of_the_harness(checkpoint: Path) -> None:
+def test_every_request_has_the_answer_of_the_harness(checkpoint):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -122,7 +120,7 @@ def test_every_request_has_the_answer_of_the_harness(checkpoint: Path) -> None:
     assert stop not in found[0]
 
 
-def test_what_is_asked_for_and_not_there(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_asked_for_and_not_there(checkpoint, tmp_path):
     with pytest.raises(EvaluationError, match="there is no task 'tune_fact'; did you mean 'tune_facts'"):
         run(checkpoint, tmp_path, tasks=["tune_fact"])
     with pytest.raises(EvaluationError, match="include_path: there is no folder"):
@@ -154,7 +152,7 @@ def write_tasks_with_images(folder: Path, rows: list[dict[str, Any]]) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **task}))
 
 
-def test_questions_with_images_have_the_answers_of_transformers(tmp_path: Path) -> None:
+def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
     from lm_eval.api.instance import Instance
     from transformers import MllamaForConditionalGeneration
 
@@ -220,7 +218,7 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path: Path) 
         run(checkpoint, tmp_path, tokenizer=settings, chat_template=True, **shared)
 
 
-def test_a_model_of_text_is_not_asked_about_images(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_of_text_is_not_asked_about_images(checkpoint, tmp_path):
     write_tasks_with_images(tmp_path, [{"image": "a.png", "answer": "a", "best": 0}])
     with pytest.raises(EvaluationError, match="tasks: seen has images, but a TransformerDecoder reads text only: name"):
         run(checkpoint, tmp_path, include_path=str(tmp_path), tasks=["read_choice", "seen"])

@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,13 +30,13 @@ def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
     ],
 )
 def test_a_name_that_asks_for_more_than_the_config_has_is_refused(
-    name: str,
-    change: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    name,
+    change,
+    said,
+    tmp_path,
+    monkeypatch,
+    capfd,
+):
     config = write_config(name, tmp_path, tmp_path / "run", **change)
     code, text = typed(monkeypatch, capfd, "--config", config, "--dry-run")
     assert (code, said in text) == (2, True), text
@@ -47,9 +46,7 @@ def test_a_name_that_asks_for_more_than_the_config_has_is_refused(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_typed_counts_whatever_the_config_names(
-    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_typed_counts_whatever_the_config_names(own, tmp_path, monkeypatch, capfd):
     name = "full_finetune_distributed" if own else "full_finetune_single_device"
     config = write_config(name, tmp_path, tmp_path / "run")
     code, text = typed(monkeypatch, capfd, "--nproc-per-node", 2, "qat_distributed", "--config", config)
@@ -59,9 +56,7 @@ def test_what_is_typed_counts_whatever_the_config_names(
     assert (code, "model: it has adapters, and full_dpo_distributed trains all weights" in text) == (2, True), text
 
 
-def test_a_former_name_runs_and_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_former_name_runs_and_is_kept(tmp_path, monkeypatch, capfd):
     config = write_config("full_dpo_single_device", tmp_path, tmp_path / "run")
     code, text = typed(monkeypatch, capfd, "full_dpo_distributed", "--config", config, "--dry-run")
     assert code == 0, text
@@ -70,7 +65,7 @@ def test_a_former_name_runs_and_is_kept(
     assert yaml.safe_load(saved.read_text())["recipe"] == "full_dpo_single_device"
 
 
-def test_a_run_saved_by_an_earlier_release_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_saved_by_an_earlier_release_resumes(tmp_path, monkeypatch):
     """Its guard had the best validation in its state, which is an entry of its own now."""
     settings = {"run_val_every_n_steps": 2, "keep_best": "val_loss", "dataset_val": "${dataset}"}
     settings |= {"save_every_n_steps": 4, "checkpointer__keep_last_n_checkpoints": 9}

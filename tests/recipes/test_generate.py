@@ -48,14 +48,14 @@ def answer(folder: Path, **settings: Any) -> str:
     return text
 
 
-def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path):
     said = {
         "model": {
             "_component_": "torchtune.models.from_hf_config",
             "checkpoint_dir": str(tmp_path / "checkpoint"),
         },
         "tokenizer": {
-            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "_component_": "torchtune.tokenizers.hf_tokenizer",
             "path": str(tmp_path / "checkpoint"),
         },
     }
@@ -66,7 +66,7 @@ def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path: Path) -> None
     assert found != answer(tmp_path, top_k=1)
 
 
-def test_a_checkpointer_without_a_folder_needs_both(tmp_path: Path) -> None:
+def test_a_checkpointer_without_a_folder_needs_both(tmp_path):
     other = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
     with pytest.raises(ConfigError) as found:
         answer(tmp_path, checkpointer=other)
@@ -74,7 +74,7 @@ def test_a_checkpointer_without_a_folder_needs_both(tmp_path: Path) -> None:
         assert f"{name}: is not given, and checkpointer has no checkpoint_dir" in str(found.value)
 
 
-def test_answers_to_a_file(tmp_path: Path) -> None:
+def test_answers_to_a_file(tmp_path):
     from transformers import AutoTokenizer
 
     conversation = [{"role": "system", "content": "a big cat"}, {"role": "user", "content": "the cat sees"}]
@@ -136,7 +136,7 @@ def test_answers_to_a_file(tmp_path: Path) -> None:
         ("3", "line 1: .* give a text or a list of messages"),
     ],
 )
-def test_prompts_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+def test_prompts_that_are_none(tmp_path, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(GenerationError, match=message):

@@ -48,23 +48,19 @@ def kill_and_resume(forker: Forker, whole: tuple, label: str, kill_when: list[Ca
     return hits
 
 
-def test_killed_at_random_steps(forker: Forker, whole: tuple) -> None:
+def test_killed_at_random_steps(forker, whole):
     rng = random.Random(0)
 
     def after_steps(extra: int) -> Callable[[Path], bool]:
         seen: list[int] = []
 
-        def condition(output: Path) -> bool:
-            seen.append(steps_logged(output))
-            return seen[-1] >= seen[0] + extra
-
-        return condition
+        return lambda output: killing.after(extra, seen, output)
 
     kills = [after_steps(rng.randint(2, 6)) for _ in range(5)]
     assert kill_and_resume(forker, whole, "random", kills) >= 5
 
 
-def test_killed_during_saves(forker: Forker, whole: tuple) -> None:
+def test_killed_during_saves(forker, whole):
     rng = random.Random(1)
 
     def during_save(delay: float, skip: int) -> Callable[[Path], bool]:
@@ -84,7 +80,7 @@ def test_killed_during_saves(forker: Forker, whole: tuple) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_saves_and_says_how_to_go_on(forker: Forker, whole: tuple, number: signal.Signals) -> None:
+def test_asked_to_stop_saves_and_says_how_to_go_on(forker, whole, number):
     name, folder, expected = whole
     output_dir = folder / f"stopped_{number.name}"
     config = write_config(name, folder, output_dir, **{**SETTINGS, "save_every_n_steps": 1000, "log_level": "WARNING"})
@@ -109,7 +105,7 @@ def whole_on_two(request: pytest.FixtureRequest, forker: Forker, tmp_path_factor
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed(forker: Forker, whole_on_two: tuple) -> None:
+def test_ranks_that_are_killed(forker, whole_on_two):
     """After some steps, in a save, as it is renamed; one or all. ``tests/recipes/killing.py`` does it more often."""
     name, folder, expected = whole_on_two
     ended = killing.kill_and_resume(forker, name, folder, expected, kills=3, seed=SEVERAL.index(name))
@@ -117,7 +113,7 @@ def test_ranks_that_are_killed(forker: Forker, whole_on_two: tuple) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two: tuple, tmp_path: Path) -> None:
+def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two, tmp_path):
     """It dies after a checkpoint: the second life goes on by itself."""
     name, folder, expected = whole_on_two
     death = (

@@ -73,7 +73,7 @@ def methods(path: Path) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(RECIPES, 2)), ids=lambda path: path.stem)
-def test_a_shared_setting_has_one_type_default_and_comment(one: Path, other: Path) -> None:
+def test_a_shared_setting_has_one_type_default_and_comment(one, other):
     mine, theirs = settings(one), settings(other)
     kin = one in TRAINING and other in TRAINING
     for name in mine.keys() & theirs.keys():
@@ -82,23 +82,23 @@ def test_a_shared_setting_has_one_type_default_and_comment(one: Path, other: Pat
         assert mine[name] == theirs[name], f"'{name}' differs between {one.name} and {other.name}"
 
 
-def test_exceptions_are_needed() -> None:
+def test_exceptions_are_needed():
     for name, reason in TABLE["own_settings"].items():
         assert reason
         assert len({settings(path)[name] for path in RECIPES if name in settings(path)}) > 1, f"{name} is no exception"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_every_setting_says_what_it_does(path: Path) -> None:
+def test_every_setting_says_what_it_does(path):
     silent = [name for name, (_, _, comment) in settings(path).items() if len(comment) < 15]
     assert not silent, f"settings of {path.name} without a comment: {silent}"
 
 
-def test_every_recipe_is_declared() -> None:
+def test_every_recipe_is_declared():
     assert set(groups()) == set(FILES)
 
 
-def test_recipes_of_the_same_groups_would_be_one_method() -> None:
+def test_recipes_of_the_same_groups_would_be_one_method():
     """The command line tells methods apart by their groups: a config for one is not run by another."""
     declared = {name: frozenset(found) for name, found in groups().items()}
     same = [(a, b) for a in declared for b in declared if a < b and declared[a] == declared[b]]
@@ -110,7 +110,7 @@ def test_recipes_of_the_same_groups_would_be_one_method() -> None:
     assert one.method == several.method != found["full_finetune_distributed"].method
 
 
-def test_former_names_lead_to_recipes() -> None:
+def test_former_names_lead_to_recipes():
     found = {recipe.name for recipe in get_all_recipes()}
     former = {name: recipe.name for recipe in get_all_recipes() for name in recipe.former_names}
     assert len(former) >= 17
@@ -125,7 +125,7 @@ def copy_of_recipes(folder: Path) -> Path:
     return folder / "recipes"
 
 
-def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path: Path) -> None:
+def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path):
     recipes = copy_of_recipes(tmp_path)
     shutil.copy(recipes / "generate.py", recipes / "my_dpo.py")
     lines = (recipes / "features.yaml").read_text().splitlines()
@@ -144,7 +144,7 @@ def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path: 
         ("  generate: [", "  generator: [inference]\n  generate: [", ": there is no recipes/generator.py"),
     ],
 )
-def test_a_wrong_line_of_the_table_is_named(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_line_of_the_table_is_named(old, new, said, tmp_path):
     recipes = copy_of_recipes(tmp_path)
     path = recipes / "features.yaml"
     path.write_text(path.read_text().replace(old, new))
@@ -154,7 +154,7 @@ def test_a_wrong_line_of_the_table_is_named(old: str, new: str, said: str, tmp_p
     assert str(caught.value).startswith(f"recipes/features.yaml:{line}{said}")
 
 
-def test_training_recipes_have_one_order_and_one_set_of_names() -> None:
+def test_training_recipes_have_one_order_and_one_set_of_names():
     for one, other in itertools.combinations(TRAINING, 2):
         for names in (settings, methods):
             mine, theirs = list(names(one)), list(names(other))
@@ -163,7 +163,7 @@ def test_training_recipes_have_one_order_and_one_set_of_names() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_stands_alone(path: Path) -> None:
+def test_a_recipe_stands_alone(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom | ast.Import):
             modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
@@ -188,7 +188,7 @@ LONGER = {"grpo": 430, "ppo": 510}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_is_short(path: Path) -> None:
+def test_a_recipe_is_short(path):
     assert len(path.read_text().splitlines()) <= LONGER.get(path.stem, 420)
     for node in recipe_class(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "train":
@@ -197,7 +197,7 @@ def test_a_recipe_is_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
-def test_the_loop_tells_the_truth(path: Path) -> None:
+def test_the_loop_tells_the_truth(path):
     """Ranks agree in one visible line, no function of the library gets the recipe, and what a user edits is plain."""
     text = path.read_text()
     for node in ast.walk(recipe_class(path)):
@@ -210,7 +210,7 @@ def test_the_loop_tells_the_truth(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
-def test_no_default_hides_in_the_code(path: Path) -> None:
+def test_no_default_hides_in_the_code(path):
     assert "cfg.get(" not in path.read_text()
     read = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
     unread = [name for name in settings(path) if name not in read]
@@ -218,7 +218,7 @@ def test_no_default_hides_in_the_code(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
-def test_every_feature_is_there_or_has_a_reason(path: Path) -> None:
+def test_every_feature_is_there_or_has_a_reason(path):
     reasons = TABLE["reasons"].get(path.stem, {})
     for feature, setting in TABLE["features"].items():
         if setting in settings(path):

@@ -1,7 +1,6 @@
 """Recipes train with any loss that keeps the contract, and refuse others before training."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ TWO_STEPS = {"max_steps_per_epoch": 2, "batch_size": 4, "gradient_accumulation_s
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_plain_module_trains_as_ours_does(name: str, tmp_path: Path) -> None:
+def test_a_plain_module_trains_as_ours_does(name, tmp_path):
     ours = start(name, tmp_path, **TWO_STEPS, **SGD)
     plain = start(name, tmp_path, **TWO_STEPS, **SGD, loss={"_component_": "torch.nn.CrossEntropyLoss"})
     assert plain.losses == pytest.approx(ours.losses, rel=1e-6)
@@ -24,7 +23,7 @@ def test_a_plain_module_trains_as_ours_does(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(plain.trained[parameter], value, rtol=0, atol=1e-5)
 
 
-def test_a_model_in_training_generates_what_it_says(tmp_path: Path) -> None:
+def test_a_model_in_training_generates_what_it_says(tmp_path):
     """Nothing that training leaves on the model reaches sampling."""
     model = start("full_finetune_single_device", tmp_path, **TWO_STEPS).recipe.model
     assert model.training
@@ -32,9 +31,7 @@ def test_a_model_in_training_generates_what_it_says(tmp_path: Path) -> None:
     assert tokens[0] == model(torch.tensor([[5, 6, 7]]))[0, -1].argmax()
 
 
-def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(tmp_path, monkeypatch, capsys):
     name, loss = "full_finetune_single_device", {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
     config = write_config(name, tmp_path, tmp_path / "output", loss=loss)
     monkeypatch.setattr(sys, "argv", ["tune", "run", name, "--config", str(config)])

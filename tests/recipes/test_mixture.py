@@ -1,7 +1,6 @@
 """A run on a mixture: losses by dataset, and a resume that is the run."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from tests.recipes.runs import load_recipe, start, write_config
 from tests.tiny import write_conversations
 from torchtune.config import load_and_check
 from torchtune.data import DataError
-from torchtune.training.plan._plan_data import plan_data
+from torchtune.estimate._plan_data import plan_data
 
 
-def test_a_mixture_is_trained_on_and_resumed(tmp_path: Path) -> None:
+def test_a_mixture_is_trained_on_and_resumed(tmp_path):
     chats = {"_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages"}
     chats["conversation_style"] = "openai"
     for name, count in (("many", 16), ("few", 5)):
@@ -50,7 +49,7 @@ def test_a_mixture_is_trained_on_and_resumed(tmp_path: Path) -> None:
         assert record["val_loss"] == pytest.approx(sum(parts_of) / 2, abs=parts_of[1] - parts_of[0])
 
 
-def test_streams_are_trained_on_and_resumed(tmp_path: Path) -> None:
+def test_streams_are_trained_on_and_resumed(tmp_path):
     parts = {}
     for name, count in (("many", 16), ("few", 5)):
         source = str(write_conversations(tmp_path / f"{name}.jsonl", count=count))
@@ -83,7 +82,7 @@ def test_streams_are_trained_on_and_resumed(tmp_path: Path) -> None:
             assert torch.equal(value, resumed.trained[key]), key
 
 
-def test_the_steps_of_mixtures_and_streams_are_known_before_a_run(tmp_path: Path) -> None:
+def test_the_steps_of_mixtures_and_streams_are_known_before_a_run(tmp_path):
     def planned(**settings: Any) -> dict[str, str]:
         module = load_recipe("full_finetune_single_device", tmp_path)
         path = write_config("full_finetune_single_device", tmp_path, tmp_path / "out", epochs=2, **settings)

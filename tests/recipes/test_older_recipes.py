@@ -55,7 +55,7 @@ def write_yaml(folder: Path, output_dir: Path, *, lora: bool, **settings: Any) -
         "output_dir": str(output_dir),
         "model": {"_component_": "torchtune.models.llama3.llama3", **model},
         "tokenizer": {
-            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "_component_": "torchtune.tokenizers.hf_tokenizer",
             "path": str(folder / "checkpoint"),
             "max_seq_len": 128,
         },
@@ -176,7 +176,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("case", CASES)
-def test_an_older_recipe_trains_saves_and_resumes(case: str, forker: Forker, folder: Path) -> None:
+def test_an_older_recipe_trains_saves_and_resumes(case, forker, folder):
     name, lora, settings = CASES[case]
     whole = folder / case.replace(" ", "_")
     run(forker, name, write_yaml(folder, whole, lora=lora, **settings))
@@ -211,7 +211,7 @@ def alone(forker: Forker, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_ranks_train_as_one_process(split: str, alone: Path, forker: Forker, folder: Path) -> None:
+def test_two_ranks_train_as_one_process(split, alone, forker, folder):
     """Losses and gradient norms: gradients are scaled by the recipe, which expects them averaged over ranks."""
     output_dir = folder / split
     run(
@@ -224,7 +224,7 @@ def test_two_ranks_train_as_one_process(split: str, alone: Path, forker: Forker,
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_older_quantisation_aware_training_on_two_ranks(lora: bool, forker: Forker, folder: Path) -> None:
+def test_older_quantisation_aware_training_on_two_ranks(lora, forker, folder):
     quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
     settings = {"quantizer": {"_component_": quantizer, "groupsize": 16}, "fake_quant_after_n_steps": 1}
     losses = []
@@ -238,43 +238,6 @@ def test_older_quantisation_aware_training_on_two_ranks(lora: bool, forker: Fork
     plain, quantised = losses
     assert (plain[1] == quantised[1]) is not lora  # the first step is without quantisation
     assert plain[2] != quantised[2]
-
-
-def teacher(folder: Path) -> dict[str, Any]:
-    """Settings of a distillation from a wider model."""
-    checkpoint = folder / "teacher"
-    if not checkpoint.exists():
-        write_checkpoint(checkpoint, seed=1, width=48, tied=False)
-    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    model = {**LLAMA, "vocab_size": vocab_size, "embed_dim": 48}
-    return {
-        "teacher_model": {"_component_": "torchtune.models.llama3.llama3", **model},
-        "teacher_checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(checkpoint),
-            "checkpoint_files": ["model.safetensors"],
-            "output_dir": "${output_dir}",
-            "model_type": "LLAMA3",
-        },
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
-        "kd_ratio": 0.5,
-    }
-
-
-def test_older_distillation_trains_alone_and_on_two_ranks(alone: Path, forker: Forker, folder: Path) -> None:
-    first = []
-    for ranks, batch_size in ((1, 4), (2, 2)):
-        output_dir = folder / f"distilled_{ranks}"
-        settings = {**teacher(folder), "batch_size": batch_size, "epochs": 4, "max_steps_per_epoch": None}
-        run(forker, f"{OLDER}/distillation", write_yaml(folder, output_dir, lora=True, **settings), ranks=ranks)
-        figures = {key: list(records(output_dir, key).values()) for key in ("loss", "class_loss", "kd_loss")}
-        for values in figures.values():
-            assert sum(values[-3:]) < sum(values[:3])
-        assert (output_dir / "epoch_3" / "model.safetensors").is_file()
-        first.append([values[0] for values in figures.values()])
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
-    assert first[0][1] == pytest.approx(records(alone)[1], rel=1e-5)  # cross entropy of the same rows
 
 
 def preferences(folder: Path, *, lora: bool) -> dict[str, Any]:
@@ -305,7 +268,7 @@ def preferences(folder: Path, *, lora: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_older_preferences_train_alone_and_on_two_ranks(lora: bool, forker: Forker, folder: Path) -> None:
+def test_older_preferences_train_alone_and_on_two_ranks(lora, forker, folder):
     figures = []
     for ranks, batch_size in ((1, 4), (2, 2)):
         output_dir = folder / f"preferences_{lora}_{ranks}"
@@ -320,7 +283,7 @@ def test_older_preferences_train_alone_and_on_two_ranks(lora: bool, forker: Fork
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
 
 
-def test_older_ppo_trains_policy_and_value_model(forker: Forker, folder: Path) -> None:
+def test_older_ppo_trains_policy_and_value_model(forker, folder):
     base, reward, output_dir = folder / "checkpoint", folder / "reward", folder / "ppo"
     write_checkpoint(reward, seed=3, is_reward=True)
     model = {**LLAMA, "vocab_size": json.loads((base / "config.json").read_text())["vocab_size"]}

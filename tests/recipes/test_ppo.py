@@ -3,18 +3,13 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import torchtune.rlhf._ppo as ppo
-from tests.recipes.checks import promise
-from tests.recipes.killing import Forker
 from tests.recipes.runs import Run, read_log, start, write_config
-from tests.recipes.test_injected_bugs import caught, injected
 from tests.tiny import write_checkpoint
 from torchtune.rlhf import RewardModel, Rollout
 from torchtune.utils import UserError
@@ -147,56 +142,24 @@ def a_step_is_that_of_plain_code(plain: tuple[Path, dict[str, torch.Tensor], lis
     folder, weights, rewards = plain
     found = start(PPO, folder, **STEP, ref_policy_checkpointer=other_reference(folder), **run)
     lines = [json.loads(line) for line in (found.output_dir / "rollouts.jsonl").read_text().splitlines()]
-    promise([line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5), "the answers are the same")
+    assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5), "the answers are the same"
     (saved,) = found.output_dir.glob("epoch_*")
     for at in ("", "value/"):
         for key, value in load_file(saved / at / "model.safetensors").items():
             close = torch.allclose(value.double(), weights[f"{at}{key}"], atol=2e-5, rtol=0)
-            promise(close, f"after a step, {at or 'policy/'} has the weights of plain code")
+            assert close, f"after a step, {at or 'policy/'} has the weights of plain code"
 
 
-def test_a_step_is_that_of_plain_code(plain: Any) -> None:
+def test_a_step_is_that_of_plain_code(plain):
     a_step_is_that_of_plain_code(plain)
 
 
-def mean_added_back(original: Callable, *args: Any, shift_mean: bool) -> Any:
-    return original(*args, shift_mean=True)
-
-
-def flipped(original: Callable, scores: Any, log_probs: Any, reference: Any, *args: Any) -> Any:
-    return original(scores, reference, log_probs, *args)
-
-
-def shifted(original: Callable, *args: Any) -> torch.Tensor:
-    return original(*args).roll(1, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "bug", "at"),
-    [
-        ("estimate_advantages", mean_added_back, "policy/"),
-        ("get_rewards_ppo", flipped, "policy/"),
-    ],
-    ids=["whitened with the mean added back", "KL sign flipped"],
-)
-def test_injected_bugs(name: str, bug: Callable, at: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with injected(monkeypatch, ppo, name, bug), caught(f"after a step, {at} has the weights of plain code"):
-        a_step_is_that_of_plain_code(plain)
-
-
-def test_injected_mean_per_micro_batch(plain: Any) -> None:
-    loss = "self.compute_loss(batch)"
-    wrong = {f"{loss} / max(num_terms, 1)": f"{loss} / batch.num_labels / len(batches)"}
-    with caught("after a step, policy/ has the weights of plain code"):
-        a_step_is_that_of_plain_code(plain, changes=wrong, gradient_accumulation_steps=3)
-
-
-def test_how_work_is_split_changes_nothing(plain: Any) -> None:
+def test_how_work_is_split_changes_nothing(plain):
     a_step_is_that_of_plain_code(plain, gradient_accumulation_steps=3, forward_batch_size=2, ppo_batch_size=6)
     a_step_is_that_of_plain_code(plain, optimizer_in_bwd=True, enable_activation_checkpointing=True)
 
 
-def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits(tmp_path):
     settings = {"save_every_n_steps": 2, "batch_size": 6, "ppo_epochs": 2, "ppo_batch_size": 4, "dtype": "bf16"}
     whole = start(PPO, tmp_path, **settings)
     output_dir = tmp_path / "resumed"
@@ -216,7 +179,7 @@ def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_sa
         start(PPO, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
 
 
-def test_scores_rise_and_values_explain_them(tmp_path: Path) -> None:
+def test_scores_rise_and_values_explain_them(tmp_path):
     start(PPO, tmp_path, train=False)
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
@@ -241,7 +204,7 @@ def test_scores_rise_and_values_explain_them(tmp_path: Path) -> None:
 TEXT_SOURCE = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
 
 
-def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path: Path) -> None:
+def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
     """At the last token of the whole conversation, which the chat template puts behind the end of the answer."""
     from torchtune.data import Message
 
@@ -277,7 +240,7 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path: Path) -> N
         ({"num_steps": 8, "epochs": 2}, "num_steps.*says how long the run is"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_sentence(change, said, tmp_path):
     for key, value in change.items():
         if isinstance(value, str):
             if value == "larger":
@@ -287,7 +250,7 @@ def test_what_cannot_be_is_one_sentence(change: dict[str, Any], said: str, tmp_p
         start(PPO, tmp_path, train=False, **change)
 
 
-def test_two_processes_train_as_one(forker: Forker, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(forker, tmp_path):
     """With as many answers on both, with one more on the first, and with none on the second."""
     settings = {"clip_grad_norm": 1.0, "dataset__split": "train[:17]", "ppo_epochs": 2, "whiten_rewards": True}
     whole = start(PPO, tmp_path, **settings, batch_size=8)
@@ -304,7 +267,7 @@ def test_two_processes_train_as_one(forker: Forker, tmp_path: Path) -> None:
                 assert mine[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), (split, name)
 
 
-def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path: Path) -> None:
+def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path):
     lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
     run = start(PPO, tmp_path, model_converters=[lora], batch_size=4, max_steps_per_epoch=3, save_every_n_steps=2)
     names = {name.rpartition(".")[0].rpartition(".")[2] for name in run.trained if name.startswith("policy")}
@@ -313,10 +276,10 @@ def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path:
     assert list((run.output_dir / "step_2" / "value").glob("*.safetensors"))
 
 
-def test_num_steps_counts_answers(tmp_path: Path) -> None:
+def test_num_steps_counts_answers(tmp_path):
     assert start(PPO, tmp_path, num_steps=11, batch_size=4).recipe.global_step == 2
 
 
-def test_other_recipes_refuse_its_loss(tmp_path: Path) -> None:
+def test_other_recipes_refuse_its_loss(tmp_path):
     with pytest.raises(UserError, match="PPOLoss trains a policy and a value model: run the recipe ppo"):
         start("full_dpo_single_device", tmp_path, train=False, loss={"_component_": "torchtune.rlhf.loss.PPOLoss"})

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.recipes.killing import Forker
 from tests.recipes.runs import PREFERENCE, Run, start, write_config
 from tests.tiny import write_checkpoint
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_preference
 from torchtune.modules.loss import LossError
+from torchtune.rlhf import _reference
+from torchtune.rlhf._reference import Reference
 from torchtune.training import plan_data
 from torchtune.utils import UserError
 
@@ -41,7 +42,7 @@ def log_probs(model: torch.nn.Module, row: dict[str, list[int]], side: str) -> t
     return found[labels != CROSS_ENTROPY_IGNORE_IDX].sum()
 
 
-def test_losses_follow_a_plain_loop_over_transformers(tmp_path: Path) -> None:
+def test_losses_follow_a_plain_loop_over_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     settings = {**SGD, "batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
@@ -68,7 +69,7 @@ def test_losses_follow_a_plain_loop_over_transformers(tmp_path: Path) -> None:
         assert record["rewards/margins"] == pytest.approx(0.1 * torch.stack(found).mean().item(), abs=1e-5)
 
 
-def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+def test_accumulation_changes_nothing(tmp_path):
     whole = start(LORA, tmp_path, **SGD, batch_size=6)
     for batch_size in (3, 1):
         split = {"batch_size": batch_size, "gradient_accumulation_steps": 6 // batch_size}
@@ -79,7 +80,7 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
             torch.testing.assert_close(part.trained[name], value, atol=1e-5, rtol=0)
 
 
-def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     """With adapters, micro-batches and recomputed activations; the plain loop above has answers one by one."""
     settings = {**SGD, "batch_size": 3, "gradient_accumulation_steps": 2, "enable_activation_checkpointing": True}
     shared, apart = (start(LORA, tmp_path, **settings, share_prefix=share) for share in (None, False))
@@ -98,7 +99,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", PREFERENCE)
-def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(name, tmp_path):
     settings = {"batch_size": 3, "epochs": 2, "dataset_val": "${dataset}", "run_val_every_n_steps": 4}
     kept = {"reference_cache": str(tmp_path / "kept")}
     each, once = (start(name, tmp_path, **settings, **more) for more in ({}, kept))
@@ -117,7 +118,7 @@ def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(na
 
 
 @pytest.mark.parametrize("kind", ["new adapter", "trained adapter", "all weights"])
-def test_a_resumed_run_keeps_the_reference_of_its_start(kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_reference_of_its_start(kind, tmp_path):
     """Not the weights that it goes on with, and for a trained adapter not the base without it."""
     name, settings = (FULL if kind == "all weights" else LORA), {"epochs": 2, "batch_size": 6, "save_every_n_steps": 2}
     if kind == "trained adapter":
@@ -134,7 +135,7 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(kind: str, tmp_path: Pat
     assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
 
 
-def test_another_model_may_be_the_reference(tmp_path: Path) -> None:
+def test_another_model_may_be_the_reference(tmp_path):
     start(FULL, tmp_path, train=False)  # makes data and checkpoint
     given = other_model(tmp_path)
     settings = {**SGD, "batch_size": 6, "ref_checkpointer": given}
@@ -159,7 +160,7 @@ def test_another_model_may_be_the_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["another model", "its own start"])
-def test_a_resume_with_another_reference_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_resume_with_another_reference_is_refused(kind, tmp_path):
     start(FULL, tmp_path, train=False)
     settings = {"batch_size": 6, "save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 2}
     if kind == "another model":
@@ -172,7 +173,7 @@ def test_a_resume_with_another_reference_is_refused(kind: str, tmp_path: Path) -
         start(FULL, tmp_path, **again)
 
 
-def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None:
+def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     start(FULL, tmp_path, train=False)
@@ -212,72 +213,52 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set batch_size to 10"),
     ],
 )
-def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, words: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_loss_is_one_sentence(name, settings, words, tmp_path):
     with pytest.raises((LossError, UserError), match=words):
         start(name, tmp_path, **settings, train=False)
 
 
-def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path):
     """Frozen copies of shards are the reference; log-probs of split sequences add up."""
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
     runs = [("full", "data_parallel_shard_dim"), ("full", "context_parallel_dim"), ("lora", "tensor_parallel_dim")]
-    forker = Forker()
-    try:
-        for kind, split in runs:
-            batch_size = 3 if split == "data_parallel_shard_dim" else 6
-            name, output_dir = f"{kind}_dpo_distributed", tmp_path / split
-            config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-            forker.start(name, config, ranks=2)
-            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
-            whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
-            assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
-            for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
-                assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
-    finally:
-        forker.close()
+    for kind, split in runs:
+        batch_size = 3 if split == "data_parallel_shard_dim" else 6
+        name, output_dir = f"{kind}_dpo_distributed", tmp_path / split
+        config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+        forker.start(name, config, ranks=2)
+        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
+        assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
+        for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
+            assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
 
 
-@pytest.mark.parametrize(
-    ("text", "bug", "expected"),
-    [
-        # The reference is the model that is trained, not its start: the margin stays 0 and the loss ln 2.
-        (
-            "self.reference(batch)",
-            "self.loss_fn.score(self.model(**batch.model_inputs(), output='hidden').detach(), "
-            "batch, self.model.output).detach(), None",
-            "the reference",
-        ),
-        # Labels are shifted once more.
-        (
-            "hidden, batch, self.model.output))",
-            "hidden, dataclasses.replace(batch, labels=batch.labels.roll(-1)), self.model.output))",
-            "the first step",
-        ),
-        # The mean of a micro-batch, not of the step.
-        ("return total / self.dims.cp", "return total / batch.num_terms", "the loss"),
-    ],
-    ids=["reference is trained", "labels shifted twice", "mean of a micro-batch"],
-)
-def test_a_bug_in_the_text_is_found(text: str, bug: str, expected: str, tmp_path: Path) -> None:
-    changes = {text: bug, "import sys\n": "import dataclasses\nimport sys\n"}
-    settings = {**SGD, "batch_size": 3, "gradient_accumulation_steps": 2}
-    if expected == "the first step":
-        with pytest.raises(UserError, match="at the first step the two differ"):
-            start(FULL, tmp_path, changes=changes, **settings)
-        return
-    right, wrong = (start(FULL, tmp_path, changes=change, **settings) for change in (None, changes))
-    assert wrong.losses != pytest.approx(right.losses, abs=1e-3)
-    assert abs(right.losses[1] - math.log(2)) <= 1e-6
-    if expected == "the reference":
-        assert list(wrong.losses.values()) == pytest.approx([math.log(2)] * 2)
+def test_an_answer_has_its_end_though_that_is_the_id_of_padding(tmp_path):
+    recipe = start(FULL, tmp_path, train=False).recipe
+    dataset = recipe.loader.dataset
+    batch = collate_preference([dataset[index] for index in range(len(dataset))])
+    ends = batch.sum_per_document(batch.labels == recipe.tokenizer.stop_tokens[0])
+    assert ends.tolist() == [1] * 2 * len(dataset)
 
 
-def test_the_base_in_the_place_of_a_trained_adapter_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_reference_has_no_dropout(tmp_path):
+    """That of an adapter which changes what the model says, so that it is not the base alone."""
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.5}
+    recipe = start(LORA, tmp_path, train=False, model_converters=[lora]).recipe
+    with torch.no_grad():
+        for name, parameter in recipe.model.named_parameters():
+            if "lora_b" in name:
+                torch.nn.init.normal_(parameter)
+    batch, reference = next(iter(recipe.loader))[0], Reference(recipe.loss_fn, recipe.model.train(), recipe.dims)
+    one, other = (reference(batch).log_probs for _ in range(2))
+    assert torch.equal(one, other)
+
+
+def test_a_reference_that_is_not_the_start_of_the_run_is_refused(tmp_path, monkeypatch):
     """The first loss is no longer ln 2, and the run says so before it trains."""
-    from torchtune.rlhf import _reference
-
     earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
     adapter = {"checkpointer__adapter_checkpoint": str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")}
-    monkeypatch.setattr(_reference, "_changes_nothing", lambda *_: True)  # so it would be switched off
+    monkeypatch.setattr(_reference, "_equals_base", lambda *_: True)  # so it would be switched off
     with pytest.raises(UserError, match="at the first step the two differ"):
         start(LORA, tmp_path, batch_size=6, **adapter)

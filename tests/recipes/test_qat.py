@@ -1,7 +1,6 @@
 """What recipes of quantisation-aware training promise besides the contract of those that they were copied from."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ TOKENS = torch.arange(3, 40)[None]
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_the_exported_quantised_model_computes_what_was_trained(name: str, tmp_path: Path) -> None:
+def test_the_exported_quantised_model_computes_what_was_trained(name, tmp_path):
     """``transformers`` runs the quantised export, int8 inputs and all."""
     from transformers import AutoModelForCausalLM
 
@@ -41,7 +40,7 @@ def test_the_exported_quantised_model_computes_what_was_trained(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_delayed_fake_quantisation_survives_a_resume(name: str, tmp_path: Path) -> None:
+def test_delayed_fake_quantisation_survives_a_resume(name, tmp_path):
     """Bit for bit the recipe without it, until it begins; resumed before and after that, bit for bit the same."""
     plain = start(name.replace("qat_lora", "lora").replace("qat_single", "full_finetune_single"), tmp_path)
     settings = {"fake_quant_after_n_steps": 5, "save_every_n_steps": 4}
@@ -58,7 +57,7 @@ def test_delayed_fake_quantisation_survives_a_resume(name: str, tmp_path: Path) 
         assert all(torch.equal(value, later.trained[key]) for key, value in resumed.trained.items())
 
 
-def test_splitting_the_work_changes_nothing(tmp_path: Path) -> None:
+def test_splitting_the_work_changes_nothing(tmp_path):
     whole = start("qat_single_device", tmp_path, **checks.GRADIENT, batch_size=4)
     for settings in (
         {"batch_size": 2, "gradient_accumulation_steps": 2},
@@ -67,11 +66,11 @@ def test_splitting_the_work_changes_nothing(tmp_path: Path) -> None:
         checks.same(whole, start("qat_single_device", tmp_path, **checks.GRADIENT, **settings))
 
 
-def test_what_would_train_nothing_is_refused(tmp_path: Path) -> None:
+def test_what_would_train_nothing_is_refused(tmp_path):
     with pytest.raises(ConversionError, match="is 12, but the run ends after 12 steps"):
         start("qat_single_device", tmp_path, fake_quant_after_n_steps=12)
 
 
-def test_a_start_of_what_is_not_simulated_is_refused(tmp_path: Path) -> None:
+def test_a_start_of_what_is_not_simulated_is_refused(tmp_path):
     with pytest.raises(UserError, match="fake_quant_after_n_steps: needs quantizer"):
         start("full_finetune_single_device", tmp_path, train=False, fake_quant_after_n_steps=3)

@@ -13,14 +13,14 @@ import yaml
 
 from tests.recipes.runs import load_recipe, read_log, start
 from tools.recipe_table import recipes_in
-from torchtune.training.checkpointing import CheckpointError
-from torchtune.training.checkpointing._resumed_settings import ON_RESUME, OnResume, check_resumed_settings
+from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._resumed_settings import ON_RESUME, OnResume, check_resumed_settings
 from torchtune.utils import get_logger
 
 NAME = "lora_finetune_single_device"
 
 
-def test_every_setting_of_every_training_recipe_is_classified(tmp_path: Path) -> None:
+def test_every_setting_of_every_training_recipe_is_classified(tmp_path):
     names = set()
     for recipe in recipes_in("training"):
         settings = get_type_hints(load_recipe(recipe, tmp_path).recipe_main)["cfg"]
@@ -47,7 +47,7 @@ def lora(alpha: int) -> list[dict[str, Any]]:
     return [{"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": alpha}]
 
 
-def test_a_resume_with_other_settings(said: list[str], tmp_path: Path) -> None:
+def test_a_resume_with_other_settings(said, tmp_path):
     settings = {"save_every_n_steps": 4, "log_level": "INFO", "model_converters": lora(8)}
     first = start(NAME, tmp_path, **settings)
     shutil.rmtree(first.output_dir / "step_12")
@@ -88,7 +88,7 @@ def test_a_resume_with_other_settings(said: list[str], tmp_path: Path) -> None:
         *(("torchao.optim.AdamW8bit", precision) for precision in ("stochastic_rounding", "fp32_master")),
     ],
 )
-def test_a_run_in_bf16_goes_on_in_fp32(said: list[str], tmp_path: Path, optimizer: str, precision: str) -> None:
+def test_a_run_in_bf16_goes_on_in_fp32(said, tmp_path, optimizer, precision):
     """No value changes: those of fp32 master weights are the weights, and others are what bf16 rounded them to."""
     settings = {"epochs": 2, "log_level": "INFO", "optimizer_precision": precision}
     settings |= {"optimizer___component_": optimizer, "gradient_accumulation_steps": 4}
@@ -107,14 +107,14 @@ def test_a_run_in_bf16_goes_on_in_fp32(said: list[str], tmp_path: Path, optimize
         expected = masters[name]["master"] if masters else names[name].float()
         assert torch.equal(parameter, expected)
         before, after = narrow.optimizer.state[names[name]], wide.optimizer.state[parameter]
-        assert before.keys() == after.keys()
+        assert before.keys() - {"master"} == after.keys()
         if "torchao" not in optimizer:
             assert all(torch.equal(before[key].float(), after[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
     with pytest.raises(CheckpointError, match="dtype was bf16 and is fp16 now"):
         check_resumed_settings({"dtype": "fp16"}, first.output_dir / "epoch_0")
 
 
-def test_settings_of_a_recipe_of_ones_own(said: list[str], tmp_path: Path) -> None:
+def test_settings_of_a_recipe_of_ones_own(said, tmp_path):
     """What nobody classified is read by the recipe; a secret and a setting of another release are no change."""
     text = yaml.safe_dump({"mine": {"a": [1, 2]}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1})
     (tmp_path / "torchtune_config.yaml").write_text(text)
@@ -127,12 +127,12 @@ def test_settings_of_a_recipe_of_ones_own(said: list[str], tmp_path: Path) -> No
         check_resumed_settings(now, tmp_path)
 
 
-def test_a_part_is_as_its_whole_unless_it_is_listed() -> None:
+def test_a_part_is_as_its_whole_unless_it_is_listed():
     assert ON_RESUME["model"] is OnResume.FIXED
     assert ON_RESUME["model.checkpoint_dir"] is OnResume.NEW
 
 
-def test_a_checkpoint_that_does_not_say_its_settings(said: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_its_settings(said, tmp_path):
     get_logger("INFO")
     check_resumed_settings(None, tmp_path)
     (line,) = said

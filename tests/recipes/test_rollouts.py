@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.recipes.killing import Forker
 from tests.recipes.runs import Run, start, write_config
 from torchtune.data import DataError
 from torchtune.modules.loss import LossError
@@ -37,7 +35,7 @@ def words(rows: list, texts: list) -> list:
 WORDS = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "function": f"{__name__}.words"}]
 
 
-def test_rewards_rise_and_everything_is_written_down(tmp_path: Path) -> None:
+def test_rewards_rise_and_everything_is_written_down(tmp_path):
     settings = {"rewards": WORDS, "num_samples": 8, "epochs": 3, "dataset_val": "${dataset}", "batch_size_val": 24}
     run = start(FULL, tmp_path, **settings, run_val_every_n_steps=12, batch_size=6, log_level="INFO")
     found = figure(run, "rewards/total")
@@ -56,7 +54,7 @@ def test_rewards_rise_and_everything_is_written_down(tmp_path: Path) -> None:
     assert max(figure(run, "policy/sampler_difference")) < 1e-4
 
 
-def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     settings = {**SGD, "batch_size": 2, "tokens_per_batch": 150, "num_iterations": 2, "max_steps_per_epoch": 2}
     shared, apart = (start(LORA, tmp_path, **settings, rewards=WORDS, share_prefix=share) for share in (None, False))
     assert rollouts(shared) == rollouts(apart)
@@ -68,7 +66,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) ->
     assert max(figure(shared, "policy/sampler_difference")) < 1e-4
 
 
-def test_compiled_layers_train_and_do_not_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_train_and_do_not_sample(tmp_path, monkeypatch):
     """A batch of answers that shrinks and grows would use up what the compiler may make, and leave nothing to train."""
     from torch._dynamo.utils import counters
 
@@ -85,7 +83,7 @@ def test_compiled_layers_train_and_do_not_sample(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", [FULL, LORA])
-def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(name, tmp_path):
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "num_iterations": 2, "batch_size": 3}
     settings["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "kl_coeff": 0.1}
     whole = start(name, tmp_path, **settings)
@@ -103,7 +101,7 @@ def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(nam
 
 
 @pytest.mark.parametrize("normalize", ["tokens", "sequences"])
-def test_micro_batches_change_nothing(normalize: str, tmp_path: Path) -> None:
+def test_micro_batches_change_nothing(normalize, tmp_path):
     loss = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "normalize": normalize}
     settings = {**SGD, "loss": loss, "max_steps_per_epoch": 2, "num_samples": 3}
     whole = start(FULL, tmp_path, **settings, batch_size=6)
@@ -113,9 +111,7 @@ def test_micro_batches_change_nothing(normalize: str, tmp_path: Path) -> None:
         torch.testing.assert_close(split.trained[key], value, atol=1e-5, rtol=0)
 
 
-def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(tmp_path, monkeypatch, caplog):
     same = [{"_component_": "torchtune.rlhf.reward_functions.RegexMatch", "pattern": ""}]
     run = start(FULL, tmp_path, rewards=same, max_steps_per_epoch=2, log_level="INFO")
     assert figure(run, "groups/without_variance") == [1.0, 1.0]
@@ -130,7 +126,7 @@ def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(
         start(FULL, tmp_path, rewards=same)
 
 
-def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path):
     run = start(FULL, tmp_path, rewards=NONE, max_steps_per_epoch=1, num_samples=6, batch_size=4)
     lines = rollouts(run)
     unknown = [line for line in lines if line["reward"] is None]
@@ -145,7 +141,7 @@ def none_for_some(rows: list, texts: list) -> list:
 NONE = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "function": f"{__name__}.none_for_some"}]
 
 
-def test_a_teacher_pulls_the_student_towards_it(tmp_path: Path) -> None:
+def test_a_teacher_pulls_the_student_towards_it(tmp_path):
     from tests.recipes.test_preferences import other_model
 
     start(FULL, tmp_path, train=False)
@@ -180,13 +176,13 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_sentence(settings, said, tmp_path):
     with pytest.raises((UserError, LossError, DataError)) as caught:
         start(FULL, tmp_path, max_steps_per_epoch=1, **settings)
     assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
 
 
-def test_two_processes_train_as_one(forker: Forker, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(forker, tmp_path):
     """Answers depend on row and step alone, so that ranks that share the prompts make the same step."""
     settings = {**SGD, "clip_grad_norm": 1.0, "max_steps_per_epoch": 2, "num_samples": 3}
     for kind, split, batch_size in (
@@ -207,5 +203,5 @@ def test_two_processes_train_as_one(forker: Forker, tmp_path: Path) -> None:
         assert sorted(found) == sorted((line["row"], line["answer"]) for line in rollouts(whole))
 
 
-def test_rewards_of_this_file_are_found() -> None:
+def test_rewards_of_this_file_are_found():
     assert rewards.FunctionReward(f"{__name__}.words")([{}], ["ab1"]) == [2 / 16]

@@ -13,8 +13,8 @@ import torch
 from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
+from torchtune.supervision._run_report import _fingerprint, explain_no_validation, explain_short_epoch
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView
-from torchtune.training.supervise._run_report import _fingerprint, never_validated, short_epoch
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -42,11 +42,11 @@ def typed(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    caplog,
+    monkeypatch,
+    capsys,
+):
     code, said, output = run(LORA, tmp_path, caplog, gradient_accumulation_steps=3, epochs=2)
     assert code == 0
     assert "model       from_hf_config, weights of " in said
@@ -68,7 +68,7 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
     assert typed(command + " max_new_tokens=2", monkeypatch) == 0
 
 
-def test_answers_are_told_by_their_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_are_told_by_their_reward(tmp_path, caplog):
     """Not by a loss that is near 0 whatever they are worth; and what makes all of them worth the same is said."""
     _, said, output = run("ppo_full_finetune_single_device", tmp_path, caplog, max_steps_per_epoch=3)
     rewards = [record["rewards/total"] for record in read_log(output)]
@@ -77,9 +77,7 @@ def test_answers_are_told_by_their_reward(tmp_path: Path, caplog: pytest.LogCapt
     assert "All 2 answers get reward_penalty (1 times in a row now), of which 2 have not ended" in said
 
 
-def test_a_run_that_is_stopped_says_how_to_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, caplog, monkeypatch):
     stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
     code, said, output = run(FULL, tmp_path, caplog, stop, max_steps_per_epoch=3)
     assert code == 128 + signal.SIGINT
@@ -94,7 +92,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("name", [LORA, FULL])
-def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_trains_nothing_is_warned_of(name, tmp_path, caplog):
     validation = {"dataset_val": "${dataset}", "run_val_every_n_steps": 3}
     run(name, tmp_path, caplog, optimizer__lr=0.0, max_steps_per_epoch=2, **validation)
     assert caplog.messages[-1].startswith("NOTHING WAS TRAINED: no trained parameter differs")
@@ -102,7 +100,7 @@ def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplo
     assert "dataset_val: it is never measured: run_val_every_n_steps is 3 and the run has 2 steps" in caplog.text
 
 
-def test_a_batch_larger_than_the_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_larger_than_the_data_is_warned_of(tmp_path, caplog):
     _, said, _ = run(LORA, tmp_path, caplog, batch_size=40, gradient_accumulation_steps=2)
     short = "an epoch has only 24 rows or packs, one incomplete step: set batch_size to at most 12"
     assert f"batch       80 rows a step = 40 (batch_size) x 2 (accumulation); {short}\n" in said
@@ -120,29 +118,27 @@ def test_a_batch_larger_than_the_data_is_warned_of(tmp_path: Path, caplog: pytes
         (4, 2, 7, "batch_size and gradient_accumulation_steps lower"),
     ],
 )
-def test_an_epoch_of_an_incomplete_step_has_advice(
-    accumulation: int, ranks: int, examples: int | None, advice: str | None
-) -> None:
+def test_an_epoch_of_an_incomplete_step_has_advice(accumulation, ranks, examples, advice):
     cfg = SettingsView({"batch_size": 400, "gradient_accumulation_steps": accumulation})
-    found = short_epoch(cfg, ranks, examples)
+    found = explain_short_epoch(cfg, ranks, examples)
     assert found is None if advice is None else str(found).endswith(f"one incomplete step: set {advice}")
 
 
-def test_a_best_validation_without_a_validation_is_refused() -> None:
+def test_a_best_validation_without_a_validation_is_refused():
     cfg = SettingsView({"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 5, "keep_best": "val_loss"})
-    assert never_validated(cfg, 5) is None
+    assert explain_no_validation(cfg, 5) is None
     with pytest.raises(RecipeSettingsError, match="keep_best: there would be no validation to compare"):
-        never_validated(cfg, 4)
+        explain_no_validation(cfg, 4)
 
 
-def test_only_the_last_save_of_adapters_alone_is_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_last_save_of_adapters_alone_is_an_adapter(tmp_path, caplog):
     _, said, output = run(LORA, tmp_path, caplog, save_adapter_weights_only=True, max_steps_per_epoch=2)
     assert f"result      {output}/epoch_0, an adapter in PEFT's layout for {tmp_path / 'checkpoint'}" in said
     assert f"ask it      tune chat --model {tmp_path / 'checkpoint'} --adapter {output}/epoch_0" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_bit_of_any_trained_parameter_counts(dtype: torch.dtype) -> None:
+def test_any_bit_of_any_trained_parameter_counts(dtype):
     torch.manual_seed(0)
     base = torch.randn(100, dtype=dtype)
     model = torch.nn.Module()
@@ -160,7 +156,7 @@ def test_any_bit_of_any_trained_parameter_counts(dtype: torch.dtype) -> None:
             assert _fingerprint(model) == before
 
 
-def test_what_a_resume_could_not_set_is_refused_before_training(tmp_path: Path) -> None:
+def test_what_a_resume_could_not_set_is_refused_before_training(tmp_path):
     changes = {'            "best": self.best,\n': '            "best": self.best,\n            "best_loss": 5.0,\n'}
     recipe = start("full_finetune_single_device", tmp_path, train=False, changes=changes).recipe
     with pytest.raises(RecipeSettingsError, match="training_state: 'best_loss' is a float, which"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.killing import Forker, alive, losses, said, steps_logged
+from tests.recipes.killing import alive, losses, said, steps_logged
 from tests.recipes.runs import RECIPES, write_config
 
 NAME = "full_finetune_distributed"
@@ -102,9 +102,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
-def test_the_other_machine_ends_and_the_run_resumes(
-    machines: Machines, forker: Forker, tmp_path: Path, lost: int, with_worker: bool
-) -> None:
+def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, lost, with_worker):
     output_dir = tmp_path / "output"
     config = write_config(NAME, tmp_path, output_dir, **SETTINGS)
     for _ in range(2):

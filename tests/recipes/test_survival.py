@@ -1,18 +1,18 @@
-"""Bad steps are left out, a checkpoint can be asked for, and a stop is told apart from an end."""
+"""Bad steps are left out, and a checkpoint can be asked for."""
 
 import json
 import logging
-import os
 import shutil
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.recipes.runs import TRAINING, after_each_step, class_of, load_recipe, read_log, start, write_config
-from torchtune.config import load_and_check
+from tests.recipes.runs import TRAINING, after_each_step, read_log, start
 from torchtune.training import SkippedStepsError
+from torchtune.utils import UserError
 
 FAULTY = "tests.recipes.faulty.FaultyLoss"
 
@@ -31,7 +31,7 @@ def records(output_dir: Path) -> list[dict]:
     return [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
 
 
-def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name: str, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name, tmp_path):
     """Steps 3 and 5 do not happen: weights and optimizer are those of a run that never had them."""
     run = start(
         name, tmp_path, loss=faulty(nan=[3], inf=[5]), optimizer={"_component_": "torch.optim.AdamW", "lr": 0.01}
@@ -48,7 +48,7 @@ def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name: str, tmp_pa
     assert rows[2][0]["source"] == str(tmp_path / "data.jsonl")
 
 
-def test_the_micro_batch_that_is_not_finite_is_told(tmp_path: Path) -> None:
+def test_the_micro_batch_that_is_not_finite_is_told(tmp_path):
     run = start("full_finetune_single_device", tmp_path, loss=faulty(nan=[4]), gradient_accumulation_steps=2)
     (record,) = records(run.output_dir)
     assert record["step"] == 2
@@ -58,7 +58,7 @@ def test_the_micro_batch_that_is_not_finite_is_told(tmp_path: Path) -> None:
     assert len(record["rows"]) == 2 < len(steps[1][0]) == 4
 
 
-def test_optimizer_in_backward_skips_by_the_loss(tmp_path: Path) -> None:
+def test_optimizer_in_backward_skips_by_the_loss(tmp_path):
     run = start("full_finetune_single_device", tmp_path, loss=faulty(nan=[1, 2, 3]), optimizer_in_bwd=True)
     assert [record["step"] for record in records(run.output_dir)] == [1, 2, 3]
     assert all(torch.isfinite(parameter).all() for parameter in run.trained.values())
@@ -66,12 +66,12 @@ def test_optimizer_in_backward_skips_by_the_loss(tmp_path: Path) -> None:
     assert int(next(iter(optimizer.state.values()))["step"]) == len(run.losses) - 3
 
 
-def test_too_many_in_a_row_end_the_run(name: str, tmp_path: Path) -> None:
+def test_too_many_in_a_row_end_the_run(name, tmp_path):
     with pytest.raises(SkippedStepsError, match=r"3 steps in a row were skipped, the last, 6, because its loss is nan"):
         start(name, tmp_path, loss=faulty(nan=[2, 4, 5, 6]), max_skipped_steps=3)
 
 
-def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path: Path) -> None:
+def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path):
     settings = {"epochs": 5, "save_every_n_steps": 40, "lr_scheduler": None, "loss_spike_threshold": 6.0}
     settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 1e-4}
     name = "full_finetune_single_device"
@@ -90,7 +90,7 @@ def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path: Path) -> N
     assert resumed.recipe.guard.num_skipped == 2
 
 
-def test_a_file_named_save_asks_for_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_file_named_save_asks_for_a_checkpoint(name, tmp_path):
     text = 'if self.global_step == 3: open(cfg.output_dir + "/SAVE", "w").close()'
     run = start(name, tmp_path, changes=after_each_step(text))
     assert sorted(path.name for path in run.output_dir.glob("*_?")) == ["epoch_0", "step_3"]
@@ -98,25 +98,30 @@ def test_a_file_named_save_asks_for_a_checkpoint(name: str, tmp_path: Path) -> N
     assert (run.output_dir / "step_3" / ".complete").exists()
 
 
-def test_save_every_n_minutes(tmp_path: Path) -> None:
+def test_save_every_n_minutes(tmp_path):
     keep = {"checkpointer__keep_last_n_checkpoints": 20}
     run = start("full_finetune_single_device", tmp_path, save_every_n_minutes=1e-6, **keep)
     assert len(list(run.output_dir.glob("step_*"))) == 11
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
-def test_exit_code_says_why_the_run_ended(name: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """75 asks a scheduler to queue the job again."""
-    text = f"if self.global_step == 2: __import__('os').kill({os.getpid()}, {int(number)})"
-    module = load_recipe(name, tmp_path, after_each_step(text))
-    output_dir = tmp_path / "output"
-    cfg = load_and_check(write_config(name, tmp_path, output_dir), [], module.recipe_main)
-    assert module.recipe_main(cfg) == code
-    assert (output_dir / "step_2" / ".complete").exists()
-    assert class_of(module)  # the module lives as long as its class
+LOCK = """
+import pathlib, sys, torchtune.utils
+torchtune.utils.FolderLock(pathlib.Path(sys.argv[1])).acquire()
+print(flush=True)
+sys.stdin.read()
+"""
 
 
-def test_asynchronous_saves_are_those_of_synchronous_ones(name: str, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    command = [sys.executable, "-c", LOCK, str(tmp_path / "shared")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        with pytest.raises(UserError, match="in use by another run"):
+            start("full_finetune_single_device", tmp_path, train=False, output_dir=tmp_path / "shared")
+        other.stdin.close()
+
+
+def test_asynchronous_saves_are_those_of_synchronous_ones(name, tmp_path):
     settings = {"save_every_n_steps": 3, "gradient_accumulation_steps": 1}
     for in_backward in (False, True):
         runs = [
@@ -134,9 +139,7 @@ def test_asynchronous_saves_are_those_of_synchronous_ones(name: str, tmp_path: P
                     assert one == other, path
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_no_run(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_costs_no_run(name, tmp_path, caplog):
     """The limit on the size of files stands in for a full disk; it is lifted before the last save."""
     import resource
 

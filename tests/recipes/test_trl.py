@@ -133,7 +133,7 @@ def causal(folder: Path) -> Any:
         ("sigmoid-norm", {"_component_": "SigmoidNormLoss", "beta": 1.0}, "sigmoid_norm", {"beta": 1.0}),
     ],
 )
-def test_pairs_with_a_reference(name: str, ours: dict, kind: str, more: dict, tmp_path: Path) -> None:
+def test_pairs_with_a_reference(name, ours, kind, more, tmp_path):
     mine = run(tmp_path, ours)
     data = mine.recipe.loader.dataset
     rows = []
@@ -169,7 +169,7 @@ def collate_all_labelled(batch: list[dict[str, Any]]) -> Batch:
     ],
     ids=["simpo", "cpo", "orpo"],
 )
-def test_pairs_without_a_reference(name: str, ours: dict, settings: dict, more: dict, tmp_path: Path) -> None:
+def test_pairs_without_a_reference(name, ours, settings, more, tmp_path):
     module = importlib.import_module(f"trl.experimental.{name.lower()}")
     mine = run(tmp_path, ours, **settings)
     data, rows = mine.recipe.loader.dataset, []
@@ -193,7 +193,7 @@ def test_pairs_without_a_reference(name: str, ours: dict, settings: dict, more: 
     agree(mine, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
 
 
-def test_reward_model(tmp_path: Path) -> None:
+def test_reward_model(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     start(FULL, tmp_path, train=False)
@@ -215,7 +215,7 @@ def test_reward_model(tmp_path: Path) -> None:
     agree(mine, theirs(trl.RewardTrainer, config, base, tmp_path, rows), base)
 
 
-def test_kto(tmp_path: Path) -> None:
+def test_kto(tmp_path):
     rng = random.Random(0)
     write_pairs(tmp_path / "pairs.jsonl", count=STEPS * BATCH)
     with (tmp_path / "labelled.jsonl").open("w") as file:

@@ -19,11 +19,11 @@ from tests.tiny_vision import images, logits_of_transformers, sees
 from torchtune import generate
 from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
+from torchtune.estimate._check_run import find_problems
+from torchtune.estimate._simulate import SimulationError, check_simulated
 from torchtune.generation import prompt_tokens, read_prompts
 from torchtune.models import from_hf_config
 from torchtune.training import RunReport, fit_vocabulary
-from torchtune.training.plan._check_run import find_problems
-from torchtune.training.simulate._simulate import SimulationError, check_simulated
 from torchtune.utils import UserError, log_once
 
 SETTINGS = {
@@ -44,7 +44,7 @@ def run(kind: str, folder: Path, **settings: Any) -> Run:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind: str, folder: Path) -> None:
+def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind, folder):
     settings = {"epochs": 2, "save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 9}
     whole = run(kind, folder, **settings)
     assert len(whole.losses) == 4
@@ -69,7 +69,7 @@ def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
 
 
-def test_answers_are_learned_from_the_pixels_of_files(folder: Path) -> None:
+def test_answers_are_learned_from_the_pixels_of_files(folder):
     """Questions are all the same, so that text alone leaves ln 3 to each answer of three colours."""
     settings = {**tiny_vision.write_pictures(folder, times=14), "batch_size": 6, "epochs": 1, "shuffle": True}
     done = run("full", folder, **settings, optimizer={"_component_": "torch.optim.AdamW", "lr": 5e-3})
@@ -78,7 +78,7 @@ def test_answers_are_learned_from_the_pixels_of_files(folder: Path) -> None:
     assert list(done.losses.values())[-1] * labels < math.log(3) / 2
 
 
-def test_frozen_parts_stay_as_they_were(folder: Path) -> None:
+def test_frozen_parts_stay_as_they_were(folder):
     model = {"_component_": "tests.tiny_vision.with_parts", "checkpoint_dir": str(folder / "checkpoint")}
     settings = {"enable_activation_checkpointing": True, "epochs": 1}
     parts = {"decoder_trainable": False, "encoder_trainable": False}
@@ -103,16 +103,14 @@ def test_frozen_parts_stay_as_they_were(folder: Path) -> None:
         ("knowledge_distillation_single_device", {}, "reads images, which this recipe's data do not have"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_the_run(
-    name: str, settings: dict[str, Any], sentence: str, folder: Path
-) -> None:
+def test_what_cannot_be_trained_is_said_before_the_run(name, settings, sentence, folder):
     config = write_config(name, folder, folder / "output", **(SETTINGS if settings else {}), **settings)
     module = load_recipe(name, folder)
     cfg = load_and_check(config, [], module.recipe_main)
     assert any(sentence in problem for problem in find_problems(cfg, 2 if settings else 1))
 
 
-def test_a_simulation_has_no_images(folder: Path) -> None:
+def test_a_simulation_has_no_images(folder):
     config = write_config("full_finetune_distributed", folder, folder / "output", **SETTINGS)
     cfg = load_and_check(config, [], load_recipe("full_finetune_distributed", folder).recipe_main)
     with pytest.raises(SimulationError, match="images cannot be simulated"):
@@ -120,9 +118,7 @@ def test_a_simulation_has_no_images(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["encoder_trainable", "fusion_trainable"])
-def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(
-    part: str, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(part, folder, caplog):
     """A batch of text among others with images must not end the run: its gradients are zero."""
     log_once.cache_clear()
     parts = {"decoder_trainable": False, "encoder_trainable": False, "fusion_trainable": False, part: True}
@@ -134,7 +130,7 @@ def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(
     assert "A batch without images trains nothing" in caplog.text
 
 
-def test_a_run_on_text_that_would_train_nothing_is_refused_before_its_first_step(folder: Path) -> None:
+def test_a_run_on_text_that_would_train_nothing_is_refused_before_its_first_step(folder):
     """Weight decay alone would move the weights, so that the end of the run would not tell."""
     settings = tiny_vision.write_pictures(folder, count=1)
     model = {"_component_": "tests.tiny_vision.with_parts", "checkpoint_dir": str(folder / "checkpoint")}
@@ -156,7 +152,7 @@ def test_a_run_on_text_that_would_train_nothing_is_refused_before_its_first_step
                 RunReport(made.recipe)
 
 
-def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path) -> None:
+def test_a_question_about_a_picture_is_answered_as_by_transformers(folder):
     pictures = tiny_vision.write_pictures(folder)
     theirs = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint").eval()
     answers = set()
@@ -181,7 +177,7 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path)
         prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": image}])], "prompt")
 
 
-def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder: Path) -> None:
+def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):
     tokenizer = tiny_vision.write_pictures(folder, count=8)["tokenizer"]
     model = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint")
     model.lm_head.weight.data[256:] = 0  # ids without a text are not answers
@@ -236,9 +232,7 @@ def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder: 
         ({"max_num_tiles": 6}, "max_num_tiles is 6, but the model reads 4 at most"),
     ],
 )
-def test_images_of_another_size_than_the_models_are_refused(
-    change: dict[str, int], sentence: str, folder: Path
-) -> None:
+def test_images_of_another_size_than_the_models_are_refused(change, sentence, folder):
     tokenizer = instantiate({**tiny_vision.write_pictures(folder)["tokenizer"], **change})
     with torch.device("meta"):
         model = from_hf_config(str(folder / "checkpoint"))
@@ -248,7 +242,7 @@ def test_images_of_another_size_than_the_models_are_refused(
         fit_vocabulary(model.decoder, tokenizer)
 
 
-def test_no_way_of_generating_or_training_drops_images(folder: Path) -> None:
+def test_no_way_of_generating_or_training_drops_images(folder):
     settings = tiny_vision.write_pictures(folder, count=0)["tokenizer"]
     with pytest.raises(UserError, match="tiles of 42 pixels"):
         recipe_of(folder, tokenizer={**settings, "tile_size": 42}, prompt={"user": "?", "image": "a.png"})

@@ -11,20 +11,18 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
     """Tokenize the datasets of a recipe's settings into a folder.
 
     Args:
-        settings: of a training recipe.
-        output: the folder; what is in it and fits is kept.
-        processes: that tokenize; None: one for every core.
+        settings: settings of a training recipe.
+        output: the folder; matching files in it are reused.
+        processes: number of worker processes; ``None``: one per core.
 
     Raises:
-        DataError: rows cannot be trained on, or cannot be written; nothing half done is left.
+        DataError: rows cannot be trained on or written; no partial files are left.
     """
     from torchtune import config
-    from torchtune.datasets import instantiate_dataset
-    from torchtune.datasets._parallel import workers
-    from torchtune.datasets._shared import preparing
-    from torchtune.training._settings_view import SettingsView
-    from torchtune.training.plan._plan_data import nodes_of
-    from torchtune.training.supervise._run_report import count_tokens
+    from torchtune.datasets import instantiate_dataset, preparing, workers
+    from torchtune.estimate import nodes_of
+    from torchtune.supervision import count_tokens
+    from torchtune.training import SettingsView
 
     cfg = SettingsView.of(settings)
     if cfg.dataset is None:

@@ -1,4 +1,4 @@
-"""What a run will see of its data: tokens, labels, lengths, packs and steps, and examples with what is trained on."""
+"""Show a dataset as a run sees it: tokens, labels, lengths, packs, steps, and examples with their trained tokens."""
 
 import inspect
 import os
@@ -12,27 +12,30 @@ from typing import Any
 import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.datasets._facts import histogram
-from torchtune.datasets._images import content_of, size_of
+from torchtune.datasets import content_of, histogram, size_of
 from torchtune.utils import UserError
 
 _COLOUR = ("\x1b[32m", "\x1b[0m")
-_PLAIN = ("[[", "]]")
-_EXAMPLE = 3000  # characters
+_BRACKETS = ("[[", "]]")
+_MAX_EXAMPLE = 3000  # characters
 
 
-def _parts(dataset: Any) -> list[Any]:
-    """The datasets that hold rows: without packs around them, and each of several."""
+def _row_datasets(dataset: Any) -> list[Any]:
+    """Return the datasets with rows: unpacked, and one by one from a list."""
     if hasattr(dataset, "packs"):
-        return _parts(dataset.ds)
+        return _row_datasets(dataset.ds)
     return (
-        [part for inner in dataset._datasets for part in _parts(inner)] if hasattr(dataset, "_datasets") else [dataset]
+        [part for inner in dataset._datasets for part in _row_datasets(inner)]
+        if hasattr(dataset, "_datasets")
+        else [dataset]
     )
 
 
-def _rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
-    """Of every row (name, tokens, labels), two of a preference pair; arrays are int [s]."""
-    # The text of rows with images is known without their pixels.
+def _iter_rows(
+    dataset: Any, start: int = 0, end: int | None = None
+) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
+    """Yield each row as a list of (name, tokens, labels), two for a preference pair; arrays are int ``[s]``."""
+    # Rows with images have the text without decoding the images.
     reads = dataset.document if getattr(dataset, "on_reading", False) and dataset.store is not None else None
     for index in range(start, len(dataset) if end is None else min(end, len(dataset))):
         row = dataset[index] if reads is None else reads(index)
@@ -53,18 +56,18 @@ def _rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterator[list
         yield [(name, np.asarray(tokens), np.asarray(labels)) for name, tokens, labels in pairs]
 
 
-def _images(dataset: Any, index: int) -> list[Any]:
+def _images_of_row(dataset: Any, index: int) -> list[Any]:
     return dataset.images(index) if getattr(dataset, "on_reading", False) else []
 
 
-def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
-    """The text of a row with what is trained on between marks, and the sizes of images in their places."""
+def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
+    """Decode a row, with the trained tokens between marks, and with image sizes instead of image tokens."""
     if not hasattr(tokenizer, "decode"):
         return f"{type(tokenizer).__name__} has no decode(), so that the text is not known"
     takes = inspect.signature(tokenizer.decode).parameters
     options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
-    opening, closing = _COLOUR if _is_coloured() else _PLAIN
-    trained = np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])  # labels[i] is the token after i
+    opening, closing = _COLOUR if _has_colour() else _BRACKETS
+    trained = np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])  # labels[i] is the token at i + 1
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     pieces = []
     for start, end in pairwise(edges):
@@ -75,54 +78,54 @@ def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequen
         text = text.replace("<|image|>", "<image {}x{}>".format(*size), 1)
     return (
         text
-        if len(text) <= _EXAMPLE
-        else f"{text[:_EXAMPLE]}{closing if _is_coloured() else ''} … ({len(text):,} characters)"
+        if len(text) <= _MAX_EXAMPLE
+        else f"{text[:_MAX_EXAMPLE]}{closing if _has_colour() else ''} … ({len(text):,} characters)"
     )
 
 
-def _is_coloured() -> bool:
+def _has_colour() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything: bool, sample: int) -> dict[str, Any]:
-    """Print what a setting's datasets hold.
+    """Print statistics and examples of a setting's datasets.
 
     Args:
-        name: of the setting.
-        node: of a dataset, or a list of them.
-        tokenizer: of the model.
-        examples: rows to print.
+        name: name of the setting.
+        node: config node of a dataset, or a list of nodes.
+        tokenizer: the model's tokenizer.
+        examples: number of rows to print.
         everything: read all rows; else ``sample`` of every source.
-        sample: see there.
+        sample: number of rows to read from every source.
 
     Returns:
-        ``examples``: rows or packs, scaled to all; ``hashes`` of the rows that were read; ``exact``.
+        ``examples``: number of rows or packs, extrapolated from the sample; ``hashes`` of the rows that were read;
+        ``exact``: whether all rows were read.
 
     Raises:
-        DataError: a row cannot be trained on, or see the datasets.
+        DataError: a row cannot be trained on, or a dataset cannot be loaded.
     """
-    from torchtune.datasets import instantiate_dataset
-    from torchtune.datasets._preview import preview
+    from torchtune.datasets import instantiate_dataset, preview
 
     with nullcontext() if everything else preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer)
     scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
-    counts = _counted(dataset, getattr(tokenizer, "max_seq_len", None))
-    print("\n".join([f"\n{name}: {_rows_of(counts, scale)}", *_described(dataset, counts, scale)]))
-    first = _parts(dataset)[0]
-    for number, row in enumerate(_rows(first, end=examples)):
-        sizes = [size_of(image) for image in _images(first, number)]
+    counts = _count_rows(dataset, getattr(tokenizer, "max_seq_len", None))
+    print("\n".join([f"\n{name}: {_format_row_count(counts, scale)}", *_describe_counts(dataset, counts, scale)]))
+    first = _row_datasets(dataset)[0]
+    for number, row in enumerate(_iter_rows(first, end=examples)):
+        sizes = [size_of(image) for image in _images_of_row(first, number)]
         for side, ids, targets in row:
-            told = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
-            marks = "in colour" if _is_coloured() else "between [[ and ]]"
-            print(f"\n--- row {number}{f', {side}' if side else ''}: {told}, {marks}")
-            print(_shown(ids, targets, tokenizer, sizes))
+            summary = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
+            marks = "in colour" if _has_colour() else "between [[ and ]]"
+            print(f"\n--- row {number}{f', {side}' if side else ''}: {summary}, {marks}")
+            print(_decode_row(ids, targets, tokenizer, sizes))
     return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
 
 
 @dataclass
 class _Counts:
-    """What the rows have: ``full`` are as long as ``limit``; ``copies`` have the tokens of an earlier one."""
+    """Statistics of rows: ``full`` have at least ``limit`` tokens, ``copies`` repeat the tokens of an earlier row."""
 
     limit: int | None
     rows: int = 0
@@ -133,11 +136,13 @@ class _Counts:
     hashes: dict[int, int] = field(default_factory=dict)
 
 
-def _counted(dataset: Any, limit: int | None) -> _Counts:
+def _count_rows(dataset: Any, limit: int | None) -> _Counts:
     counts = _Counts(limit)
-    for part, index, row in ((inner, *found) for inner in _parts(dataset) for found in enumerate(_rows(inner))):
+    for part, index, row in (
+        (inner, *found) for inner in _row_datasets(dataset) for found in enumerate(_iter_rows(inner))
+    ):
         counts.rows += 1
-        key = hash((*(ids.tobytes() for _, ids, _ in row), *map(content_of, _images(part, index))))
+        key = hash((*(ids.tobytes() for _, ids, _ in row), *map(content_of, _images_of_row(part, index))))
         counts.copies += counts.hashes.setdefault(key, counts.rows) != counts.rows
         for _, ids, targets in row:
             counts.lengths.append(len(ids))
@@ -146,22 +151,22 @@ def _counted(dataset: Any, limit: int | None) -> _Counts:
     return counts
 
 
-def _rows_of(counts: _Counts, scale: float) -> str:
+def _format_row_count(counts: _Counts, scale: float) -> str:
     if scale == 1.0:
         return f"{counts.rows:,} rows"
     return f"about {round(counts.rows * scale):,} rows (counts are of the first {counts.rows:,}; --all reads every row)"
 
 
-def _described(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
+def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
     about, tokens = "" if scale == 1.0 else "about ", sum(counts.lengths)
     share = 100 * counts.labels / max(tokens, 1)
     trained = f"{about}{round(counts.labels * scale):,} of them trained on ({share:.1f} %)"
     yield f"tokens      {about}{round(tokens * scale):,}, {trained}"
-    if images := sum(getattr(part, "num_images", None) or 0 for part in _parts(dataset)):
+    if images := sum(getattr(part, "num_images", None) or 0 for part in _row_datasets(dataset)):
         yield f"images      {about}{round(images * scale):,}"
     if counts.limit is not None:
         yield f"truncated   {counts.full:,} rows are as long as max_seq_len={counts.limit} or were cut to it"
-    if dropped := sum(len(getattr(part, "dropped", ())) for part in _parts(dataset)):
+    if dropped := sum(len(getattr(part, "dropped", ())) for part in _row_datasets(dataset)):
         yield f"dropped     {dropped:,} rows cannot be trained on and are left out"
     if hasattr(dataset, "packs"):
         fill = f"{100 * dataset.fill:.1f} % full"
@@ -172,16 +177,16 @@ def _described(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
 
 
 def show_config(settings: Any, examples: int, everything: bool, sample: int) -> None:
-    """Print what a recipe's settings read.
+    """Print statistics of a recipe's training and validation data.
 
     Raises:
-        DataError: see the datasets.
-        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+        DataError: a row cannot be trained on, or a dataset cannot be loaded.
+        RecipeSettingsError: a setting that the library reads is missing or has another type.
     """
     from torchtune import config
-    from torchtune.training._settings_view import SettingsView
-    from torchtune.training.plan._plan_data import _steps_per_epoch, is_mixture, measure
-    from torchtune.training.supervise._run_report import count_steps, global_batch
+    from torchtune.estimate import is_mixture, measure, steps_of_epoch
+    from torchtune.supervision import count_steps, describe_global_batch
+    from torchtune.training import SettingsView
 
     cfg = SettingsView.of(settings)
     if cfg.dataset is None:
@@ -196,6 +201,6 @@ def show_config(settings: Any, examples: int, everything: bool, sample: int) -> 
         print(f"leaks       {rows}{of}")
     mixed, exact = is_mixture(cfg.dataset), train["exact"]
     examples = measure(cfg.dataset, tokenizer, sys.maxsize if exact else sample)[0] if mixed else train["examples"]
-    per_epoch = _steps_per_epoch(cfg, examples, 1)
-    print(f"\nbatch       {global_batch(cfg, 1, examples)}")
+    per_epoch = steps_of_epoch(cfg, examples, 1)
+    print(f"\nbatch       {describe_global_batch(cfg, 1, examples)}")
     print(f"steps       {'' if train['exact'] else 'about '}{count_steps(cfg, per_epoch)}, on one device")

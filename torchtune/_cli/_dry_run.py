@@ -7,24 +7,24 @@ from typing import Any
 from torchtune.utils import UserError
 
 
-def dry_run(settings: Any, processes: int) -> None:
+def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
     """Print what a run needs and the errors that would stop it.
 
     Args:
-        settings: checked settings of a recipe.
+        main: ``recipe_main`` of the recipe.
+        settings: its checked settings.
         processes: number of processes.
 
     Raises:
-        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
-        RunError: the run cannot start; everything else is printed first.
+        RecipeSettingsError: a setting that the library reads is missing or has another type.
+        RunError: the run cannot start; raised after everything else is printed.
     """
-    from torchtune.config._secrets import hide
-    from torchtune.training import RunError, plan_data, plan_run
-    from torchtune.training._settings_view import SettingsView
-    from torchtune.training.plan._check_run import find_problems
+    from torchtune.config import redact_secrets
+    from torchtune.estimate import find_problems
+    from torchtune.training import RunError, SettingsView, plan_data, plan_run
 
-    settings = SettingsView.of(settings)
-    problems = find_problems(settings, processes, thorough=True)
+    view = SettingsView.of(settings)
+    problems = find_problems(view, processes, thorough=True)
 
     def show(make: Callable[[], str]) -> None:
         try:
@@ -33,13 +33,30 @@ def dry_run(settings: Any, processes: int) -> None:
             if str(error) not in problems:
                 problems.append(str(error))
         else:
-            print(hide(text), flush=True)
+            print(redact_secrets(text), flush=True)
 
-    if settings.model is not None:
-        show(lambda: plan_run(settings, processes))
-    if settings.dataset is not None:
-        show(lambda: "\n".join(f"{name:<12}{text}" for name, text in plan_data(settings, processes)))
+    if view.model is not None:
+        show(lambda: plan_run(view, processes))
+        if view.optimizer is not None:
+            show(lambda: _memory(main, settings, processes))
+    if view.dataset is not None:
+        show(lambda: "\n".join(f"{name:<12}{text}" for name, text in plan_data(view, processes)))
     if problems:
         sys.stdout.flush()
         raise RunError(problems)
     print("Nothing was found that would keep this run from starting.")
+
+
+def _memory(main: Callable[[Any], Any], settings: Any, processes: int) -> str:
+    from torchtune.estimate import SimulationError, estimate_run, memory, weights_memory
+    from torchtune.training import SettingsView
+
+    try:
+        return memory(estimate_run(main, settings, processes))
+    except SimulationError as error:
+        reason = str(error).removesuffix(": use --dry-run.")
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  (a recipe of the user's own, which may run all the same)
+        reason = f"the recipe cannot be simulated: {type(error).__name__}: {error}"
+    return f"memory      {weights_memory(SettingsView.of(settings))}; {reason}"

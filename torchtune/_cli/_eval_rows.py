@@ -1,4 +1,4 @@
-"""Models on rows of the user's, one after another, and the table of what came of it."""
+"""``tune eval`` on rows of a file: evaluate one or two models and print a table."""
 
 import argparse
 import json
@@ -10,17 +10,16 @@ import torchtune
 from torchtune import evaluation, training
 from torchtune._cli._eval_run import validation_data
 from torchtune._cli.data import dataset_node
-from torchtune.datasets import instantiate_dataset
-from torchtune.datasets._facts import format_of, read_rows
+from torchtune.datasets import format_of, instantiate_dataset, read_rows
 from torchtune.modules import text_decoder
 from torchtune.utils import UserError, atomic_write
 
 
 def eval_rows(args: argparse.Namespace) -> None:
-    """Do what the arguments of ``tune eval`` say.
+    """Evaluate the models on rows, as the arguments of ``tune eval`` define.
 
     Raises:
-        UserError: see :mod:`torchtune.evaluation`; as far as possible before a model is loaded.
+        UserError: see :mod:`torchtune.evaluation`; raised before a model is loaded if possible.
     """
     if args.data is None:
         data, (node, length) = Path("dataset_val"), validation_data(args.model)
@@ -36,15 +35,15 @@ def eval_rows(args: argparse.Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     models = [(args.against, None)] if args.against else []
     found = [_evaluate(*each, args, data, rows, scores, node, length) for each in [*models, (args.model, args.adapter)]]
-    print("\n".join([*_table(found), *_remarks(found, args)]))
-    results = {"data": str(data), "rows": len(rows), "models": [_result(each, args) for each in found]}
+    print("\n".join([*_format_table(found), *_format_remarks(found, args)]))
+    results = {"data": str(data), "rows": len(rows), "models": [_result_entry(each, args) for each in found]}
     with atomic_write(path) as file:
         file.write((json.dumps(results, indent=2) + "\n").encode())
     print(f"results     {path}")
 
 
 def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The dataset that a run would train on with these rows."""
+    """Return the dataset node that trains on these rows."""
     if args.prompt or args.answer or args.system:
         raise UserError("--prompt, --answer and --system go with --score: --perplexity reads rows as training does.")
     if not data.is_file() or not data.stat().st_size:
@@ -68,7 +67,6 @@ def _evaluate(
     node: Any,
     length: int | None,
 ) -> dict[str, Any]:
-    """What came of a model, which is let go of afterwards."""
     model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
     dtype = training.precision.DTYPE_NAMES[text_decoder(model).tok_embeddings.weight.dtype]
     found: dict[str, Any] = {"model": folder, "adapter": adapter, "dtype": dtype, "perplexity": None, "answers": None}
@@ -92,8 +90,8 @@ def _evaluate(
     return found
 
 
-def _result(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """For the file of results; null where a number is unknown."""
+def _result_entry(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return a model's entry of the results file; unknown numbers are null."""
     answers, measured = found["answers"], found["perplexity"]
     result: dict[str, Any] = {name: found[name] for name in ("model", "adapter", "dtype")}
     if answers is not None:
@@ -108,7 +106,7 @@ def _result(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _table(found: list[dict[str, Any]]) -> list[str]:
+def _format_table(found: list[dict[str, Any]]) -> list[str]:
     last = found[-1]
     names = list(last["answers"].scores) if last["answers"] else []
     lines = [["", *names, *(["perplexity"] if last["perplexity"] else [])]]
@@ -128,7 +126,7 @@ def _table(found: list[dict[str, Any]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
 
 
-def _remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     lines = []
     for each in found:
         if (answers := each["answers"]) is None:

@@ -1,26 +1,26 @@
-"""What a run has left, for ``tune eval``: its best checkpoint and its validation data."""
+"""Read the best checkpoint and the validation data of a run, for ``tune eval``."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchtune._cli.data import read_settings
-from torchtune.training.checkpointing._directories import best_checkpoint, complete_directories
+from torchtune.checkpoints import best_checkpoint, complete_directories
 from torchtune.utils import UserError
 
 _SETTINGS = "torchtune_config.yaml"
 
 
 def checkpoint_of(model: str) -> str:
-    """The best checkpoint of a run, or else its last, where ``model`` is the folder that a run writes to.
+    """Return the best checkpoint of a run, or its last one, if ``model`` is a run's output folder; else ``model``.
 
     Raises:
-        UserError: it has no complete checkpoint.
+        UserError: the run has no complete checkpoint.
     """
     folder = Path(model).expanduser()
-    if not folder.exists() and folder.is_absolute():  # what else is no folder may be a name on the hub
+    if not folder.exists() and folder.is_absolute():  # otherwise it may be a repository on the hub
         raise UserError(f"{folder}: there is no such folder: give that of a model, a checkpoint or a run.")
-    if not (folder / _SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint has one of its own
+    if not (folder / _SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint also has the settings
         return model
     saved, best = complete_directories(folder), best_checkpoint(folder)
     if not saved:
@@ -31,12 +31,12 @@ def checkpoint_of(model: str) -> str:
 
 
 def validation_data(model: str) -> tuple[Any, int | None]:
-    """The ``dataset_val`` that a checkpoint was trained with, and the longest row.
+    """Return the ``dataset_val`` of a checkpoint's run, and the maximum sequence length.
 
     Raises:
-        UserError: the folder has no config, or its config no ``dataset_val``.
+        UserError: there is no config, or it has no ``dataset_val``.
     """
-    from torchtune.training._settings_view import SettingsView
+    from torchtune.training import SettingsView
 
     path = Path(model).expanduser() / _SETTINGS
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Models on tasks of the evaluation harness, one after another."""
+"""``tune eval`` on tasks of lm-eval: evaluate one or two models."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from torchtune import evaluation
 
 
 def eval_tasks(args: argparse.Namespace) -> None:
-    """Print a table for each model; results and answers so far are in a folder of each.
+    """Evaluate the models and print a table for each; each has a folder with results and the answers so far.
 
     Raises:
         UserError: see :func:`torchtune.evaluation.find_tasks` and :func:`torchtune.evaluation.evaluate_tasks`.

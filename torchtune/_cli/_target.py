@@ -1,4 +1,4 @@
-"""Find the files of the recipe and config that a user named."""
+"""Find recipe and config files by name or path."""
 
 import importlib
 import importlib.util
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli._words import nearest_to
+from torchtune._cli._find_configs import suggest_configs
 from torchtune._recipe_registry import current_name, find_config, find_recipe, get_all_recipes, recipe_of
-from torchtune.config._errors import did_you_mean
+from torchtune.config import did_you_mean
 from torchtune.utils import UserError
 
 
 @dataclass(frozen=True)
 class RecipeTarget:
-    """A recipe to run: a file, or a module of the user's."""
+    """A recipe to run: a file or an importable module."""
 
     name: str
     path: Path | None = None
@@ -25,7 +25,7 @@ class RecipeTarget:
 
     @property
     def registered(self) -> bool:
-        """Whether it is one of the shipped recipes."""
+        """Whether it is a shipped recipe."""
         return self.path is not None and self.path == find_recipe(self.name)
 
     def load_main(self) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ class RecipeTarget:
 
 
 def resolve_recipe(name: str) -> RecipeTarget:
-    """The recipe called ``name``: a shipped one, a file, or a dotted module on the path (the cwd included).
+    """Find the recipe called ``name``: a shipped one, a file, or a dotted module (also in the current directory).
 
     Raises:
         UserError: there is no such recipe.
@@ -78,7 +78,7 @@ def resolve_recipe(name: str) -> RecipeTarget:
 
 
 def resolve_config(name: str, recipe: str | None = None) -> Path:
-    """The config called ``name``: a shipped one (those of ``recipe`` first), or a YAML file.
+    """Find the config called ``name``: a shipped one, preferably of ``recipe``, or a YAML file.
 
     Raises:
         UserError: there is no such config.
@@ -88,21 +88,21 @@ def resolve_config(name: str, recipe: str | None = None) -> Path:
         return path
     if Path(name).is_file():
         return Path(name)
-    hint = nearest_to(name) or "`tune ls --all` shows all configs; a config of yours is given by its path."
+    hint = suggest_configs(name) or "`tune ls --all` shows all configs; a config of yours is given by its path."
     raise UserError(f"there is no config '{name}': {hint}")
 
 
 def recipe_named_by(config: Path) -> RecipeTarget:
-    """The recipe that ``config`` names in its first key.
+    """Find the recipe that ``config`` names in its key ``recipe:``.
 
     Raises:
         UserError: the config has no key ``recipe:``.
     """
     name = recipe_of(config)
     if name is None:
-        from torchtune.config._reader import read
+        from torchtune.config import read_document
 
-        read(config)  # which may not be YAML at all
+        read_document(config)  # raises if it is not valid YAML
         raise UserError(
             f"{config}: it names no recipe: write 'recipe: NAME' as its first line, or the name before --config."
         )

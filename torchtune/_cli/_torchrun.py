@@ -1,4 +1,4 @@
-"""Torchrun: the arguments that ``tune run`` passes to it, and the exit code afterwards."""
+"""Call torchrun: its arguments for ``tune run``, and its exit code."""
 
 import argparse
 import logging
@@ -11,21 +11,21 @@ import traceback
 
 from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError
 
-# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C; saved after a signal, or another
-# machine lost.
+# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and 75 (saved after a signal,
+# or lost another machine).
 _TEMPORARY = 75
-_OWN_EXIT_CODES = (2, 76, 130, _TEMPORARY)
+_KNOWN_EXIT_CODES = (2, 76, 130, _TEMPORARY)
 # Default of --shutdown-timeout: seconds between SIGTERM and SIGKILL, for workers to save. It also delays a restart if
 # workers hang in a collective with a dead rank.
-GRACE = 120
+SHUTDOWN_TIMEOUT = 120
 # Seconds that other machines need to find out which rank has failed.
 _LINGER = 20
 # Options of torchrun that conflict with the recipe argument.
-_NOT_OURS = {"module": "--module", "no_python": "--no-python"}
+_CONFLICTING_OPTIONS = {"module": "--module", "no_python": "--no-python"}
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
-    # Read as torch is imported, here and in workers: a lost connection is explained below, not by stacks of C++.
+    # Read when torch is imported, also in workers: _explain_error replaces the C++ stack traces of lost connections.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.run import get_args_parser
 
@@ -35,33 +35,33 @@ def _parser(usage: str) -> argparse.ArgumentParser:
 
 
 def count_options(tokens: list[str], usage: str) -> int:
-    """The number of leading ``tokens`` that are torchrun's options and their values."""
+    """Return the number of leading ``tokens`` that are torchrun's options and their values."""
     if not tokens or not tokens[0].startswith("-"):
         return 0
     parsed = _parser(usage).parse_args([*tokens, "<end>"])
-    for name, option in _NOT_OURS.items():
+    for name, option in _CONFLICTING_OPTIONS.items():
         if getattr(parsed, name, False):
             raise UserError(f"{option}: a recipe is given by its name or its path alone: leave that option out.")
     return len(tokens) - len(parsed.training_script_args)
 
 
 def is_option(token: str) -> bool:
-    """Whether ``token`` is an option of torchrun, with or without its value."""
+    """Return whether ``token`` is an option of torchrun, with or without its value."""
     known = re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
-    if not token.startswith("--") and token[:2] in known:  # its value may follow at once
+    if not token.startswith("--") and token[:2] in known:  # a short option may be joined with its value
         return True
     return any(option.startswith(token.partition("=")[0].replace("_", "-")) for option in known)
 
 
 def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
-    """The largest number of processes that torchrun would start, as far as the options state it.
+    """Return the maximum number of processes that torchrun would start.
 
     Args:
         options: torchrun's options from the command line.
-        exactly: return None if the number may change or is not stated.
+        exactly: return ``None`` if the number may change or is not a number.
 
     Raises:
-        UserError: the number is not stated, and ``exactly`` is False.
+        UserError: the number is unknown, and ``exactly`` is False.
     """
     if not options:
         return 1
@@ -75,7 +75,7 @@ def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
 
 
 def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Namespace:
-    """Parse torchrun's options, and set defaults that they leave out.
+    """Parse torchrun's options, with these defaults:
 
     - ``--standalone`` on one machine.
     - The backend ``c10d`` if ``--rdzv-endpoint`` is given without a backend or node rank: it assigns node ranks, so
@@ -87,37 +87,37 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
         program: ``path …`` or ``--module name …``.
     """
     parser = _parser("")
-    open_questions = {
+    unset_defaults = {
         name: parser.get_default(name)
-        for name in ("rdzv_backend", "node_rank")
-        if f"PET_{name.upper()}" not in os.environ  # torchrun reads its options from these too
+        for name in ("rdzv_backend", "node_rank", "master_port")
+        if f"PET_{name.upper()}" not in os.environ  # torchrun also reads its options from these
     }
-    parser.set_defaults(**dict.fromkeys(open_questions))
+    parser.set_defaults(**dict.fromkeys(unset_defaults))
     args = parser.parse_args([*options, *program])
     if args.rdzv_endpoint and args.rdzv_backend is None and args.node_rank is None:
         args.rdzv_backend = "c10d"
-    for name, default in open_questions.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
     if not args.rdzv_endpoint and args.nnodes in ("1", "1:1") and args.master_port is None:
         args.standalone = True
+    for name, default in unset_defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
-        args.shutdown_timeout = GRACE
+        args.shutdown_timeout = SHUTDOWN_TIMEOUT
     return args
 
 
-def _says_more(record: logging.LogRecord) -> bool:
-    """Whether a log record of torchrun says more than that workers have ended, or that the rendezvous is gone."""
+def _is_new_information(record: logging.LogRecord) -> bool:
+    """Filter out torchrun's log records on failed workers or a closed rendezvous, which repeat a printed error."""
     text = record.getMessage()
-    ended = text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _OWN_EXIT_CODES)))
+    ended = text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _KNOWN_EXIT_CODES)))
     return not (ended or text.endswith("due to an error of type RendezvousConnectionError."))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run torchrun, and end this process unless all workers succeeded.
+    """Run torchrun, and exit the process unless all workers succeed.
 
-    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if it stalled,
-    130 after Ctrl-C, else 1.
+    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if it
+    stalled, 130 after Ctrl-C, else 1.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> None:
         # A new store for every restart: an old one still has the addresses of the previous workers.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
-        logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_says_more)
+        logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_is_new_information)
     os.environ |= {AGENT_VARIABLE: str(os.getpid()), MACHINES_VARIABLE: args.nnodes}
     try:
         torchrun(args)
@@ -138,21 +138,21 @@ def run(args: argparse.Namespace) -> None:
     except ChildFailedError as error:
         # A worker's user error makes others fail; torchrun may report either first.
         codes = [failure.exitcode for failure in error.failures.values()]
-        own = next((code for code in _OWN_EXIT_CODES if code in codes), None)
+        own = next((code for code in _KNOWN_EXIT_CODES if code in codes), None)
         if own is None or (own == _TEMPORARY and codes[0] != own):  # another worker was killed first
             print(error, file=sys.stderr)
             own = 1
         if args.nnodes not in ("1", "1:1"):
-            time.sleep(_LINGER)  # this process may serve the store, in which others look up why they lost this machine
+            time.sleep(_LINGER)  # this process may serve the store, which other machines query to find the failed rank
         sys.exit(own)
     except (RendezvousError, DistError) as error:
-        sentence, code = _explain(error, args)
+        sentence, code = _explain_error(error, args)
         print(f"error: {sentence}", file=sys.stderr)
         sys.exit(code)
 
 
-def _explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
-    """One sentence on a rendezvous that failed, and the exit code."""
+def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
+    """Return a message on a failed rendezvous, and the exit code."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
     where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
@@ -165,7 +165,7 @@ def _explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
             _TEMPORARY,
         )
     cause = str(error.__cause__ or error).partition("\n")[0].rstrip(". ")
-    # torch has one class for both; it calls these once workers have run.
+    # torch has one class for both; these frames occur only after workers have run.
     if {"num_nodes_waiting", "_restart_workers"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
         return (
             f"{where} does not answer any more, the machine there is gone or its command has ended ({cause}): run the "

@@ -4,13 +4,13 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from torchtune._cli._words import nearest_to
+from torchtune._cli._find_configs import suggest_configs
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config, find_recipe
 
 
 class Cat(Subcommand):
-    """Prints a config."""
+    """Subcommand that prints a config."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -39,8 +39,7 @@ class Cat(Subcommand):
     def _cat_cmd(self, args: argparse.Namespace) -> None:
         import yaml
 
-        from torchtune.config._errors import ConfigError
-        from torchtune.config._reader import read
+        from torchtune.config import ConfigError, read_document
 
         name = args.config_name
         path = find_config(name)
@@ -52,12 +51,12 @@ class Cat(Subcommand):
             if path.suffix.lower() not in (".yaml", ".yml"):
                 self._parser.error(
                     f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml), or a name of `tune ls`: "
-                    + (nearest_to(name) or "`tune ls --all` shows all.")
+                    + (suggest_configs(name) or "`tune ls --all` shows all.")
                 )
             if not path.is_file():
                 self._parser.error(f"Config '{name}' not found.")
         try:
-            document = read(path)
+            document = read_document(path)
             if args.sort:
                 document.check()
         except ConfigError as error:

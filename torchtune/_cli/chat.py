@@ -14,7 +14,7 @@ _HELP = (
 
 
 class Chat(Subcommand):
-    """Talks with a model, turn by turn."""
+    """Subcommand for a conversation with a model."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -62,9 +62,9 @@ class Chat(Subcommand):
         args.model = checkpoint_of(args.model)
         conversation = _Conversation(args)
         with conversation:
-            self._talk(conversation)
+            self._read_lines(conversation)
 
-    def _talk(self, conversation: "_Conversation") -> None:
+    def _read_lines(self, conversation: "_Conversation") -> None:
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(_HELP)
@@ -73,7 +73,7 @@ class Chat(Subcommand):
                 line = input("> ") if is_terminal else next(sys.stdin).rstrip("\n")
             except (EOFError, StopIteration):
                 return
-            except KeyboardInterrupt:  # an empty prompt is left with Ctrl-D or /quit
+            except KeyboardInterrupt:  # Ctrl-C clears the line; Ctrl-D or /quit ends the chat
                 print()
                 continue
             if not line.isascii() and line.encode(errors="ignore").decode() != line:
@@ -81,10 +81,10 @@ class Chat(Subcommand):
                 continue
             if line.strip() == "/quit":
                 return
-            self._answer(conversation, line.strip())
+            self._handle_line(conversation, line.strip())
 
     @staticmethod
-    def _answer(conversation: "_Conversation", line: str) -> None:
+    def _handle_line(conversation: "_Conversation", line: str) -> None:
         command, _, rest = line.partition(" ")
         if not line:
             return
@@ -95,11 +95,11 @@ class Chat(Subcommand):
         elif command.startswith("/"):
             print(f"{command} is no command. {_HELP}", file=sys.stderr)
         else:
-            conversation.say(line)
+            conversation.answer(line)
 
 
 class _Conversation:
-    """The model, and what has been said."""
+    """A model and the messages of the conversation."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
@@ -116,24 +116,24 @@ class _Conversation:
             self._rng.seed()
         else:
             self._rng.manual_seed(args.seed)
-        self._fast = fast_linears(self._model, pack=True)
+        self._fast_linears = fast_linears(self._model, pack=True)
         self.reset()
 
     def __enter__(self) -> None:
-        self._fast.__enter__()
+        self._fast_linears.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._fast.__exit__(*error)
+        self._fast_linears.__exit__(*error)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget what was said; another system prompt replaces the first, an empty one removes it."""
+        """Clear the messages; ``system`` replaces the system prompt, an empty string removes it."""
         self._system = self._system if system is None else system
         self._messages: list[dict[str, Any]] = []
         if self._system:
             self._messages.append({"role": "system", "content": self._system})
 
-    def say(self, text: str) -> None:
-        """Print the answer to ``text``. What was written of a stopped answer is part of the conversation."""
+    def answer(self, text: str) -> None:
+        """Print the answer to ``text`` and add both to the conversation; an interrupted answer is added, too."""
         from torchtune.data import as_messages
         from torchtune.generation import prompt_tokens
 
@@ -147,18 +147,17 @@ class _Conversation:
                 file=sys.stderr,
             )
             return
-        answer, end = self._write(tokens, min(room, self._args.max_new_tokens))
+        answer, end = self._stream_answer(tokens, min(room, self._args.max_new_tokens))
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         if end == "length" and room > self._args.max_new_tokens:
             print(f"(ends after --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
         elif end == "length":
             print(f"(ends here: the context of {self._model.max_seq_len} tokens is full, /reset it)", file=sys.stderr)
 
-    def _write(self, tokens: list[int], limit: int) -> tuple[str, str]:
-        """Print an answer; return it, and whether it came to its end (stop, length, interrupt)."""
-        from torchtune.generation import stream_tokens
-        from torchtune.generation._tokens import finite_steps
-        from torchtune.modules.transforms.tokenizers import StreamDecoder
+    def _stream_answer(self, tokens: list[int], limit: int) -> tuple[str, str]:
+        """Print an answer; return it with its end ("stop", "length" or "interrupt")."""
+        from torchtune.generation import finite_steps, stream_tokens
+        from torchtune.tokenizers import StreamDecoder
 
         decoder, pieces, end = StreamDecoder(self._tokenizer), [], "length"
         steps = stream_tokens(

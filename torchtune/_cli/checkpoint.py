@@ -8,7 +8,7 @@ from torchtune._cli.subcommand import Subcommand
 
 
 class Checkpoint(Subcommand):
-    """Verifies saved checkpoints."""
+    """Subcommand that verifies saved checkpoints."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         parser = subparsers.add_parser(
@@ -43,7 +43,7 @@ class Checkpoint(Subcommand):
 
         from tqdm import tqdm
 
-        from torchtune.training.checkpointing import CheckpointError, checkpoints_in, verify_checkpoint
+        from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
         from torchtune.utils import UserError
 
         damaged, found = 0, checkpoints_in(args.folder)

@@ -8,16 +8,16 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from torchtune._cli._words import nearest_to
+from torchtune._cli._find_configs import suggest_configs
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config, find_recipe
 from torchtune.utils import atomic_write
 
-_EXTENSION = re.compile(r"\.[A-Za-z]{1,4}")  # not the ".6B_lora" of "0.6B_lora"
+_EXTENSION = re.compile(r"\.[A-Za-z]{1,4}")  # does not match the ".6B_lora" of "0.6B_lora"
 
 
 def destination_of(source: Path, destination: str) -> Path:
-    """The path of a copy of ``source``: in a directory, or a file with the right suffix."""
+    """Return the path for a copy of ``source``: inside a directory, or a file with the same suffix."""
     path = Path(destination)
     if path.is_dir() or destination.endswith(("/", os.sep)):
         return path / source.name
@@ -27,10 +27,10 @@ def destination_of(source: Path, destination: str) -> Path:
     return path.with_name(stem + source.suffix)
 
 
-def keep(path: Path, content: bytes) -> Path | None:
-    """Save ``path`` as ``<name>.bak`` (or ``.bak1``, …) unless it equals ``content``.
+def back_up(path: Path, content: bytes) -> Path | None:
+    """Copy ``path`` to ``<name>.bak`` (or ``.bak1``, …) unless it equals ``content``.
 
-    Returns the backup, or ``None`` if nothing would be lost.
+    Returns the backup, or ``None`` if there is nothing to back up.
     """
     if not path.is_file() or (old := path.read_bytes()) == content:
         return None
@@ -43,11 +43,11 @@ def keep(path: Path, content: bytes) -> Path | None:
                 file.write(old)
             shutil.copystat(path, backup)
             return backup
-    raise AssertionError  # names never end
+    raise AssertionError  # the counter is infinite
 
 
 class Copy(Subcommand):
-    """Copies a recipe or a config, to be changed."""
+    """Subcommand that copies a recipe or a config for editing."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -80,7 +80,7 @@ class Copy(Subcommand):
     def _cp_cmd(self, args: argparse.Namespace) -> None:
         source = find_recipe(args.file) or find_config(args.file)
         if source is None:
-            hint = f": {nearest_to(args.file)}".rstrip(": ") or "."
+            hint = f": {suggest_configs(args.file)}".rstrip(": ") or "."
             self._parser.error(
                 f"Invalid file name: {args.file}. Try `tune ls` to see all available files to copy{hint}"
             )
@@ -94,9 +94,9 @@ class Copy(Subcommand):
                 "If the directory shall be created, add --make-parents."
             )
         content = source.read_bytes()
-        kept = keep(destination, content)
+        backup = back_up(destination, content)
         with atomic_write(destination) as file:
             file.write(content)
         print(f"Copied file to {destination}")
-        if kept is not None:
-            print(f"The file that was there is kept as {kept}")
+        if backup is not None:
+            print(f"The file that was there is kept as {backup}")

@@ -12,7 +12,7 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 class Data(Subcommand):
-    """Shows and prepares data before a run."""
+    """Subcommand that inspects and tokenizes datasets."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         parser = subparsers.add_parser(
@@ -93,12 +93,12 @@ class Data(Subcommand):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} goes with a file: the config names its own.")
         from torchtune._cli._data_show import show_config
-        from torchtune.datasets._facts import SAMPLE
+        from torchtune.datasets import SAMPLE
 
         show_config(read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
-        from torchtune.datasets._facts import SAMPLE, report, scan, shared_rows
+        from torchtune.datasets import SAMPLE, report, scan, shared_rows
 
         for file in filter(None, (path, args.validation)):
             if not file.is_file():
@@ -114,7 +114,7 @@ class Data(Subcommand):
             print("Add --tokenizer <checkpoint> to see tokens, what is trained on, and packs.")
             return
         from torchtune._cli._data_show import show_dataset
-        from torchtune.modules.transforms.tokenizers import hf_tokenizer
+        from torchtune.tokenizers import hf_tokenizer
 
         node = dataset_node(
             path, facts.formats.most_common(1)[0][0] if facts.formats else ("unknown", ""), args.overrides
@@ -124,22 +124,21 @@ class Data(Subcommand):
 
 
 def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
-    """The dataset node that reads a file of a format."""
-    from torchtune.config._overrides import apply
-    from torchtune.config._reader import Document
+    """Return a dataset node that reads the file, for the format (name, builder and its settings) found in it."""
+    from torchtune.config import Document, apply_overrides
 
     reader = found[1]
     if not reader:
         raise UserError(f"{path}: no dataset is known for rows of these columns: use a config with a column_map.")
     name, *settings = reader.split()
     document = Document({"_component_": f"torchtune.datasets.{name}", "source": str(path)})
-    apply(document, [setting.removeprefix("dataset.") for setting in [*settings, *overrides]])
+    apply_overrides(document, [setting.removeprefix("dataset.") for setting in [*settings, *overrides]])
     document.check()
     return document.data
 
 
 def read_settings(name: str, overrides: list[str]) -> Any:
-    """The checked settings of a config, for the recipe that it names."""
+    """Return the checked settings of a config, for the recipe named in it."""
     from torchtune._cli._target import recipe_named_by, resolve_config
     from torchtune.config import load_and_check
 

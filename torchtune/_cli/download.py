@@ -11,7 +11,7 @@ from torchtune.utils import UserError
 
 
 class Download(Subcommand):
-    """Downloads a model from the Hugging Face hub."""
+    """Subcommand that downloads a model from the Hugging Face hub."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(

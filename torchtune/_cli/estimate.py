@@ -5,24 +5,24 @@ import re
 import textwrap
 
 from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli.run import Command, estimate, split
+from torchtune._cli.run import Command, estimate, parse_command
 from torchtune._cli.subcommand import Subcommand
 from torchtune.utils import UserError
 
-# 2xA100, or a name as devices have it, which no recipe has.
+# 2xA100, or a bare device name; no recipe's name matches.
 _DEVICES = re.compile(r"\d+[xX]\w+|[A-Za-z]+[ -]?\d{2,4}[A-Za-z]?")
 
 
 class Estimate(Subcommand):
-    """Simulates two steps of a recipe on devices that need not be there."""
+    """Simulates a step of a recipe on devices that need not be there."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
             "estimate",
             prog="tune estimate",
             usage="tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]",
-            help="Simulate two steps of a recipe on any number of devices: memory, time, cost",
-            description="Run two steps of a recipe on a simulated cluster, without weights, data and devices.\n"
+            help="Simulate a step of a recipe on any number of devices: memory, time, cost",
+            description="Run a step of a recipe on a simulated cluster, without weights, data and devices.\n"
             "The same as tune run --dry-run --simulate.",
             formatter_class=argparse.RawTextHelpFormatter,
             prefix_chars="\0",
@@ -45,7 +45,7 @@ class Estimate(Subcommand):
         for flag, token in zip(before, args.tokens, strict=False):
             if _DEVICES.fullmatch(token) and flag not in ("--simulate", "--fit", "--config"):
                 raise UserError(f"{token}: devices follow --simulate: tune estimate --config ... --simulate {token}.")
-        command: Command = split(args.tokens)
+        command: Command = parse_command(args.tokens)
         if command.help or command.config is None:
             self._parser.print_help()
             return

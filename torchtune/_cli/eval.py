@@ -9,7 +9,7 @@ from torchtune.utils import UserError
 
 
 class Eval(Subcommand):
-    """Says what a model is worth, on rows of the user's and on tasks of the evaluation harness."""
+    """Subcommand that evaluates a model on rows of a file and on tasks of lm-eval."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -70,7 +70,7 @@ class Eval(Subcommand):
             value = getattr(args, name)
             if value is not None and not value >= smallest:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {smallest}.")
-        self._check_what_is_measured(args)
+        self._check_metrics(args)
         from torchtune._cli._eval_run import checkpoint_of
 
         args.model = checkpoint_of(args.model)
@@ -84,7 +84,7 @@ class Eval(Subcommand):
             eval_rows(args)
 
     @staticmethod
-    def _check_what_is_measured(args: argparse.Namespace) -> None:
+    def _check_metrics(args: argparse.Namespace) -> None:
         if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
         names = ["prompt", "answer", "system", *([] if args.tasks else ["limit"])]

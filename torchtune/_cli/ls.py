@@ -6,17 +6,17 @@ import re
 import textwrap
 from collections.abc import Iterable
 
-from torchtune._cli._words import families, find, vocabulary
+from torchtune._cli._find_configs import families, find_configs, search_words
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
-from torchtune.config._errors import did_you_mean
+from torchtune.config import did_you_mean
 from torchtune.utils import UserError
 
 _WIDTH = 100
 
 
 class List(Subcommand):
-    """Lists recipes and their configs."""
+    """Subcommand that lists recipes and configs."""
 
     NULL_VALUE = "<>"
 
@@ -67,9 +67,9 @@ class List(Subcommand):
                 row(recipe.name if index == 0 else "", name)
 
     def _print_found(self, words: list[str]) -> None:
-        found = find(words)
+        found = find_configs(words)
         if not found:
-            raise UserError(_nothing(words))
+            raise UserError(_explain_no_match(words))
         found.sort(key=lambda pair: (not pair[0].family, pair[0].order))
         for family, pairs in itertools.groupby(found, key=lambda pair: pair[0].family):
             print(family or "of no family")
@@ -83,9 +83,9 @@ class List(Subcommand):
 
 
 def overview() -> list[str]:
-    """The recipes and the families, on a screen."""
+    """Return the recipes and model families as lines that fit a screen."""
     recipes = {recipe.name: recipe for recipe in get_all_recipes()}
-    groups = _by_device(recipes)
+    groups = _merge_devices(recipes)
     column = max(map(len, groups))
     lines = ["RECIPES (*: single_device or distributed); tune cp NAME copies one"]
 
@@ -96,24 +96,26 @@ def overview() -> list[str]:
         row(name, re.sub(" on (one device|several devices)|`", "", recipes[meant[-1]].sentence))
         former = [old for full in meant for old in recipes[full].former_names]
         if former:
-            row("", f"also {', '.join(_by_device(former))}")
+            row("", f"also {', '.join(_merge_devices(former))}")
     lines.append("FAMILIES and their configs; tune ls qwen3 8B lora lists some, tune ls --all lists everything")
     counts = " ".join(f"{family}:{count}" for family, count in families().items())
     return lines + textwrap.wrap(counts, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def _by_device(names: Iterable[str]) -> dict[str, list[str]]:
-    """What to call names, of which those that differ in the device are one -> the names."""
+def _merge_devices(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only in the device: ``full_finetune_*`` -> the full names."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub("_(single_device|distributed)$", "", name), []).append(name)
     return {f"{stem}_*" if len(group) > 1 else group[0]: group for stem, group in groups.items()}
 
 
-def _nothing(words: list[str]) -> str:
-    """Why no config was found: a word that describes none, or words that exclude each other."""
-    unknown = next((word for word in words if not find([word])), None)
+def _explain_no_match(words: list[str]) -> str:
+    """Return why no config was found: a word without any match, or words without a common match."""
+    unknown = next((word for word in words if not find_configs([word])), None)
     if unknown is None:
         return f"no config is all of {', '.join(words)}: leave a word out."
-    hint = did_you_mean(unknown, vocabulary()) or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
+    hint = (
+        did_you_mean(unknown, search_words()) or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
+    )
     return f"no config is '{unknown}'{hint}"

@@ -36,11 +36,11 @@ class Command:
 
 
 def _is_override(token: str) -> bool:
-    # os.path: a setting may be longer than the name of a file, which pathlib raises for
+    # os.path.exists: a long setting is not a valid file name, for which pathlib raises
     return token.startswith("~") or ("=" in token and not token.startswith("-") and not os.path.exists(token))
 
 
-def split(tokens: list[str]) -> Command:
+def parse_command(tokens: list[str]) -> Command:
     """Parse a command line.
 
     Raises:
@@ -91,8 +91,8 @@ def split(tokens: list[str]) -> Command:
 
 
 def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
-    """Simulate what ``command`` says; see :func:`torchtune._cli._simulate.simulate_run`."""
-    from torchtune._cli._simulate import simulate_run
+    """Simulate a parsed command; see :func:`torchtune._cli._simulated_run.simulate_run`."""
+    from torchtune._cli._simulated_run import simulate_run
 
     if command.simulate is None:
         raise UserError("--simulate is missing: say on which devices, for example --simulate 8xH100.")
@@ -102,9 +102,9 @@ def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
 
 
 def _former_name(command: Command, config: Path) -> str | None:
-    """The name of an earlier release that was typed: it may ask for more than the config's, as qat_* does.
+    """Return the recipe's former name if the command has one: it may require more than the config, as qat_* does.
 
-    None where the config is for another method: that is what the user has to hear then.
+    ``None`` if the config is for another method, which is then the error to report.
     """
     name = command.recipe
     if name is None or current_name(name) == name or are_other_methods(name, recipe_of(config) or name):
@@ -113,10 +113,10 @@ def _former_name(command: Command, config: Path) -> str | None:
 
 
 class Run(Subcommand):
-    """Runs a recipe."""
+    """Subcommand that runs a recipe."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        # prefix_chars disables argparse's options: `split` and torchrun's parser parse the tokens.
+        # prefix_chars disables argparse's options: `parse_command` and torchrun's parser parse the tokens.
         self._parser = subparsers.add_parser(
             "run",
             prog="tune run",
@@ -130,7 +130,7 @@ class Run(Subcommand):
                 options:
                   --config CONFIG  a config's name, or a YAML file; one that names its recipe needs no <recipe>
                   --dry-run        check everything, print what the run needs, and stop
-                  --simulate 8xH100  run two steps on simulated devices (`tune estimate --help`), and stop
+                  --simulate 8xH100  run a step on simulated devices (`tune estimate --help`), and stop
                   -h, --help       this text; after a recipe, all of its settings
                   key=value        a setting to use instead of the config's; key.sub=value inside a section
                   ~key             a setting to leave out
@@ -150,7 +150,7 @@ class Run(Subcommand):
         self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
 
     def _run_cmd(self, args: argparse.Namespace) -> None:
-        command = split(args.tokens)
+        command = parse_command(args.tokens)
         if command.help and command.recipe is None and command.config is None:
             self._parser.print_help()
             return
@@ -183,15 +183,16 @@ class Run(Subcommand):
         print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
-        """Print what a run needs, and last the reason why it cannot start."""
+        """Print the requirements of a run, and at last the error that prevents its start."""
         from torchtune._cli._dry_run import dry_run
         from torchtune.config import load_and_check
 
         self._check_distributed(recipe, wanted=bool(command.torchrun))
-        dry_run(load_and_check(config, command.overrides, recipe.load_main()), count_processes(command.torchrun))
+        main = recipe.load_main()
+        dry_run(main, load_and_check(config, command.overrides, main), count_processes(command.torchrun))
 
     def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
-        """Run in this process, as ``python recipe.py --config …`` would; the recipe's decorator checks the config."""
+        """Run in this process, as ``python recipe.py --config …`` does; the recipe's decorator checks the config."""
         self._check_distributed(recipe, wanted=False)
         sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
         if recipe.path is not None:
@@ -208,11 +209,12 @@ class Run(Subcommand):
         self._check_distributed(recipe, wanted=True)
         settings = load_and_check(config, command.overrides, recipe.load_main())
         if (processes := count_processes(command.torchrun, exactly=True)) is not None:
-            # Checked before the workers start, so that errors are printed once; workers check what depends on ranks.
+            # Check before the workers start, so that errors are printed once; workers check the rank-dependent
+            # settings.
             check_run(settings, processes)
         program = [str(recipe.path)] if recipe.path is not None else ["--module", recipe.module]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
-        # Workers import from this directory too, as a run in this process does.
+        # Workers import from the current directory, too, as a run in this process does.
         paths = (os.environ.get("PYTHONPATH", ""), os.getcwd())
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         print("Running with torchrun...", flush=True)
@@ -222,7 +224,7 @@ class Run(Subcommand):
         if not recipe.registered:
             return
         found = next(each for each in get_all_recipes() if each.name == recipe.name)
-        if not found.groups:  # a recipe of the user's in a checkout, which says nothing about it
+        if not found.groups:  # a user's recipe inside a checkout, without an entry in features.yaml
             return
         supported = found.supports_distributed
         if wanted and not supported:

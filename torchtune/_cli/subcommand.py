@@ -1,13 +1,13 @@
-"""The shape of a subcommand of ``tune``."""
+"""Base class of the subcommands of ``tune``."""
 
 import argparse
 from typing import Any
 
 
 class Subcommand:
-    """A subcommand: adds its parser to ``subparsers`` and says, as ``func``, what runs it.
+    """A subcommand, which adds its parser to ``subparsers`` and sets the parser's default ``func``.
 
-    Subcommands import heavy modules inside that function, so that ``tune --help`` stays fast.
+    ``func`` imports heavy modules itself, so that ``tune --help`` stays fast.
     """
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
@@ -15,7 +15,7 @@ class Subcommand:
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> "Subcommand":
-        """Make the subcommand."""
+        """Create the subcommand."""
         return cls(*args, **kwargs)
 
     def _add_arguments(self) -> None:

@@ -1,4 +1,4 @@
-"""The command ``tune``."""
+"""Entry point of ``tune``."""
 
 import argparse
 import os
@@ -16,13 +16,12 @@ from torchtune._cli.eval import Eval
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
-from torchtune.config._secrets import hide
-from torchtune.utils import UserError, file_limits
-from torchtune.utils._garbage import collect_as_usual, collect_seldom
+from torchtune.config import redact_secrets
+from torchtune.utils import UserError, file_limits, reduce_garbage_collection, restore_garbage_collection
 
 
 class TuneCLIParser:
-    """Holds the parsers of ``tune`` and its subcommands."""
+    """Parser of ``tune`` and its subcommands."""
 
     def __init__(self) -> None:
         self._parser = argparse.ArgumentParser(
@@ -49,38 +48,38 @@ class TuneCLIParser:
         return found
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run the chosen subcommand."""
+        """Run the selected subcommand."""
         args.func(args)
 
 
 def main() -> None:
-    """Entry point of ``tune``: a mistake of the user is one sentence and exit code 2, without a traceback."""
+    """Run ``tune``; a user error is printed as one sentence without a traceback, with exit code 2."""
     parser = TuneCLIParser()
     args = parser.parse_args()
-    collect_seldom()
+    reduce_garbage_collection()
     try:
         with file_limits():
             parser.run(args)
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {hide(str(error))}", file=sys.stderr)
+        print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
         sys.exit(2)
-    except SyntaxError as error:  # of a recipe or module of the user's
+    except SyntaxError as error:  # in a user's recipe or module
         print(f"error: {error.filename}, line {error.lineno}: it is not valid Python: {error.msg}.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has exited, as `head` does
+    except BrokenPipeError:  # the reader of stdout has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         if isinstance(getattr(args.func, "__self__", None), Run):
-            raise  # inside a recipe: the traceback matters
+            raise  # inside a recipe: keep the traceback
         print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
         sys.exit(2)
     finally:
-        collect_as_usual()
+        restore_garbage_collection()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torchtune._recipe_registry import recipe_of
 
 
 class Validate(Subcommand):
-    """Checks a config without running it."""
+    """Subcommand that checks a config without running it."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -40,7 +40,7 @@ class Validate(Subcommand):
         from torchtune.config import load_and_check
 
         config = resolve_config(args.config)
-        # A config that names no recipe gets the component checks alone.
+        # Without a recipe, only components are checked.
         recipe = DictConfig if recipe_of(config) is None else recipe_named_by(config).load_main()
         load_and_check(config, args.overrides, recipe)
         print("Config is well-formed!")

@@ -1,4 +1,4 @@
-"""Answers of a model, as text."""
+"""Text generation with a loaded model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from torchtune import training
-from torchtune._facade._origin import ORIGINS, plain
-from torchtune.data import Message, MessageLike, as_messages
-from torchtune.data._common import check_tokenizer
+from torchtune._facade._origin import ORIGINS, unwrap
+from torchtune.data import Message, MessageLike, as_messages, check_tokenizer
 from torchtune.generation import GenerationError, generate_tokens, prompt_tokens
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.utils import get_logger
 
-# A text is a turn of the user, messages are a conversation, token ids are continued as they are.
+# A text is a user turn, messages are a conversation, token ids are continued unchanged.
 Prompt = str | Sequence[MessageLike] | Sequence[int]
 _DEFAULT_LENGTH = 512
 _MAX_SEQUENCES = 16
@@ -32,29 +31,29 @@ def generate(
     top_k: int | None = None,
     seed: int | None = None,
 ) -> str | list[str]:
-    """Answer a prompt, or several in one continuous batch.
+    """Generate answers to one prompt, or to several with continuous batching.
 
-    The model runs in evaluation mode and is left in the mode that it had, adapters included. An answer ends at a stop
-    token of the tokenizer, after ``max_new_tokens``, or when the context is full; a warning says if it was cut by the
-    context or by the default length.
+    The model runs in evaluation mode, adapters included, and returns to its previous mode afterwards. An answer ends
+    at a stop token of the tokenizer, after ``max_new_tokens``, or when the context is full. A warning reports answers
+    that were truncated by the context or by the default length.
 
     Args:
-        model: from :func:`load` or a builder, with its weights.
-        tokenizer: of the model.
-        prompt: a text, which becomes a turn of the user; a conversation, a list of messages that does not end with the
-            assistant; or token ids, which are continued as they are (``tokenizer.encode(text, add_eos=False)``). A
-            list of these gives a list of answers.
-        max_new_tokens: longest answer, in tokens; 512 by default.
-        temperature: divides the logits; 0 takes the most likely token.
+        model: from :func:`load`, or from a builder with loaded weights.
+        tokenizer: the model's tokenizer.
+        prompt: a text, used as a user turn; a conversation, as a list of messages that does not end with the assistant;
+            or token ids, which are continued unchanged (``tokenizer.encode(text, add_eos=False)``). A list of these
+            returns a list of answers.
+        max_new_tokens: maximum length of an answer in tokens; 512 by default.
+        temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most likely tokens.
-        seed: of sampling; by default another one at each call.
+        seed: seed of sampling; random by default.
 
     Returns:
         The text of each answer, without special tokens.
 
     Raises:
-        GenerationError: the prompt fills the context, a number is out of range, the tokenizer is of another vocabulary,
-            there is no chat template for a conversation, or the logits are not finite.
+        GenerationError: the prompt fills the context, a number is out of range, the tokenizer has another vocabulary,
+            the checkpoint has no chat template for a conversation, or the logits are not finite.
 
     Example:
         >>> model, tokenizer = torchtune.load(checkpoint, dtype="fp32", device="cpu")
@@ -62,12 +61,14 @@ def generate(
         >>> len(answers)
         2
     """
-    decoder = _checked(plain(model), tokenizer)
-    prompt = _listed(prompt)
+    decoder = _check_model(unwrap(model), tokenizer)
+    prompt = _to_lists(prompt)
     if not (math.isfinite(temperature) and temperature >= 0 and (top_k is None or top_k >= 0)):
         raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message)
-    rows = [_tokens(decoder, tokenizer, one, number) for number, one in enumerate([prompt] if is_one else prompt)]
+    rows = [
+        _tokenize_prompt(decoder, tokenizer, one, number) for number, one in enumerate([prompt] if is_one else prompt)
+    ]
     asked = _DEFAULT_LENGTH if max_new_tokens is None else max_new_tokens
     device = decoder.tok_embeddings.weight.device
     rng = torch.Generator(device)
@@ -105,11 +106,11 @@ def generate(
     return answers[0] if is_one else answers
 
 
-def _listed(prompt: Any) -> Any:
-    """Prompts of tensors and arrays as lists of token ids.
+def _to_lists(prompt: Any) -> Any:
+    """Convert prompts of tensors and arrays to lists of token ids.
 
     Raises:
-        GenerationError: it is no prompt.
+        GenerationError: the prompt has an unsupported type.
     """
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
@@ -121,8 +122,8 @@ def _listed(prompt: Any) -> Any:
     return [one.tolist() if hasattr(one, "tolist") else one for one in prompt] if is_many else prompt
 
 
-def _checked(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
-    """The text decoder, after a look at what would go wrong in silence."""
+def _check_model(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
+    """Return the text decoder; raise for a model or tokenizer that would generate garbage without an error."""
     decoder = text_decoder(model)
     if not isinstance(decoder, TransformerDecoder):
         raise GenerationError(f"model: a {type(model).__name__} does not generate: give a decoder of torchtune.models.")
@@ -145,8 +146,8 @@ def _checked(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
     return decoder
 
 
-def _tokens(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt, number: int) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins."""
+def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt, number: int) -> list[int]:
+    """Return the token ids of a prompt, including the header of the assistant's turn."""
     if prompt and not isinstance(prompt, str) and isinstance(prompt[0], int):
         tokens = list(prompt)
         if wrong := [i for i in tokens if not 0 <= i < decoder.tok_embeddings.weight.shape[0]]:

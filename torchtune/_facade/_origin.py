@@ -1,4 +1,4 @@
-"""What is known of a loaded model: its checkpoint and its tokenizer."""
+"""Registry of loaded models: the checkpoint and tokenizer of each."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +11,18 @@ from torchtune.training import ModelSource
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model came from: the source of its weights, and the tokenizer of the checkpoint."""
+    """Source of a model's weights, and the checkpoint's tokenizer."""
 
     source: ModelSource
     tokenizer: Any
 
 
-# Beside the models, not in them: a copy or a pickle of a model takes no files along.
+# A registry and not attributes, so that a copy or pickle of a model does not contain file paths.
 ORIGINS: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """The model inside a compiled one, or inside torch's wrappers for replicas."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile``, DataParallel and DistributedDataParallel wrappers."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return plain(model.module)
-    return plain(model._orig_mod) if hasattr(model, "_orig_mod") else model
+        return unwrap(model.module)
+    return unwrap(model._orig_mod) if hasattr(model, "_orig_mod") else model

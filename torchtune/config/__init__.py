@@ -1,4 +1,4 @@
-"""Typed YAML: read with positions, checked like code, turned into objects."""
+"""YAML configs: parse with source positions, check against dataclasses and signatures, instantiate components."""
 
 from torchtune._lazy import attach
 
@@ -26,5 +26,15 @@ __getattr__, __dir__, __all__ = attach(
         "settings_of": "_schema",
         "to_dict": "_save",
         "validate": "_parse",
+    },
+    between_rooms={
+        "Document": "_reader",
+        "apply_overrides": "_overrides",
+        "did_you_mean": "_errors",
+        "redact_secrets": "_secrets",
+        "locate": "_locate",
+        "read_document": "_reader",
+        "to_yaml": "_save",
+        "locate_from_recipe": "_locate",
     },
 )

@@ -1,40 +1,42 @@
-"""The passes over a parsed config: its shape against the dataclass, its components against their signatures."""
+"""Check a parsed config: keys and values against the settings dataclass, components against their signatures."""
 
 import inspect
 from typing import Annotated, Any
 
-from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, _distance, dotted, nearest
+from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, _distance, join_key, nearest
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._locate import locate
 from torchtune.config._reader import Document
 from torchtune.config._schema import (
-    PLAIN,
+    PLAIN_TYPES,
     RuntimeArgs,
     build_settings,
     is_configurable,
-    members,
     settings_fields,
     type_text,
+    union_members,
 )
 from torchtune.config._signature import Accepts, Argument, accepts, remaining
-from torchtune.config._values import anything, check_value, is_component
+from torchtune.config._values import check_value, is_component, visit_components
 
 
 class Checker:
-    """Checks one document; every mistake is noted there, ``finish`` raises them together."""
+    """Checker of one document: mistakes are collected, and ``finish`` raises them together."""
 
     def __init__(self, document: Document, caller_globals: dict[str, Any] | None = None) -> None:
-        self.document, self.scope = document, caller_globals
+        self.document, self.caller_globals = document, caller_globals
         self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
-        self.known: dict[str, list[str]] = {}  # every name of the schema -> where it belongs
+        self.known: dict[str, list[str]] = {}  # schema name -> dotted paths that accept it
         self.unknown: list[tuple[KeyPath, list[str], list[str], str]] = []
         self.missing: list[tuple[KeyPath, str]] = []
 
-    def fields(self, path: KeyPath, data: dict[str, Any], cls: type, accepted: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Check a mapping against a dataclass (``accepted``: further keys) and return its values in final types."""
-        found, before = settings_fields(cls), self._count()
-        self._learn(path, list(found))
+    def check_fields(
+        self, path: KeyPath, data: dict[str, Any], cls: type, accepted: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Check a mapping against a dataclass (``accepted``: further valid keys) and return the converted values."""
+        found, before = settings_fields(cls), self._count_mistakes()
+        self._add_known_names(path, list(found))
         values = {}
         for key, value in data.items():
             if key in accepted:
@@ -49,80 +51,85 @@ class Checker:
         for name, setting in found.items():
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
-        if self._count() == before:
-            self._rules(path, cls, values)
+        if self._count_mistakes() == before:
+            self._check_rules(path, cls, values)
         return values
 
-    def _count(self) -> int:
+    def _count_mistakes(self) -> int:
         return self.document.count + len(self.unknown) + len(self.missing)
 
-    def _rules(self, path: KeyPath, cls: type, values: dict[str, Any]) -> None:
-        """Run what the dataclass says about its values together."""
+    def _check_rules(self, path: KeyPath, cls: type, values: dict[str, Any]) -> None:
+        """Run the dataclass's ``__post_init__`` and ``check()``, which test values together."""
         try:
             instance = build_settings(cls, values)
             for key, message in instance.check() if hasattr(instance, "check") else ():
-                self.document.add((*path, *_split(key)), message)
+                self.document.add((*path, *_split_key(key)), message)
         except ValueError as error:
             self.document.add(path, str(error))
 
-    def component(self, path: KeyPath, node: dict[str, Any], hand: RuntimeArgs | None) -> None:
-        """Remember a component node; signatures are read after the shapes."""
-        if hand is None and any(path[:end] in self.components for end in range(len(path))):
-            hand = RuntimeArgs()  # an argument of another component: nobody hands it anything
+    def visit_component(self, path: KeyPath, node: dict[str, Any], runtime_args: RuntimeArgs | None) -> None:
+        """Queue a component node; signatures are checked after all values."""
+        if runtime_args is None and any(path[:end] in self.components for end in range(len(path))):
+            runtime_args = RuntimeArgs()  # a component that is an argument of another one gets no runtime arguments
         self.components.add(path)
-        self.queue.append((path, node, hand))
+        self.queue.append((path, node, runtime_args))
 
     def finish(self) -> None:
-        """Check the components, then raise ``ConfigError`` if anything was wrong."""
+        """Check the queued components, then raise ``ConfigError`` if there are mistakes."""
         while self.queue and len(self.document.mistakes) < MAX_MISTAKES:
             self._bind(*self.queue.pop(0))
         self._suggest()
         self.document.check()
 
-    def _bind(self, path: KeyPath, node: dict[str, Any], hand: RuntimeArgs | None) -> None:
+    def _bind(self, path: KeyPath, node: dict[str, Any], runtime_args: RuntimeArgs | None) -> None:
         name = node["_component_"]
         if isinstance(name, str) and UNRESOLVED in name:
             return
         try:
-            target = locate(name, self.scope)
+            target = locate(name, self.caller_globals)
         except (InstantiationError, ValueError) as error:
             self.document.add((*path, "_component_"), str(error))
-            anything(path, {key: value for key, value in node.items() if key != "_component_"}, self)
+            visit_components(path, {key: value for key, value in node.items() if key != "_component_"}, self)
             return
         if is_configurable(target):
-            self.fields(path, node, target.Config, accepted=("_component_",))
-            self._handed(path, name, remaining(accepts(target), 1), hand, set())
+            self.check_fields(path, node, target.Config, accepted=("_component_",))
+            self._bind_runtime_args(path, name, remaining(accepts(target), 1), runtime_args, set())
         elif callable(target):
-            signature = accepts(target, {*node, *(hand.keywords if hand else ())} - {"_component_"})
-            self._learn(path, list(signature.named))
-            taken = self._handed(path, name, signature, hand, set(node))
-            self._arguments(path, node, signature, hand, taken)
+            signature = accepts(target, {*node, *(runtime_args.keywords if runtime_args else ())} - {"_component_"})
+            self._add_known_names(path, list(signature.named))
+            taken = self._bind_runtime_args(path, name, signature, runtime_args, set(node))
+            self._check_arguments(path, node, signature, runtime_args, taken)
         else:
             kind = "module" if inspect.ismodule(target) else type(target).__name__
             self.document.add((*path, "_component_"), f"'{name}' is a {kind}, not a class or function")
 
-    def _handed(
-        self, path: KeyPath, name: str, signature: Accepts, hand: RuntimeArgs | None, given: set[str]
+    def _bind_runtime_args(
+        self, path: KeyPath, name: str, signature: Accepts, runtime_args: RuntimeArgs | None, given: set[str]
     ) -> dict[str, str]:
-        """Check what the recipe hands over; returns the names that it fills, and what with."""
-        if hand is None:
+        """Check the runtime arguments; return parameter name -> name of the runtime argument that fills it."""
+        if runtime_args is None:
             return {}
-        count = len(hand.positional)
-        taken = dict(zip(signature.order, hand.positional, strict=False))
-        taken |= {keyword: keyword for keyword in hand.keywords if keyword in signature.named}
+        count = len(runtime_args.positional)
+        taken = dict(zip(signature.order, runtime_args.positional, strict=False))
+        taken |= {keyword: keyword for keyword in runtime_args.keywords if keyword in signature.named}
         if count > len(signature.order) and not signature.variadic and not signature.open:
-            extra = ", ".join(hand.positional[len(signature.order) :])
+            extra = ", ".join(runtime_args.positional[len(signature.order) :])
             self.document.add(path, f"{name} takes no argument for the {extra} that the recipe hands over")
-        for keyword in hand.keywords:
-            if keyword not in signature.named and not signature.open and not signature.swallows:
+        for keyword in runtime_args.keywords:
+            if keyword not in signature.named and not signature.open and not signature.ignores_unknown:
                 self.document.add(path, f"{name} takes no argument '{keyword}', which the recipe hands over")
         for key, argument in signature.named.items():
             if argument.required and key not in taken and key not in given:
                 self.missing.append(((*path, key), f"{name} needs this argument, but it is not given"))
         return taken
 
-    def _arguments(
-        self, path: KeyPath, node: dict[str, Any], signature: Accepts, hand: RuntimeArgs | None, taken: dict[str, str]
+    def _check_arguments(
+        self,
+        path: KeyPath,
+        node: dict[str, Any],
+        signature: Accepts,
+        runtime_args: RuntimeArgs | None,
+        taken: dict[str, str],
     ) -> None:
         name = node["_component_"]
         for key, value in node.items():
@@ -138,29 +145,32 @@ class Checker:
             elif key not in signature.named and not signature.open:
                 unused = [known for known in signature.named if known not in node and known not in taken]
                 self.unknown.append((here, unused, list(signature.named), f"{name} takes no argument '{key}'"))
-                anything(here, value, self)
+                visit_components(here, value, self)
             else:
                 annotation = signature.named.get(str(key), Argument()).annotation
-                rule = hand.rules.get(str(key)) if hand is not None else None
+                rule = runtime_args.rules.get(str(key)) if runtime_args is not None else None
                 if rule is not None:
                     annotation = Annotated[float if annotation is Any else annotation, rule]
-                if is_component(value) and any(member not in PLAIN for member in members(annotation)):
-                    annotation = Any  # what it builds is of the right type, or not: that is seen when it is built
+                if is_component(value) and any(member not in PLAIN_TYPES for member in union_members(annotation)):
+                    annotation = Any  # the type of the built object is unknown until it is built
                 node[key] = check_value(self.document, here, value, annotation, self)
 
-    def _learn(self, path: KeyPath, names: list[str]) -> None:
+    def _add_known_names(self, path: KeyPath, names: list[str]) -> None:
         for name in names:
-            self.known.setdefault(name, []).append(dotted((*path, name)))
+            self.known.setdefault(name, []).append(join_key((*path, name)))
 
     def _suggest(self) -> None:
-        """Give every unknown key the nearest right name; a key that is merely misspelt is not missing too."""
+        """Add a suggestion to each unknown key.
+
+        A required key that an unknown key is a misspelling of is not also reported as missing.
+        """
         meant: set[KeyPath] = set()
         for path, unused, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
             local, other = nearest(key, unused), nearest(key, local_names)
             if local is None or (other and _distance(key, other) < _distance(key, local)):
-                local = other  # a name that is there already is meant where it is nearer: a section, misspelt
-            elsewhere = [full for full in self.known.get(key, []) if full != dotted(path)]
+                local = other  # a present key that is closer: this is a misspelt duplicate of it
+            elsewhere = [full for full in self.known.get(key, []) if full != join_key(path)]
             if local and (not elsewhere or _distance(key, local) == 1):
                 hint = f"; did you mean '{local}'?"
                 meant.add((*path[:-1], local))
@@ -175,5 +185,5 @@ class Checker:
                 self.document.add(path, reason, at=path[:-1])
 
 
-def _split(key: str) -> KeyPath:
+def _split_key(key: str) -> KeyPath:
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))

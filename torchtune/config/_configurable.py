@@ -1,4 +1,4 @@
-"""Components that state their settings as a dataclass."""
+"""Components configured by a dataclass."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ class Configurable:
     """A class that nests a dataclass ``Config`` and is built by ``Config.build(**runtime)``.
 
     The nested class needs no base; it gains ``build``, ``to_dict`` and ``from_dict``. ``__init__`` takes the config
-    first, then what only a run knows::
+    first, then the runtime arguments::
 
         class Sampler(Configurable):
             @dataclass(kw_only=True)
             class Config:
-                # Randomness; 0 takes the likeliest token.
+                        # Sampling temperature; 0 is greedy.
                 temperature: Annotated[float, Range(min=0)] = 1.0
 
             def __init__(self, config: Config, *, vocab_size: int) -> None: ...
@@ -47,7 +47,7 @@ class Configurable:
         super().__init_subclass__(**kwargs)
         nested = cls.__dict__.get("Config")
         if nested is None:
-            return  # inherits its parent's Config, and builds the parent unless it nests its own
+            return  # inherits the parent's Config, which builds the parent unless the subclass nests a Config itself
         if not dataclasses.is_dataclass(nested):
             raise TypeError(f"{cls.__qualname__}.Config must be a dataclass.")
         nested._owner = cls
@@ -55,27 +55,25 @@ class Configurable:
 
 
 def _build(self: Any, *args: Any, **runtime: Any) -> Any:
-    """Make the object that this config describes."""
     return self._owner(self, *args, **runtime)
 
 
 def _to_dict(self: Any) -> dict[str, Any]:
-    """The fields as plain values, nested configs too."""
     from torchtune.config._save import to_dict
 
     return to_dict(self)
 
 
 def _from_dict(cls: type, data: Mapping[str, Any]) -> Any:
-    """The inverse of ``to_dict``. Raises ``ConfigError`` with every mistake in ``data``."""
+    """Build a config from the output of ``to_dict``. Raises ``ConfigError`` with every mistake in ``data``."""
     checker = Checker(Document(dict(data)))
-    values = checker.fields((), checker.document.data, cls)
+    values = checker.check_fields((), checker.document.data, cls)
     checker.finish()
     return build_settings(cls, values)
 
 
 def from_node(cls: type, given: Mapping[str, Any], *args: Any) -> Any:
-    """Build ``cls`` from YAML keys, which are fields of its ``Config``, and other keywords, which go to ``build``."""
+    """Build ``cls`` from keyword arguments: fields of its ``Config``, and runtime arguments for ``__init__``."""
     names = settings_fields(cls.Config)
     config = _from_dict(cls.Config, {key: value for key, value in given.items() if key in names})
     return cls(config, *args, **{key: value for key, value in given.items() if key not in names})

@@ -12,7 +12,7 @@ from torchtune.config._schema import settings_fields, settings_of, type_text
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The ``#`` comment directly above each field of ``cls``, read from its source."""
+    """Return the ``#`` comment directly above each field of ``cls``, read from its source."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
@@ -30,24 +30,24 @@ def field_comments(cls: type) -> dict[str, str]:
 
 
 def describe_settings(settings_cls: Callable[..., Any]) -> str:
-    """The settings of a recipe as text for ``--help``; takes its dataclass or its ``recipe_main``."""
+    """Return a recipe's settings as ``--help`` text; takes the settings dataclass or the ``recipe_main``."""
     if inspect.isfunction(settings_cls):
         settings_cls = settings_of(settings_cls)
     if not dataclasses.is_dataclass(settings_cls):
         return "This recipe declares no settings: read its file for the keys that it takes.\n"
     comments = field_comments(settings_cls)
     doc = settings_cls.__doc__ or ""
-    generated = doc.startswith(f"{settings_cls.__name__}(")  # what dataclass writes where there is no docstring
+    generated = doc.startswith(f"{settings_cls.__name__}(")  # the docstring that @dataclass generates
     parts = [] if generated or not doc else [inspect.cleandoc(doc).splitlines()[0], ""]
     for name, setting in settings_fields(settings_cls).items():
-        default = "required" if setting.required else f"default: {_shown(setting.default)}"
+        default = "required" if setting.required else f"default: {_format_default(setting.default)}"
         parts.append(f"  {name}: {type_text(setting.annotation)} ({default})")
         if comments.get(name):
             parts.extend(textwrap.wrap(comments[name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return "\n".join(parts) + "\n"
 
 
-def _shown(value: Any) -> str:
+def _format_default(value: Any) -> str:
     if value is None:
         return "null"
     return json.dumps(value) if isinstance(value, (bool, list, dict)) else str(value)

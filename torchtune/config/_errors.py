@@ -1,4 +1,4 @@
-"""Mistakes in a config: where they are, what is wrong, and the nearest right name."""
+"""Errors in a config: place, reason, and suggestions for misspelt names."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torchtune.utils import UserError
 
 KeyPath = tuple[str | int, ...]
-MAX_MISTAKES = 50  # that are told at once
-_LONGEST = 100  # letters of a name that is compared with others
+MAX_MISTAKES = 50  # reported at once
+_LONGEST = 100  # characters; longer names get no suggestion
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class Mistake:
     place: str
     key: str
     reason: str
-    order: int = field(default=0, compare=False, repr=False)  # of its line among all
+    order: int = field(default=0, compare=False, repr=False)  # line number, for sorting
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.place, self.key, self.reason) if part)
 
 
 class ConfigError(UserError, ValueError):
-    """Everything that is wrong with a config, found before anything was opened; ``errors`` lists the mistakes.
+    """All mistakes of a config, raised before anything is opened; ``errors`` lists them.
 
-    ``remark`` is a sentence about all of them, which comes last.
+    ``remark`` is a sentence about all of them, printed last.
     """
 
     def __init__(self, errors: Sequence[object], remark: str | None = None) -> None:
@@ -38,26 +38,26 @@ class ConfigError(UserError, ValueError):
 
 
 class InstantiationError(UserError):
-    """A component cannot be found or is not named."""
+    """Component that has no ``_component_`` key or cannot be found."""
 
 
 class ArgumentError(InstantiationError, ValueError):
-    """A component does not take the value of an argument."""
+    """Value that a component rejects."""
 
 
-def dotted(path: KeyPath) -> str:
-    """``("dataset", 0, "split")`` -> ``"dataset.0.split"``."""
+def join_key(path: KeyPath) -> str:
+    """Join a key path: ``("dataset", 0, "split")`` -> ``"dataset.0.split"``."""
     return ".".join(map(str, path))
 
 
-def brief(text: str, width: int = 60) -> str:
-    """``text`` on one line, cut where it is longer than ``width``."""
+def truncate_text(text: str, width: int = 60) -> str:
+    """Return ``text`` on one line, truncated to ``width`` characters."""
     line = " ".join(text[: 4 * width].split())
     return line if len(line) <= width and len(text) <= 4 * width else f"{line[:width]}…"
 
 
 def _distance(left: str, right: str) -> int:
-    """Edits (insert, delete, replace, swap of neighbours) between two words."""
+    """Return the edit distance (insert, delete, replace, swap of adjacent letters) of two words."""
     before: list[int] = []
     row = list(range(len(right) + 1))
     for i, a in enumerate(left, 1):
@@ -70,9 +70,9 @@ def _distance(left: str, right: str) -> int:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that ``name`` most likely means, or ``None`` when none is near.
+    """Return the candidate that ``name`` most likely means, or ``None`` if none is close.
 
-    Few edits count first (a third of the letters at most), then the same words in another order or a part of them.
+    Candidates within an edit distance of a third of the letters come first, then similar sequences of letters.
     """
     if len(name) > _LONGEST:
         return None
@@ -81,7 +81,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
     edits = {candidate: _distance(word, candidate.lower()) for candidate in pool}
 
-    # A first letter that agrees is worth more than half an edit: people mistype the middle of a word.
+    # An equal first letter breaks ties: most typos are in the middle of a word.
     def rank(candidate: str) -> tuple[int, bool, float]:
         ratio = difflib.SequenceMatcher(None, word, candidate.lower()).ratio()
         return edits[candidate], candidate[:1].lower() != word[:1], -ratio
@@ -94,6 +94,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or nothing."""
+    """Return ``"; did you mean 'x'?"``, or an empty string."""
     found = nearest(name, candidates)
     return f"; did you mean '{found}'?" if found else ""

@@ -1,29 +1,31 @@
-"""Whether a config is for the recipe that runs it."""
+"""Whether a config belongs to the recipe that runs it."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def named_recipe(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
-    """What a config names as ``recipe:``; without that key the shipped recipe that runs it."""
+def recipe_name_of(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+    """Return the config's ``recipe:``, or the name of the running shipped recipe if the config has no such key."""
     from torchtune._recipe_registry import recipe_at
 
     return data["recipe"] if "recipe" in data else recipe_at(scope.get("__file__") or "")
 
 
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
-    """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
+    """Return whether a shipped recipe runs a config with a ``recipe:`` of another training method."""
     from torchtune._recipe_registry import are_other_methods, recipe_at
 
     own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
     return own is not None and isinstance(named, str) and are_other_methods(own, named)
 
 
-def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]) -> str | None:
-    """A sentence that names the recipe which a config is for, if that is not the one that runs it.
+def explain_wrong_recipe(
+    data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]
+) -> str | None:
+    """Return a sentence that names the right recipe if the config is for another one, else ``None``.
 
-    Its key ``recipe:`` says so where a shipped recipe runs it; else the settings do, if this recipe lacks some of them
-    and shipped recipes have them all: those of the same method, if there are any.
+    A shipped recipe compares the config's ``recipe:`` with its name. Otherwise the keys decide: if this recipe lacks
+    some of them, the sentence names the shipped recipes that have all, preferably of the same method.
 
     Args:
         data: the config.
@@ -43,7 +45,7 @@ def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_sett
     if keys <= set(own_settings):
         return None
     fitting = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe)]
-    if own is not None:  # of this method, for another number of devices
+    if own is not None:  # prefer the same method for another number of devices
         fitting = [name for name in fitting if shipped[name].method == shipped[own].method] or fitting
     if not fitting:
         return None

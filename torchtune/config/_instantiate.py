@@ -1,4 +1,4 @@
-"""Objects from component nodes."""
+"""Instantiate components from config nodes."""
 
 import sys
 import traceback
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config import _locate
 from torchtune.config._configurable import from_node
 from torchtune.config._errors import ArgumentError, InstantiationError
-from torchtune.config._reader import leaves
+from torchtune.config._reader import iter_scalars
 from torchtune.config._schema import is_configurable, takes_component
 from torchtune.config._signature import accepts
 from torchtune.config._values import is_component
@@ -23,22 +23,22 @@ def instantiate(
     caller_globals: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Build what a component node describes.
+    """Instantiate the component that a config node describes.
 
     Args:
-        config: a mapping with ``_component_`` and arguments; nested components, in lists too, are built first,
-            unless the argument's annotation has a :class:`Component`: then it gets their nodes.
+        config: a mapping with ``_component_`` and arguments. Nested components, in lists too, are instantiated first,
+            except for parameters annotated with :class:`Component`, which receive the nodes.
         *args: positional arguments of the outermost component.
-        caller_globals: where a path without dots is looked up, before the recipe; by default the caller's module.
-        **kwargs: arguments that take the place of those in ``config``; any objects, passed on as they are.
+        caller_globals: namespace for a path without dots, searched before the recipe's; by default the caller's module.
+        **kwargs: arguments that override those in ``config``; any objects, passed without a copy.
 
     Returns:
-        The object, or ``None`` where ``config`` is ``None``.
+        The object, or ``None`` if ``config`` is ``None``.
 
     Raises:
         ValueError: ``config`` is not a mapping.
-        InstantiationError: it has no ``_component_``, or the path leads nowhere.
-        ArgumentError: the component's own module raises ``ValueError``; this is one, too.
+        InstantiationError: ``_component_`` is missing or cannot be found.
+        ArgumentError: the component raised a ``ValueError``; a subclass of ``ValueError``.
 
     Example:
         >>> node = {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
@@ -53,20 +53,20 @@ def instantiate(
         raise InstantiationError(f"instantiate needs a _component_ key: this node has {sorted(map(str, config))}")
     if caller_globals is None:
         caller_globals = sys._getframe(1).f_globals
-    return _create(_merge(_plain(config), kwargs), args, caller_globals)
+    return _create(_merge(_to_plain_dict(config), kwargs), args, caller_globals)
 
 
-def _plain(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
-    """``config`` as a dict, interpolations resolved (against the parents that a ``DictConfig`` knows)."""
+def _to_plain_dict(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    """Return ``config`` as a dict with interpolations resolved (relative to the parents of a ``DictConfig``)."""
     if isinstance(config, dict):
-        if not any(isinstance(value, str) and "${" in value for _, value in leaves(config)):
+        if not any(isinstance(value, str) and "${" in value for _, value in iter_scalars(config)):
             return config
         config = OmegaConf.create(config, flags={"allow_objects": True})
     return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
 
 
 def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """``extra`` over ``node``: mappings are merged, everything else is replaced and never copied."""
+    """Update ``node`` with ``extra``: mappings are merged, other values replaced without a copy."""
     merged = dict(node)
     for key, value in extra.items():
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -76,13 +76,13 @@ def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[str, Any]) -> Any:
-    component = _locate.locate(node["_component_"], {**_locate.names_of_recipe, **caller_globals})
+    component = _locate.locate(node["_component_"], {**_locate.recipe_globals, **caller_globals})
     given = {key: value for key, value in node.items() if key != "_component_"}
     if is_configurable(component):
         return from_node(component, given, *args)
     if not callable(component):
         raise InstantiationError(f"'{node['_component_']}' is a {type(component).__name__}, not a class or function")
-    arguments = {key: _argument(component, key, value, caller_globals) for key, value in given.items()}
+    arguments = {key: _build_argument(component, key, value, caller_globals) for key, value in given.items()}
     try:
         return component(*args, **arguments)
     except ValueError as error:
@@ -92,28 +92,28 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
 
 
 def _is_raised_by(component: Any, error: ValueError) -> bool:
-    """Whether a component's own module raises it, of what it was given; others have met what nobody foresaw."""
+    """Return whether the error was raised in the component's module, so likely about its arguments, and not deeper."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__") == getattr(component, "__module__", None)
 
 
-def _argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
+def _build_argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
     inner = value.values() if type(value) is dict else value if type(value) is list else ()
     if is_component(value) or any(map(is_component, inner)):
         argument = accepts(component, [key]).named.get(key)
         if argument is not None and takes_component(argument.annotation):
             return value
-    return _build(value, caller_globals)
+    return _build_nested(value, caller_globals)
 
 
-def _build(value: Any, caller_globals: dict[str, Any]) -> Any:
-    """Build the components inside ``value``; a value without any is returned itself."""
+def _build_nested(value: Any, caller_globals: dict[str, Any]) -> Any:
+    """Instantiate the components inside ``value``; return ``value`` itself if there are none."""
     if type(value) is dict:
         if "_component_" in value:
             return _create(value, (), caller_globals)
-        built: Any = {key: _build(item, caller_globals) for key, item in value.items()}
+        built: Any = {key: _build_nested(item, caller_globals) for key, item in value.items()}
         return built if any(built[key] is not item for key, item in value.items()) else value
     if type(value) is list:
-        built = [_build(item, caller_globals) for item in value]
+        built = [_build_nested(item, caller_globals) for item in value]
         return built if any(new is not old for new, old in zip(built, value, strict=True)) else value
     return value

@@ -1,34 +1,34 @@
-"""How large a config may be: measured on the events of the parser, before anything recursive looks at it."""
+"""Limits on the size of a config, checked on parser events before anything recurses into it."""
 
 import yaml
 
 MAX_BYTES = 2**20
-# Of what stands in the file once its aliases are expanded; the largest config that ships has about a hundred values.
+# Counted with aliases expanded; the largest shipped config has about a hundred values.
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """A text that is valid YAML as far as it was read, but too much of it."""
+    """YAML that exceeds a size limit; the text after the excess is not read."""
 
 
 def check_size(text: str, loader: yaml.SafeLoader) -> None:
     """Raise if a text is too long, too deeply nested, or too large with its aliases expanded.
 
-    The parser yields events without recursion. Composing nodes from them recurses in C, and nested aliases expand to
-    any number of values (ten aliases of ten aliases, eight levels deep: 100 million). So both are counted first.
+    The parser yields events without recursion. Composing nodes from them recurses in C, and nested aliases expand
+    exponentially (ten aliases of ten aliases, eight levels deep: 100 million values). So the events are counted first.
 
     Args:
-        text: what is parsed.
+        text: the YAML text.
         loader: a fresh loader of ``text``; its events are used up.
 
     Raises:
-        TooLarge: with the line where it becomes too much.
+        TooLarge: a limit is exceeded; has the line.
         yaml.YAMLError: the text is not YAML.
     """
     if len(text) > MAX_BYTES:
         raise TooLarge(problem=f"is longer than {MAX_BYTES // 2**20} MiB: a config is a page of settings")
-    anchors: dict[str, tuple[int, int]] = {}  # values and depth of what an alias stands for
+    anchors: dict[str, tuple[int, int]] = {}  # anchor -> number of values and depth that its alias expands to
     open_nodes: list[tuple[str | None, int, int]] = []  # anchor, values and depth inside so far
     total = 0
     while loader.check_event():

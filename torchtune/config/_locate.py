@@ -1,4 +1,4 @@
-"""From a dotted path to the class or function that it names."""
+"""Find the class or function of a dotted path."""
 
 import builtins
 import importlib
@@ -11,10 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from torchtune.config._errors import InstantiationError, did_you_mean
-from torchtune.utils import UserError
-from torchtune.utils._optional import without_noise
+from torchtune.utils import UserError, hide_import_warnings
 
-# What importing somebody's module may raise; anything else is a bug that deserves its traceback.
+# Expected failures of importing user modules; anything else is a bug and keeps its traceback.
 _IMPORT_FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
     SyntaxError, TypeError, ValueError, UserError,
@@ -23,13 +22,13 @@ _IMPORT_FAILURES = (
 
 def _import(name: str, path: str) -> ModuleType:
     try:
-        with without_noise(name):
+        with hide_import_warnings(name):
             return importlib.import_module(name)
     except _IMPORT_FAILURES as error:
-        raise _failed(name, path, error) from error
+        raise _import_error(name, path, error) from error
 
 
-def _failed(name: str, path: str, error: Exception) -> InstantiationError:
+def _import_error(name: str, path: str, error: Exception) -> InstantiationError:
     missing = (getattr(error, "name", None) or name) if isinstance(error, ModuleNotFoundError) else name
     if missing.partition(".")[0] != name.partition(".")[0]:
         reason = f"because '{missing}' is not installed"
@@ -39,7 +38,7 @@ def _failed(name: str, path: str, error: Exception) -> InstantiationError:
     return InstantiationError(f"'{path}': module '{name}' failed to import {reason}")
 
 
-def _exists(name: str) -> bool:
+def _module_exists(name: str) -> bool:
     if name in sys.modules:
         return True
     try:
@@ -48,42 +47,42 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _contents(module: Any) -> Iterable[str]:
+def _public_names(module: Any) -> Iterable[str]:
     submodules = [info.name for info in pkgutil.iter_modules(getattr(module, "__path__", []))]
     return [name for name in {*dir(module), *submodules} if not name.startswith("_")]
 
 
-def _step(owner: Any, parts: list[str], index: int, path: str) -> Any:
-    """The member ``parts[index]`` of ``owner``: between dots modules come first, at the end attributes do."""
+def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
+    """Return member ``parts[index]`` of ``owner``. Modules win between dots, attributes win at the end."""
     name, so_far = parts[index], ".".join(parts[: index + 1])
     is_package = isinstance(owner, ModuleType) and hasattr(owner, "__path__")
     last = index == len(parts) - 1
-    if is_package and not last and _exists(so_far):
+    if is_package and not last and _module_exists(so_far):
         return _import(so_far, path)
     try:
         return getattr(owner, name)
     except AttributeError:
-        if is_package and _exists(so_far):
+        if is_package and _module_exists(so_far):
             return _import(so_far, path)
-    except _IMPORT_FAILURES as error:  # a lazy package face imports on first use
-        raise _failed(".".join(parts[:index]), path, error) from error
+    except _IMPORT_FAILURES as error:  # a lazy package imports on first access
+        raise _import_error(".".join(parts[:index]), path, error) from error
     before = ".".join(parts[:index])
-    hint = did_you_mean(name, _contents(owner))
+    hint = did_you_mean(name, _public_names(owner))
     if is_package and not last:
         raise InstantiationError(f"'{path}': there is no module '{so_far}'{hint}")
     kind = "module" if isinstance(owner, ModuleType) else "class"
     raise InstantiationError(f"'{path}': {kind} '{before}' has no attribute '{name}'{hint}")
 
 
-# Names of the file of the recipe whose config was read last: the library builds components of its config, too.
-names_of_recipe: dict[str, Any] = {}
+# Globals of the recipe whose config was read last: the library instantiates parts of this config, too.
+recipe_globals: dict[str, Any] = {}
 
 
 def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
-    """The object that ``path`` names: ``package.module.Class``, ``….Class.method``, or a name of the recipe's file.
+    """Return the object at ``path``: ``package.module.Class``, ``….Class.method``, or a name in the recipe's file.
 
     Raises:
-        InstantiationError: it does not exist, or its module cannot be imported; the message says which.
+        InstantiationError: the object does not exist, or its module cannot be imported.
         ValueError: the path has an empty part (``a..b``).
     """
     if not isinstance(path, str) or not path:
@@ -94,9 +93,9 @@ def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     scope = caller_globals or {}
-    if parts[0] in scope and (len(parts) == 1 or not _exists(parts[0])):
+    if parts[0] in scope and (len(parts) == 1 or not _module_exists(parts[0])):
         found = scope[parts[0]]
-    elif _exists(parts[0]):
+    elif _module_exists(parts[0]):
         found = _import(parts[0], path)
     else:
         names = {"torch", "torchtune", *scope, *(name for name in sys.modules if "." not in name and name[0] != "_")}
@@ -107,5 +106,10 @@ def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
         advice = hint or ": install it, or correct the name"
         raise InstantiationError(f"'{path}': there is no module '{parts[0]}' here{advice}")
     for index in range(1, len(parts)):
-        found = _step(found, parts, index, path)
+        found = _get_member(found, parts, index, path)
     return found
+
+
+def locate_from_recipe(path: str) -> Any:
+    """Return the object that ``path`` names; a name without dots is one of the running recipe's file."""
+    return locate(path, recipe_globals)

@@ -1,4 +1,4 @@
-"""The way in: from ``recipe.py --config file.yaml key=value`` to checked settings."""
+"""Entry point of recipes: parse ``recipe.py --config file.yaml key=value`` into checked settings."""
 
 import copy
 import dataclasses
@@ -15,13 +15,13 @@ from torchtune.config import _locate, _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._for_recipe import is_other_method, named_recipe, remark_on_recipe
+from torchtune.config._for_recipe import explain_wrong_recipe, is_other_method, recipe_name_of
 from torchtune.config._interpolate import interpolate
-from torchtune.config._reader import Document, leaves, read
+from torchtune.config._reader import Document, iter_scalars, read_document
 from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, settings_fields, settings_of
-from torchtune.config._secrets import escape, hide
-from torchtune.config._values import anything
+from torchtune.config._secrets import escape, redact_secrets
+from torchtune.config._values import visit_components
 from torchtune.utils import (
     LOST,
     ForeignPathError,
@@ -32,16 +32,17 @@ from torchtune.utils import (
     get_logger,
     log_once,
     note_in_run_log,
+    reduce_garbage_collection,
     refuse_foreign,
+    restore_garbage_collection,
     was_said,
 )
-from torchtune.utils._garbage import collect_as_usual, collect_seldom
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
 
 def find_config(config: str | Path) -> Path:
-    """A config by path or by the name of a shipped one. Raises ``ConfigError`` where there is neither."""
+    """Return the path of a config file or shipped config. Raises ``ConfigError`` if there is none."""
     path = Path(config)
     if path.is_file():
         return path
@@ -58,28 +59,28 @@ def find_config(config: str | Path) -> Path:
 def load_and_check(
     config_path: str | Path, overrides: Sequence[str] = (), recipe: Callable[..., Any] | type | None = None
 ) -> Any:
-    """Read a config and check it against a recipe before anything else is opened.
+    """Load a config and check it against a recipe, before anything else is opened.
 
     Args:
         config_path: path, or name of a shipped config.
         overrides: ``key=value`` and ``~key`` of the command line.
-        recipe: a ``recipe_main`` (wrapped by ``parse`` or not), its settings dataclass, or ``None`` to check the
-            components alone.
+        recipe: a ``recipe_main`` (wrapped by ``parse`` or not), its settings dataclass, or ``None`` to check only the
+            components.
 
     Returns:
-        An instance of the recipe's settings dataclass; a resolved ``DictConfig`` for a recipe annotated so.
+        An instance of the recipe's settings dataclass, or a resolved ``DictConfig`` for an untyped recipe.
 
     Raises:
         ConfigError: lists every mistake with file and line.
     """
-    document = read(find_config(config_path))
-    _overrides.apply(document, overrides)
+    document = read_document(find_config(config_path))
+    _overrides.apply_overrides(document, overrides)
     if isinstance(document.data.get("recipe"), dict | list):
         document.add(("recipe",), "must be the name or the path of a recipe")
         document.check()
     main = None if recipe is None or inspect.isclass(recipe) else inspect.unwrap(recipe)
     cls = settings_of(main) if main else recipe
-    _locate.names_of_recipe = main.__globals__ if main else {}
+    _locate.recipe_globals = main.__globals__ if main else {}
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)
@@ -93,16 +94,16 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
             message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
             log_once(get_logger(), message, level=30)
             del document.data[key]
-    name = named_recipe(document.data, scope) if "recipe" not in fields else None
+    name = recipe_name_of(document.data, scope) if "recipe" not in fields else None
     checker = Checker(document, scope)
     given = dict(document.data)
     try:
-        values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
-        _refuse_foreign(document)
+        values = checker.check_fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
+        _check_ownership(document)
         checker.finish()
     except ConfigError as error:
-        raise ConfigError(error.errors, remark_on_recipe(given, scope, fields)) from None
-    if remark := remark_on_recipe(given, scope, fields):
+        raise ConfigError(error.errors, explain_wrong_recipe(given, scope, fields)) from None
+    if remark := explain_wrong_recipe(given, scope, fields):
         if is_other_method(given, scope):
             raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
@@ -111,14 +112,14 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         document.check()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
-        vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for
-        _keep_promises(document, settings)
+        vars(settings)["recipe"] = name  # save_config writes it
+        _check_quantizer(document, settings)
     keep_references(settings, document)
     return settings
 
 
-def _keep_promises(document: Document, settings: Any) -> None:
-    """Refuse a run under a name that asks for a quantizer, without one."""
+def _check_quantizer(document: Document, settings: Any) -> None:
+    """Require a quantizer if the recipe's name promises quantization-aware training."""
     from torchtune._recipe_registry import promises
 
     if "quantizer" in promises(settings.recipe) and getattr(settings, "quantizer", None) is None:
@@ -130,14 +131,14 @@ def _keep_promises(document: Document, settings: Any) -> None:
         document.check()
 
 
-def _refuse_foreign(document: Document) -> None:
-    """Note every folder and file that is to be read or written and that another user controls."""
-    for path, value in leaves(document.data):
+def _check_ownership(document: Document) -> None:
+    """Add a mistake for every path in the config that another user controls."""
+    for path, value in iter_scalars(document.data):
         names = [key for key in path if isinstance(key, str)]
         if isinstance(value, str) and names and names[-1].endswith(("dir", "path", "file")) and os.sep in value:
             try:
                 refuse_foreign(value)
-            except (ForeignPathError, ValueError) as error:  # a ValueError: no path at all
+            except (ForeignPathError, ValueError) as error:  # ValueError: not a path
                 document.add(path, str(error))
 
 
@@ -146,19 +147,19 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
 
     references = interpolate(document, {})
     checker = Checker(document, recipe.__globals__ if recipe else {})
-    anything((), document.data, checker)
-    _refuse_foreign(document)
+    visit_components((), document.data, checker)
+    _check_ownership(document)
     if recipe is not None:
         _unread.check(document, recipe, references, is_typed=False)
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():
-        document.set(path, text, document.place(path))  # resolved whenever it is read, so never written resolved
+        document.set(path, text, document.place(path))  # stays a reference: a saved config must not hold the value
     return OmegaConf.create(document.data)
 
 
 def validate(cfg: Any) -> None:
-    """Check every component of a config against its signature; arguments that a recipe may hand over may be missing.
+    """Check every component of a config against its signature; arguments that a recipe may pass may be missing.
 
     Raises:
         ConfigError: lists every mistake.
@@ -169,54 +170,54 @@ def validate(cfg: Any) -> None:
     document = Document(data)
     interpolate(document, {})
     checker = Checker(document)
-    anything((), document.data, checker)
+    visit_components((), document.data, checker)
     checker.finish()
 
 
 def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Make a recipe's main function read its settings from the command line.
+    """Decorate a recipe's main function to read its settings from the command line.
 
-    The wrapper takes ``--config X`` (or ``--config=X``) and overrides from ``sys.argv``, checks everything, and ends
-    the process with what the recipe returns. Mistakes are printed without a traceback; the exit code is then 2.
-    Called with settings, it runs the recipe with them and returns.
+    The wrapper reads ``--config X`` (or ``--config=X``) and overrides from ``sys.argv``, checks everything, and exits
+    with the recipe's return value. Mistakes are printed without a traceback, with exit code 2. Called with settings,
+    the wrapper runs the recipe with them and returns.
     """
 
     @functools.wraps(recipe_main)
     def wrapper(*settings: Any) -> Any:
         if settings:
             return recipe_main(*settings)
-        collect_seldom()
+        reduce_garbage_collection()
         try:
             config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
             with file_limits():
                 result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
-            # What every rank finds, or was told by the others, one says.
-            shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
+            # An error that every rank raises is printed by one rank only.
+            shared = isinstance(error, ConfigError) or getattr(error, "rank0_only", False)
             if first_to_say(str(error)) if not shared else os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {hide(str(error))}", file=sys.stderr)
-            note_in_run_log(hide(str(error)))
+                print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
+            note_in_run_log(redact_secrets(str(error)))
             sys.exit(2)
         except LostRankError as error:
             note_in_run_log(traceback.format_exc().rstrip())
-            if not error.is_told and first_to_say(LOST):
+            if not error.is_reported and first_to_say(LOST):
                 print(f"error: {error}", file=sys.stderr)
             sys.exit(error.exit_code)
         except RuntimeError:
             if not was_said():
                 raise
-            # Torch's view of what another process has said already: for the log alone, so that this stands last.
+            # A consequence of an error that another process has printed: it is only logged, so that the cause is
+            # printed last.
             note_in_run_log(traceback.format_exc().rstrip())
             sys.exit(1)
         finally:
-            collect_as_usual()
+            restore_garbage_collection()
         sys.exit(result)
 
     return wrapper
 
 
 def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) -> tuple[str, list[str]]:
-    """``--config`` and the overrides of a command line; ``--help`` prints the settings and ends the process."""
     if "-h" in arguments or "--help" in arguments:
         print(f"usage: {Path(sys.argv[0]).name} {USAGE}\n\n{describe_settings(settings_of(recipe_main))}", end="")
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""YAML with positions: plain values, and the file and line where every key stands."""
+"""Read YAML into plain values, with the file and line of every key."""
 
 import functools
 import math
@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from torchtune.config._errors import MAX_MISTAKES, ConfigError, KeyPath, Mistake, brief, dotted
+from torchtune.config._errors import MAX_MISTAKES, ConfigError, KeyPath, Mistake, join_key, truncate_text
 from torchtune.config._limits import MAX_BYTES, TooLarge, check_size
-from torchtune.config._secrets import hide
+from torchtune.config._secrets import redact_secrets
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Scalars of YAML 1.2 where 1.1 surprises: ``2e-5`` and ``1e5`` are floats, dates are text."""
+    """YAML loader with two rules of YAML 1.2: ``2e-5`` and ``1e5`` are floats, dates are text."""
 
 
 _FLOAT = re.compile(
@@ -33,16 +33,16 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 _MERGE = "tag:yaml.org,2002:merge"
 _CORE = "tag:yaml.org,2002:"
 _SCALARS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null")}
-_MAX_INT = 2**63  # what torch and JSON readers take
+_MAX_INT = 2**63  # limit of torch and of JSON readers
 
 
 class BadValue(yaml.MarkedYAMLError):
-    """A scalar that is not of the type that it looks like or is tagged with."""
+    """Scalar that does not match the type of its form or tag."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written; ``raw`` is its text if it came from the command line."""
+    """Source position of a value; ``raw`` is its text if it comes from the command line."""
 
     text: str
     line: int = 0
@@ -51,60 +51,62 @@ class Place:
 
 @dataclass
 class Document:
-    """A config as plain dicts, lists and scalars, and the place of every key path in it."""
+    """Config as plain dicts, lists and scalars, with the source position of every key path."""
 
     data: dict[str, Any]
     name: str = ""
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    count: int = 0  # of mistakes, those included that are not told
-    copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # ${other}: errors are reported there
-    # What came from ${oc.env:…}, also by way of other references: as it was written, and its value
+    count: int = 0  # all mistakes, also those over the limit of ``mistakes``
+    copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # ${other} -> origin: a mistake is reported there
+    # Values that depend on ${oc.env:…}, directly or through references: the text as written, and the value
     environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> Place:
-        """The place of ``path``, or of the nearest section around it that was written."""
+        """Return the position of ``path``, or of the nearest enclosing section that has one."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
         return Place(self.name)
 
     def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
-        """Note a mistake, without secrets; ``at`` is the key to point to where it is not ``path``."""
+        """Add a mistake, with secrets redacted; ``at`` is the key to point to, by default ``path``."""
         self.count += 1
         place = self.place(path if at is None else at)
-        mistake = Mistake(place.text, hide(brief(dotted(path), 200)), hide(reason)[:2000], place.line)
+        mistake = Mistake(
+            place.text, redact_secrets(truncate_text(join_key(path), 200)), redact_secrets(reason)[:2000], place.line
+        )
         if mistake not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
             self.mistakes.append(mistake)
 
     def check(self) -> None:
-        """Raise ``ConfigError`` with every mistake, in the order of the lines."""
+        """Raise ``ConfigError`` with every mistake, sorted by line."""
         keys = {mistake.key for mistake in self.mistakes}
-        own = [mistake for mistake in self.mistakes if not self._repeats(mistake.key, keys)]
+        own = [mistake for mistake in self.mistakes if not self._is_copy_of_mistake(mistake.key, keys)]
         if own:
             raise ConfigError(sorted(own, key=lambda mistake: mistake.order))
 
-    def _repeats(self, key: str, keys: set[str]) -> bool:
-        copied = [(dotted(copy), dotted(origin)) for copy, origin in self.copies.items()]
+    def _is_copy_of_mistake(self, key: str, keys: set[str]) -> bool:
+        copied = [(join_key(copy), join_key(origin)) for copy, origin in self.copies.items()]
         return any(
             key == copy or key.startswith(f"{copy}.") for copy, origin in copied if origin + key[len(copy) :] in keys
         )
 
     def set(self, path: KeyPath, value: Any, place: Place) -> None:
-        """Put ``value`` at ``path``; what stood there is forgotten. The parent must exist."""
+        """Set the value at ``path`` and drop the positions below it. The parent must exist."""
         parent = functools.reduce(lambda node, key: node[key], path[:-1], self.data)
         parent[path[-1]] = value
-        self.forget(path)
+        self.drop_places(path)
         self.places[path] = place
 
-    def forget(self, path: KeyPath) -> None:
-        """Drop the places of ``path`` and of everything below it."""
+    def drop_places(self, path: KeyPath) -> None:
+        """Drop the positions of ``path`` and of everything below it."""
         for known in [known for known in self.places if known[: len(path)] == path]:
             del self.places[known]
 
 
 class _Builder:
-    """Turns the nodes of one file into values, noting places and duplicate keys."""
+    """Converter of one file's YAML nodes to values; records positions and duplicate keys."""
 
     def __init__(self, loader: _Loader, document: Document) -> None:
         self.loader, self.document, self.open = loader, document, set()
@@ -114,25 +116,25 @@ class _Builder:
             self.document.add(path, "contains itself through a YAML alias")
             return None
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(self.loader, node)
+            return _convert_scalar(self.loader, node)
         if node.tag not in (f"{_CORE}seq", f"{_CORE}map"):
-            raise _foreign(node)
+            raise _unknown_tag_error(node)
         self.open.add(node)
         if isinstance(node, yaml.SequenceNode):
             value: Any = []
             for index, item in enumerate(node.value):
-                self._note((*path, index), item)
+                self._record_place((*path, index), item)
                 value.append(self.build(item, (*path, index)))
         else:
-            value = self._mapping(node, path)
+            value = self._build_mapping(node, path)
         self.open.discard(node)
         return value
 
-    def _note(self, path: KeyPath, node: yaml.Node) -> None:
+    def _record_place(self, path: KeyPath, node: yaml.Node) -> None:
         line = node.start_mark.line + 1
         self.document.places[path] = Place(f"{self.document.name}:{line}", line)
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+    def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         value: dict[Any, Any] = {}
         merged: dict[Any, Any] = {}
         for key_node, item in node.value:
@@ -144,29 +146,29 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":null"):
                 self.document.add(path, "has a key that is not a plain name")
                 continue
-            key = _scalar(self.loader, key_node)
+            key = _convert_scalar(self.loader, key_node)
             key = key if isinstance(key, int) and not isinstance(key, bool) and path else key_node.value
             full = (*path, key)
             if key in value:
                 first = self.document.places[full].text.rpartition(":")[2]
-                self._note(full, key_node)
+                self._record_place(full, key_node)
                 self.document.add(full, f"is given twice, first in line {first}: remove one")
                 continue
-            self._note(full, key_node)
+            self._record_place(full, key_node)
             value[key] = self.build(item, full)
         return {**merged, **value}
 
 
-def _foreign(node: yaml.Node) -> yaml.YAMLError:
-    tag = brief(node.tag.replace(_CORE, "!!"))
+def _unknown_tag_error(node: yaml.Node) -> yaml.YAMLError:
+    tag = truncate_text(node.tag.replace(_CORE, "!!"))
     problem = f"could not determine a constructor for the tag '{tag}': a config holds plain values only"
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    """The value of a scalar; of a plain type, and no larger than numbers are."""
+def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """Convert a scalar of a plain type. Raises ``BadValue`` if a number does not fit 64 bits."""
     if node.tag not in _SCALARS:
-        raise _foreign(node)
+        raise _unknown_tag_error(node)
     kind = node.tag.removeprefix(_CORE)
     numeric = kind in ("int", "float")
     try:
@@ -178,16 +180,16 @@ def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
             raise ValueError
     except (ValueError, LookupError) as error:
         size = " of at most 64 bits" if numeric else ""
-        problem = f"'{brief(hide(node.value))}' is no {kind}{size}: put quotation marks around text"
+        problem = f"'{truncate_text(redact_secrets(node.value))}' is no {kind}{size}: put quotation marks around text"
         raise BadValue(problem=problem, problem_mark=node.start_mark) from error
     return value
 
 
 def _parse(text: str, document: Document) -> Any:
-    """The value that ``text`` holds; places, and mistakes that leave the rest readable, go into ``document``.
+    """Parse ``text``; positions and recoverable mistakes are added to ``document``.
 
     Raises:
-        yaml.YAMLError: it cannot be read.
+        yaml.YAMLError: it cannot be parsed.
     """
     check_size(text, _Loader(text))
     loader = _Loader(text)
@@ -195,8 +197,8 @@ def _parse(text: str, document: Document) -> Any:
     return None if node is None else _Builder(loader, document).build(node, ())
 
 
-def read(path: str | Path) -> Document:
-    """Read a YAML file. Raises ``ConfigError`` where it cannot be read at all; other mistakes are collected."""
+def read_document(path: str | Path) -> Document:
+    """Read a YAML file. Raises ``ConfigError`` if it cannot be parsed; other mistakes are collected in the document."""
     name = str(path)
     document = Document({}, name, {(): Place(f"{name}:1", 1)})
     try:
@@ -209,7 +211,7 @@ def read(path: str | Path) -> Document:
     try:
         data = _parse(text, document)
     except yaml.YAMLError as error:
-        raise ConfigError([_syntax(name, error)]) from error
+        raise ConfigError([_syntax_mistake(name, error)]) from error
     if isinstance(data, dict):
         document.data = data
     elif data is not None:
@@ -217,13 +219,13 @@ def read(path: str | Path) -> Document:
     return document
 
 
-def _syntax(name: str, error: yaml.YAMLError) -> Mistake:
+def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return Mistake(f"{name}:{mark.line + 1}" if mark else name, "", syntax_reason(error))
 
 
 def syntax_reason(error: yaml.YAMLError) -> str:
-    """What is wrong with a text, as one sentence without its place."""
+    """Return the reason of a YAML error as one sentence without its position."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     if isinstance(error, (TooLarge, BadValue)):
         return problem
@@ -232,9 +234,9 @@ def syntax_reason(error: yaml.YAMLError) -> str:
 
 
 def read_value(text: str) -> Any:
-    """The value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
+    """Parse the value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
 
-    Raises ``yaml.YAMLError`` for an unclosed list or mapping, and what is too large or twice in one.
+    Raises ``yaml.YAMLError`` for an unclosed list or mapping, a value over the size limits, and a duplicate key.
     """
     stripped = text.strip()
     if stripped in ("", "None"):
@@ -249,20 +251,20 @@ def read_value(text: str) -> Any:
         try:
             value = _parse(stripped, Document({}))
         except yaml.YAMLError:
-            return text  # a quotation mark that opens no quoted text is text
+            return text  # no closing quotation mark: plain text
         return value if isinstance(value, str) else text
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
     if tag not in _SCALARS:
         return text
-    return _scalar(loader, yaml.ScalarNode(tag, stripped if tag != f"{_CORE}str" else text))
+    return _convert_scalar(loader, yaml.ScalarNode(tag, stripped if tag != f"{_CORE}str" else text))
 
 
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every scalar below ``value`` with its path."""
+def iter_scalars(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every scalar below ``value`` with its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield path, value
     else:
         for key, item in items:
-            yield from leaves(item, (*path, key))
+            yield from iter_scalars(item, (*path, key))

@@ -1,4 +1,4 @@
-"""Settings as YAML: for the log, and for a file that runs again."""
+"""Write settings as YAML, for the log and for a config file that can be run again."""
 
 import dataclasses
 import enum
@@ -13,17 +13,24 @@ import yaml
 
 from torchtune.config._errors import KeyPath
 from torchtune.config._interpolate import texts_from_environment
-from torchtune.config._reader import Document, leaves
-from torchtune.config._secrets import REDACTED, escape, is_secret, redact_shapes, remember_environment, stands_for
+from torchtune.config._reader import Document, iter_scalars
+from torchtune.config._secrets import (
+    REDACTED,
+    environment_reference,
+    escape,
+    is_secret,
+    redact_tokens,
+    remember_environment,
+)
 from torchtune.utils import atomic_write, get_logger, log_rank_zero
 
 
-class _Written(str):
-    """A text with references that is saved as it was written, not as what it stands for."""
+class _Reference(str):
+    """Text that is saved with its references unresolved."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Floats that every YAML reader takes for floats; lists indented below their key."""
+    """YAML dumper without aliases that indents lists below their key."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         return super().increase_indent(flow, False)
@@ -33,35 +40,35 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    """Quote what YAML 1.2 would read as a number, such as ``1e5``."""
+    """Quote texts that YAML 1.2 reads as numbers, such as ``1e5``."""
     number = re.fullmatch(r"[-+]?[0-9._]+([eE][-+]?[0-9]+)?", text)
     style = "|" if "\n" in text else "'" if number else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_str)
-_Dumper.add_representer(_Written, _represent_str)
+_Dumper.add_representer(_Reference, _represent_str)
 
 
 def keep_references(settings: Any, document: Document) -> None:
-    """Remember in ``settings``, made from ``document``, what is to be saved as it was written."""
+    """Store in ``settings`` the document's values that are saved as ``${oc.env:…}``."""
     if document.environment:
         vars(settings)["_from_environment"] = document.environment
 
 
-def _restore(value: Any, environment: dict[KeyPath, tuple[str, Any]], path: KeyPath = ()) -> Any:
-    """``value`` with what came from the environment as it was written, unless it was changed since."""
+def _restore_references(value: Any, environment: dict[KeyPath, tuple[str, Any]], path: KeyPath = ()) -> Any:
+    """Replace values from the environment by their references, unless they have changed since."""
     text, resolved = environment.get(path, (None, None))
     if text is not None and (value == resolved or str(value) == str(resolved)):
-        return _Written(text)
+        return _Reference(text)
     if isinstance(value, dict):
-        return {key: _restore(item, environment, (*path, key)) for key, item in value.items()}
+        return {key: _restore_references(item, environment, (*path, key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [_restore(item, environment, (*path, index)) for index, item in enumerate(value)]
+        return [_restore_references(item, environment, (*path, index)) for index, item in enumerate(value)]
     return value
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
     elif type(value).__module__.startswith("omegaconf"):
@@ -69,35 +76,35 @@ def _plain(value: Any) -> Any:
 
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
 
 
 def _redact(value: Any, secret: bool = False) -> Any:
-    """``value`` without secrets; below a name of one every text is one. References to the environment stay."""
+    """Replace secrets in ``value``; every text below a secret's name is one. References to the environment stay."""
     if isinstance(value, dict):
         return {
-            key: item if key == "_component_" else _redact(item, secret or is_secret(str(key), _first(item)))
+            key: item if key == "_component_" else _redact(item, secret or is_secret(str(key), _deciding_scalar(item)))
             for key, item in value.items()
         }
     if isinstance(value, list):
         return [_redact(item, secret) for item in value]
-    if isinstance(value, _Written) or value in ("", "???"):
+    if isinstance(value, _Reference) or value in ("", "???"):
         return value
     if secret and (isinstance(value, str) or type(value) in (int, float)):
         return REDACTED
-    if isinstance(value, str) and len(value) >= 6 and (written := stands_for(value)):
-        return _Written(written)  # settings that were copied, or put together by hand
-    return redact_shapes(value) if isinstance(value, str) else value
+    if isinstance(value, str) and len(value) >= 6 and (written := environment_reference(value)):
+        return _Reference(written)  # settings that were copied or built by hand
+    return redact_tokens(value) if isinstance(value, str) else value
 
 
-def _first(value: Any) -> Any:
-    """What decides whether all of ``value`` is of the kind that secrets are: its first text, or its first value."""
-    found = [leaf for _, leaf in leaves(value)] if isinstance(value, (dict, list)) else [value]
+def _deciding_scalar(value: Any) -> Any:
+    """Return the value that decides whether ``value`` holds secrets: its first text, else its first scalar."""
+    found = [leaf for _, leaf in iter_scalars(value)] if isinstance(value, (dict, list)) else [value]
     return next((leaf for leaf in found if isinstance(leaf, str)), found[0] if found else None)
 
 
@@ -113,29 +120,28 @@ def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
 
 
 def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
-    """Settings (a dataclass instance or a ``DictConfig``) as resolved plain values, ``recipe`` first.
+    """Convert settings to resolved plain values, ``recipe`` first.
 
     Args:
-        settings: see above.
-        redact: leave out secrets: what is named or looks like one, and what came from ``${oc.env:…}``, which is given
-            as it was written.
+        settings: a dataclass instance or a ``DictConfig``.
+        redact: replace secrets (found by name or format), and keep ``${oc.env:…}`` unresolved.
     """
-    values = _plain(settings)
+    values = _to_plain(settings)
     recipe = getattr(settings, "recipe", None) if dataclasses.is_dataclass(settings) else None
     values = {"recipe": recipe, **values} if recipe is not None else values
-    return _redact(_restore(values, _environment_of(settings))) if redact else values
+    return _redact(_restore_references(values, _environment_of(settings))) if redact else values
 
 
 def to_yaml(settings: Any, *, sort_keys: bool = False) -> str:
-    """Settings as YAML text, secrets replaced; a ``$`` that stood for itself stays so when it is read again."""
+    """Return settings as YAML text with secrets redacted and each literal ``${`` escaped."""
     values = escape(to_dict(settings, redact=True))
     return yaml.dump(values, Dumper=_Dumper, sort_keys=sort_keys, allow_unicode=True, width=1000)
 
 
 def save_config(settings: Any, path: str | Path) -> None:
-    """Write the resolved settings as YAML that runs again unchanged, readable by their owner alone.
+    """Save the resolved settings as a YAML config that can be run again, with permissions for the owner only.
 
-    What came from ``${oc.env:…}`` is written so again, other secrets are replaced.
+    References ``${oc.env:…}`` stay unresolved; other secrets are redacted.
 
     Raises:
         UserError: the file cannot be written.
@@ -146,6 +152,6 @@ def save_config(settings: Any, path: str | Path) -> None:
 
 
 def log_config(recipe_name: str, cfg: Any) -> None:
-    """Log the resolved settings, keys sorted and secrets replaced, on rank zero."""
+    """Log the resolved settings on rank 0, with sorted keys and redacted secrets."""
     text = to_yaml(cfg, sort_keys=True)
     log_rank_zero(get_logger("INFO"), f"Running {recipe_name} with resolved config:\n\n{text}")

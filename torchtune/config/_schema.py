@@ -1,4 +1,4 @@
-"""What a settings dataclass says about each setting: markers for annotations, and its fields read back."""
+"""Annotations for settings dataclasses, and functions that read the dataclass's fields."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 UNIONS = (Union, types.UnionType)
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 class Component:
     """Annotation of a setting that names a class or function and its arguments.
 
-    In YAML it is a section with a ``_component_`` key; in the settings instance, a resolved ``DictConfig`` for
+    In YAML it is a section with a ``_component_`` key, in the settings instance a resolved ``DictConfig`` for
     ``torchtune.config.instantiate``.
 
     Example:
@@ -30,8 +30,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number, in ``Annotated[int, Range(min=1)]``: ``min`` and ``max`` belong to it, ``above`` and
-    ``below`` do not.
+    """Bounds of a number, as in ``Annotated[int, Range(min=1)]``; ``min`` and ``max`` are inclusive.
 
     Example:
         >>> torchtune.config.Range(above=0, max=1).holds(0.5)
@@ -48,7 +47,7 @@ class Range:
         return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is within the bounds (NaN never is)."""
+        """Return whether ``value`` is within the bounds (NaN never is)."""
         return value == value and (
             (self.min is None or value >= self.min)
             and (self.above is None or value > self.above)
@@ -59,9 +58,9 @@ class Range:
 
 @dataclass(frozen=True, init=False)
 class RuntimeArgs:
-    """Arguments that the recipe passes besides those in YAML: positional (named for messages) and keyword arguments.
+    """Arguments that the recipe passes in addition to those in YAML: positional (named for messages) and keyword.
 
-    ``rules`` are constraints on arguments in YAML that the signature of a component cannot express.
+    ``rules`` are bounds on arguments in YAML that the component's signature cannot express.
 
     Example:
         >>> torchtune.config.RuntimeArgs("params", keywords=("lr",)).keywords
@@ -70,7 +69,7 @@ class RuntimeArgs:
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # a dict; unions hash their members
+    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # unions hash their members
 
     def __init__(
         self, *positional: str, keywords: tuple[str, ...] = (), rules: Mapping[str, Range] | None = None
@@ -79,8 +78,8 @@ class RuntimeArgs:
             object.__setattr__(self, name, value)
 
 
-# Common kinds of settings. The recipes pass a dataset the tokenizer, an optimizer the parameters, and a schedule the
-# optimizer, the number of steps and the last epoch.
+# Common types of settings. The recipes pass the tokenizer to a dataset, the parameters to an optimizer, and the
+# optimizer, the number of steps and the last epoch to a scheduler.
 PositiveInt = Annotated[int, Range(min=1)]
 CheckpointerComponent = Annotated[Component, RuntimeArgs(rules={"keep_last_n_checkpoints": Range(min=1)})]
 DatasetComponent = Annotated[Component | list[Component], RuntimeArgs("tokenizer")]
@@ -96,7 +95,7 @@ LossComponent = Annotated[Component, RuntimeArgs(rules={"num_output_chunks": Ran
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a settings dataclass."""
+    """Type and default of one field of a settings dataclass."""
 
     annotation: Any
     required: bool
@@ -105,7 +104,7 @@ class Setting:
 
 @functools.cache
 def settings_fields(cls: type) -> dict[str, Setting]:
-    """The fields of a settings dataclass by name, annotations evaluated."""
+    """Return the fields of a settings dataclass by name, with evaluated annotations."""
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {}
     for item in filter(lambda item: item.init, dataclasses.fields(cls)):
@@ -116,7 +115,7 @@ def settings_fields(cls: type) -> dict[str, Setting]:
 
 
 def settings_of(recipe_main: Callable[..., Any]) -> type:
-    """The annotation of a recipe's argument: its settings dataclass, or ``DictConfig`` (also where there is none)."""
+    """Return the annotated type of a recipe's argument: a settings dataclass, else ``DictConfig``."""
     function = inspect.unwrap(recipe_main)
     parameters = list(inspect.signature(function).parameters)
     found = typing.get_type_hints(function).get(parameters[0]) if parameters else None
@@ -128,24 +127,24 @@ def settings_of(recipe_main: Callable[..., Any]) -> type:
 
 
 def split_annotated(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """``Annotated[int, Range(min=1)]`` -> ``(int, (Range(min=1),))``."""
+    """Split ``Annotated[int, Range(min=1)]`` into ``(int, (Range(min=1),))``."""
     if get_origin(annotation) is Annotated:
         return get_args(annotation)[0], annotation.__metadata__
     return annotation, ()
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; a single type is its own alternative.
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union, or a tuple of the type itself.
 
-    An annotated union inside a union, as in ``DatasetComponent | None``, is taken apart: each of its alternatives is
-    annotated then.
+    An annotated union inside a union, as in ``DatasetComponent | None``, is flattened: each alternative gets the
+    annotations.
     """
     if get_origin(annotation) not in UNIONS:
         return (annotation,)
     found: list[Any] = []
     for member in get_args(annotation):
         base, extras = split_annotated(member)
-        found += [Annotated[(part, *extras)] for part in members(base)] if extras else [member]
+        found += [Annotated[(part, *extras)] for part in union_members(base)] if extras else [member]
     return tuple(found)
 
 
@@ -153,12 +152,12 @@ _NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "ma
 
 
 def takes_component(annotation: Any) -> bool:
-    """Whether a :class:`Component` is in an annotation, at any depth."""
+    """Return whether an annotation contains :class:`Component`, at any depth."""
     return annotation is Component or any(map(takes_component, get_args(annotation)))
 
 
 def type_text(annotation: Any) -> str:
-    """``list[int] | None`` -> ``"list of int or null"``."""
+    """Describe an annotation: ``list[int] | None`` -> ``"list of int or null"``."""
     base, extras = split_annotated(annotation)
     if extras:
         return type_text(base) + "".join(f" {extra}" for extra in extras if isinstance(extra, Range))
@@ -176,22 +175,22 @@ def type_text(annotation: Any) -> str:
 
 
 def is_configurable(target: Any) -> bool:
-    """Whether ``target`` is a class with a nested ``Config`` dataclass that builds it."""
+    """Return whether ``target`` is a class with a nested ``Config`` dataclass that builds it."""
     nested = getattr(target, "Config", None) if isinstance(target, type) else None
     return dataclasses.is_dataclass(nested) and callable(getattr(nested, "build", None))
 
 
 def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``cls`` from checked values: component nodes become ``DictConfig``."""
+    """Build the dataclass ``cls`` from checked values; component nodes become ``DictConfig``."""
     fields = settings_fields(cls)
-    return cls(**{name: _final(value, fields[name].annotation) for name, value in values.items()})
+    return cls(**{name: _convert_component_nodes(value, fields[name].annotation) for name, value in values.items()})
 
 
-def _final(value: Any, annotation: Any) -> Any:
+def _convert_component_nodes(value: Any, annotation: Any) -> Any:
     from omegaconf import OmegaConf
 
     base, _ = split_annotated(annotation)
-    for member in members(base):
+    for member in union_members(base):
         kind, _ = split_annotated(member)
         origin, args = get_origin(kind) or kind, get_args(kind)
         if isinstance(value, dict) and origin is Component:
@@ -199,9 +198,9 @@ def _final(value: Any, annotation: Any) -> Any:
         if isinstance(value, dict) and dataclasses.is_dataclass(origin):
             return build_settings(origin, value)
         if isinstance(value, dict) and origin is dict and len(args) == 2:
-            return {key: _final(item, args[1]) for key, item in value.items()}
+            return {key: _convert_component_nodes(item, args[1]) for key, item in value.items()}
         if isinstance(value, list) and origin is list and args:
-            return [_final(item, args[0]) for item in value]
+            return [_convert_component_nodes(item, args[0]) for item in value]
         if isinstance(value, list) and origin is tuple:
             return tuple(value)
     return value

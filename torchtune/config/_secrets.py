@@ -1,4 +1,4 @@
-"""What must not be written down: values from the environment, and what is named or looks like a secret."""
+"""Redact secrets: values from the environment, and values with the name or the format of a secret."""
 
 import itertools
 import os
@@ -8,21 +8,22 @@ from typing import Any
 
 REDACTED = "<redacted>"
 
-# Names are taken apart into words (``hfToken``, ``HF-TOKEN``, ``hf_token``); plurals of the third set are no secrets.
-_STRONG = {"password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials", "apikey"}
-_STRONG |= {"bearer", "authorization", "cookie", "htpasswd"}
-_TEXT = {"auth", "token", "key", "pat"}
+# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). Plurals of _SECRET_TEXT_WORDS alone are not
+# secrets.
+_SECRET_WORDS = {"password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials", "apikey"}
+_SECRET_WORDS |= {"bearer", "authorization", "cookie", "htpasswd"}
+_SECRET_TEXT_WORDS = {"auth", "token", "key", "pat"}
 _PLURALS = {"tokens", "keys"}
-_WHOSE = set(
+_OWNER_WORDS = set(
     "access api auth aws azure bearer client github gitlab hf hub huggingface id openai private refresh secret service "
     "session wandb".split()
 ) - {"id"}
-# "token" is also what tokenizers speak of, and "key" what attention and tables do: eos_token, text_key are no secrets.
+# "token" is also a tokenizer's, and "key" that of attention and tables: eos_token, text_key are not secrets.
 _INNOCENT_TOKEN = set(
     "bos eos pad unk sep cls mask image video audio special start end stop begin first last next per extra ignore "
     "header role user system assistant think tool patch tile added new max min num".split()
 )
-_OF_TOKENS = {"id", "ids", "index", "indices", "type", "file", "path", "format", "level", "count", "limit"}
+_TOKEN_ATTRIBUTES = {"id", "ids", "index", "indices", "type", "file", "path", "format", "level", "count", "limit"}
 _INNOCENT_KEY = set(
     "answer attention audio cache chosen column completion content conversation conversations data dict field group "
     "image index input instruction json label labels layer mask message messages metric model name output prompt query "
@@ -30,7 +31,7 @@ _INNOCENT_KEY = set(
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
-_SHAPES = re.compile(
+_TOKEN_FORMATS = re.compile(
     r"""
     -----BEGIN[ ][A-Z0-9 ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z0-9 ]*PRIVATE[ ]KEY-----|\Z)
     | (?<![A-Za-z0-9])(?:
@@ -47,12 +48,12 @@ _SHAPES = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _ENVIRONMENT_NAME = re.compile(r"oc\.env\s*:\s*['\"]?([^\s'\"{},]+)")
-# Values of environment variables that configs of this process refer to, each with the text that stands for it.
+# Value of each environment variable that a config of this process refers to -> the reference.
 _environment: dict[str, str] = {}
 
 
 def remember_environment(texts: Iterable[str]) -> None:
-    """Note the values of the variables that ``texts`` read with ``${oc.env:NAME}``, so that ``hide`` finds them."""
+    """Record the values of variables that ``texts`` read with ``${oc.env:NAME}``, for ``redact_secrets``."""
     for text in texts:
         for name in _ENVIRONMENT_NAME.findall(text):
             value = os.environ.get(name)
@@ -61,28 +62,28 @@ def remember_environment(texts: Iterable[str]) -> None:
 
 
 def is_secret(key: str, value: object = "") -> bool:
-    """Whether the name of a setting says that its value (a text, unless the name is beyond doubt) is a secret."""
+    """Return whether a setting's name marks its value as a secret; for most names only a text can be one."""
     words = [word.lower() for word in _WORD.findall(key)]
     if not words or isinstance(value, bool) or value is None:
         return False
     joined = {"".join(pair) for pair in itertools.pairwise(words)}
-    if _STRONG & {*words, *joined}:
+    if _SECRET_WORDS & {*words, *joined}:
         return True
     if isinstance(value, (int, float)):
         return False
     if words[-1] in _PLURALS or (words[-1] == "key" and words[-2:-1] == ["public"]):
-        return bool(_WHOSE & set(words[:-1]))
+        return bool(_OWNER_WORDS & set(words[:-1]))
     before = set(words)
-    if "token" in words and words[-1] not in _OF_TOKENS:
+    if "token" in words and words[-1] not in _TOKEN_ATTRIBUTES:
         return not before & _INNOCENT_TOKEN
     if words[-1] == "key":
         return not before & _INNOCENT_KEY
-    return words[-1] in _TEXT or words[0] == "auth"
+    return words[-1] in _SECRET_TEXT_WORDS or words[0] == "auth"
 
 
-def redact_shapes(text: str) -> str:
-    """``text`` without what looks like a token, a private key or a URL's password."""
-    return _SHAPES.sub(_replacement, text)
+def redact_tokens(text: str) -> str:
+    """Redact everything in ``text`` with the format of a token, a private key or a URL's password."""
+    return _TOKEN_FORMATS.sub(_replacement, text)
 
 
 def _replacement(match: re.Match[str]) -> str:
@@ -95,22 +96,22 @@ def _replacement(match: re.Match[str]) -> str:
     return REDACTED
 
 
-def hide(text: str) -> str:
-    """A message without secrets: values of the environment that configs read, and what looks like one."""
+def redact_secrets(text: str) -> str:
+    """Redact a message: values of environment variables that configs read, and the formats of ``redact_tokens``."""
     for value, written in sorted(_environment.items(), key=lambda item: -len(item[0])):
         if len(value) >= 6:
             for form in {value, repr(value)[1:-1]}:
                 text = text.replace(form, written)
-    return redact_shapes(text)
+    return redact_tokens(text)
 
 
-def stands_for(value: object) -> str | None:
-    """The ``${oc.env:NAME}`` that ``value`` comes from, if it is the value of such a variable."""
+def environment_reference(value: object) -> str | None:
+    """Return the reference ``${oc.env:NAME}`` that has this value, if any."""
     return _environment.get(value) if isinstance(value, str) else None
 
 
 def escape(value: Any) -> Any:
-    """``value`` with every ``${`` written so that it stands for itself."""
+    """Escape every ``${`` in ``value``, so that it is literal."""
     if isinstance(value, dict):
         return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list):

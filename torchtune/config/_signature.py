@@ -1,4 +1,4 @@
-"""Which arguments a callable accepts, ``**kwargs`` followed to the calls that they feed."""
+"""Find the arguments that a callable accepts; ``**kwargs`` are followed into the calls that receive them."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ from torchtune.config._locate import locate
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument that may be given by name."""
+    """One argument that can be passed by name."""
 
     annotation: Any = Any
     required: bool = False
@@ -24,22 +24,22 @@ class Argument:
 
 @dataclass
 class Accepts:
-    """What a callable accepts: ``order`` are those that positional arguments fill, ``open`` takes any name.
+    """Arguments of a callable: ``order`` lists the positional ones; with ``open``, any name is accepted.
 
-    ``swallows`` tells that ``**kwargs`` is there, which may be ignored: a name in the YAML must do something, one that
-    the recipe hands over need not. ``partial`` tells that a package which takes long to load was not asked.
+    ``ignores_unknown``: the callable has ``**kwargs``, which it may ignore. A name in the YAML must have an effect, but
+    a runtime argument of the recipe need not. ``partial``: a package that is slow to import was not inspected.
     """
 
     named: dict[str, Argument] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     variadic: bool = False
     open: bool = False
-    swallows: bool = False
+    ignores_unknown: bool = False
     partial: bool = False
 
 
-_DEPTH = 8  # of **kwargs handed from call to call
-# What almost every config gives ``datasets.load_dataset``; that package takes a second to load.
+_MAX_DEPTH = 8  # maximum number of calls that **kwargs are followed through
+# Common arguments of ``datasets.load_dataset``; the package takes a second to import.
 _FILES = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 _LOAD_DATASET = {name: Argument(str | None) for name in ("data_dir", "name")}
 _LOAD_DATASET |= {
@@ -50,7 +50,10 @@ _LOAD_DATASET |= {
 
 
 def accepts(target: Callable[..., Any], given: Iterable[str] | None = None) -> Accepts:
-    """Read the signature of a class, function, method or partial; no further than for the names that are ``given``."""
+    """Read the signature of a class, function, method or partial.
+
+    Slow packages are inspected only if a name in ``given`` is not found without them.
+    """
     found = _accepts(target, is_partial=given is not None)
     return found if not found.partial or found.named.keys() >= set(given or ()) else _accepts(target)
 
@@ -66,19 +69,19 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
     found, catch_all = Accepts(), None
     source = inspect.unwrap(_implementation(target)[0])
     if getattr(source, "__name__", "") == "_no_init_or_replace_init":
-        return found  # a class without __init__ below a Protocol takes nothing
+        return found  # a Protocol's subclass without __init__ takes no arguments
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             found.variadic = True
         elif parameter.kind is parameter.VAR_KEYWORD:
-            catch_all, found.swallows = name, True
+            catch_all, found.ignores_unknown = name, True
         else:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
                 found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 found.order.append(name)
     if catch_all is not None:
-        _follow(target, catch_all, found, depth, is_partial)
+        _follow_kwargs(target, catch_all, found, depth, is_partial)
     return found
 
 
@@ -100,7 +103,7 @@ def _annotation(parameter: inspect.Parameter, source: Any) -> Any:
 
 
 def _implementation(target: Any) -> tuple[Any, type | None]:
-    """The function that takes the arguments, and the class that defines it."""
+    """Return the function that takes the arguments, and the class that defines it."""
     if inspect.isclass(target):
         for owner in target.__mro__:
             for name in ("__init__", "__new__"):
@@ -119,22 +122,22 @@ def _implementation(target: Any) -> tuple[Any, type | None]:
 def remaining(
     inner: Accepts, positional: int, given: Set[str] = frozenset(), optional: Set[str] = frozenset()
 ) -> Accepts:
-    """``inner`` after some positional and keyword arguments were passed to it."""
+    """Return ``inner`` without the arguments already passed; ``optional`` names stop being required."""
     taken = {*inner.order[:positional], *given}
     named = {name: argument for name, argument in inner.named.items() if name not in taken}
     for name in set(named) & optional:
         named[name] = Argument(named[name].annotation)
     order = [name for name in inner.order[positional:] if name not in taken]
-    return Accepts(named, order, inner.variadic, inner.open, inner.swallows, inner.partial)
+    return Accepts(named, order, inner.variadic, inner.open, inner.ignores_unknown, inner.partial)
 
 
-def _follow(target: Any, catch_all: str, found: Accepts, depth: int, is_partial: bool) -> None:
-    """Add to ``found`` what ``**catch_all`` of ``target`` may hold."""
-    if depth >= _DEPTH:
+def _follow_kwargs(target: Any, catch_all: str, found: Accepts, depth: int, is_partial: bool) -> None:
+    """Add to ``found`` the names that ``**catch_all`` of ``target`` may contain."""
+    if depth >= _MAX_DEPTH:
         found.open = True
         return
     if getattr(target, "__name__", "") == "load_dataset" and target.__module__.partition(".")[0] == "datasets":
-        found.named |= dict.fromkeys(_builder_names() - set(found.named), Argument())
+        found.named |= dict.fromkeys(_dataset_reader_arguments() - set(found.named), Argument())
         return
     function, owner = _implementation(target)
     function = inspect.unwrap(function)
@@ -171,7 +174,7 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int, is_partial:
 
 @functools.lru_cache(maxsize=1024)
 def _read_source(function: Any, catch_all: str) -> tuple["_Uses", dict[str, str]]:
-    """What ``function`` does with its ``**catch_all``, and what names its body imports; read once."""
+    """Return the uses of ``**catch_all`` in ``function``, and the imports of its body; cached."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
         raise TypeError(f"the source of {function} is no function")
@@ -179,7 +182,7 @@ def _read_source(function: Any, catch_all: str) -> tuple["_Uses", dict[str, str]
 
 
 def _imports(tree: ast.AST) -> dict[str, str]:
-    """Name -> what it is imported from, below ``tree``."""
+    """Return imported name -> dotted path, for the imports below ``tree``."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -191,7 +194,7 @@ def _imports(tree: ast.AST) -> dict[str, str]:
 
 
 class _Uses:
-    """What a function does with its ``**kwargs``: the calls that it feeds, the names that it takes out."""
+    """Uses of ``**kwargs`` in a function: the calls that receive it, and the names that are read from it."""
 
     def __init__(self, tree: ast.AST, name: str) -> None:
         self.calls: list[ast.Call] = []
@@ -201,26 +204,26 @@ class _Uses:
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
         changed: set[str] = set()
         for node in (node for node in names if node.id == name):
-            made = self._made(node, parents)
+            made = self._assigned_variables(node, parents)
             changed |= made - {name}
             if not made:
-                self._use(parents[node], parents.get(parents[node]))
+                self._record_use(parents[node], parents.get(parents[node]))
         unknown, fed = self.unknown, len(self.calls)
         for node in (node for node in names if node.id in changed):
-            self._use(parents[node], parents.get(parents[node]))
-        # Whatever else is done to "prepared" in "prepared = prepare(kwargs)", it must feed a call in the end.
+            self._record_use(parents[node], parents.get(parents[node]))
+        # In "prepared = prepare(kwargs)", any other use of "prepared" is fine, but a call must receive it in the end.
         self.unknown = unknown or (bool(changed) and len(self.calls) == fed)
 
     @staticmethod
-    def _made(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> set[str]:
-        """The variables that are assigned what a call makes of the whole of ``node``, if it is so used."""
+    def _assigned_variables(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> set[str]:
+        """Return the variables assigned from a call on ``node``, as in ``prepared = prepare(kwargs)``."""
         call = parents[node]
         assignment = parents.get(call)
         if not (isinstance(call, ast.Call) and node in call.args and isinstance(assignment, ast.Assign)):
             return set()
         return {each.id for target in assignment.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
 
-    def _use(self, parent: ast.AST, above: ast.AST | None) -> None:
+    def _record_use(self, parent: ast.AST, above: ast.AST | None) -> None:
         match parent, above:
             case ast.keyword(arg=None), ast.Call():
                 self.calls.append(above)
@@ -233,24 +236,27 @@ class _Uses:
             case ((ast.Attribute(attr="update" | "copy" | "keys") | ast.If()), _):
                 pass
             case _:
-                self.unknown = True  # passed on as a whole, or replaced: anything may happen to it
+                self.unknown = True  # passed on as a whole, or replaced
 
 
 class _Scope:
-    """Names as the body of a function sees them."""
+    """Resolver of the names in a function's body."""
 
     def __init__(self, function: Any, owner: type | None, subject: Any, imports: dict[str, str]) -> None:
         self.function, self.owner, self.subject, self.imports = function, owner, subject, imports
 
     def callee(self, call: ast.Call) -> tuple[Any, int]:
-        """The object that ``call`` calls, and how many of its positional arguments are not the callee's own."""
+        """Return the object that ``call`` calls, and the number of leading positional arguments to skip.
+
+        ``functools.partial(f, ...)`` counts as a call of ``f``, so 1 is skipped.
+        """
         found = self.resolve(call.func)
         if found is functools.partial and call.args:
             return self.resolve(call.args[0]), 1
         return found, 0
 
     def resolve(self, node: ast.AST) -> Any:
-        """Evaluate a name or a chain of attributes. Raises ``LookupError`` where it cannot."""
+        """Evaluate a name or a chain of attributes. Raises ``LookupError`` if it cannot."""
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
                 return self._parent(node.attr)
@@ -261,7 +267,7 @@ class _Scope:
             return self.subject or self.owner
         if node.id in self.imports:
             return locate(self.imports[node.id])
-        seen = inspect.getclosurevars(self.function)  # a local variable is not among them: known at run time only
+        seen = inspect.getclosurevars(self.function)  # without local variables, which are known at run time only
         return {**seen.builtins, **seen.globals, **seen.nonlocals}[node.id]
 
     def _parent(self, name: str) -> Any:
@@ -275,8 +281,8 @@ class _Scope:
         raise LookupError(name)
 
 
-def _builder_names() -> set[str]:
-    """What ``load_dataset`` passes on to the readers of JSON, CSV, Parquet and text files."""
+def _dataset_reader_arguments() -> set[str]:
+    """Return the names of the arguments that ``load_dataset`` passes to its JSON, CSV, Parquet and text readers."""
     kinds = ("json", "csv", "parquet", "text")
     modules = [importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}") for kind in kinds]
     configs = [getattr(module, f"{kind.capitalize()}Config") for kind, module in zip(kinds, modules, strict=True)]

@@ -1,4 +1,4 @@
-"""Keys of a config that would have no effect, and labels that would be shifted twice: read from the recipe's source."""
+"""Find config keys that the recipe's source never reads, and labels that it shifts a second time."""
 
 import ast
 import builtins
@@ -11,10 +11,10 @@ from torchtune.config._errors import nearest
 from torchtune.config._reader import Document
 from torchtune.utils import get_logger, log_once
 
-_ALWAYS = {"recipe", "output_dir"}  # read by the command line and by metric loggers
-# Configs of earlier releases carry these keys although the recipes beside them do not mention all of them: some are
-# read by what the recipe hands the config to (CheckpointClient) or by a constant's name (PROFILER_KEY), some by nobody.
-_CARRIED = {
+_ALWAYS_READ = {"recipe", "output_dir"}  # read by the command line and by metric loggers
+# Common keys of earlier releases' configs that their recipes do not all read by name: some are read elsewhere
+# (CheckpointClient) or through a constant (PROFILER_KEY), some not at all.
+_FORMER_KEYS = {
     "apply_chat_template",
     "checkpointer",
     "compile",
@@ -30,18 +30,23 @@ _SHIFTED = ("labels[..., 1:]", "labels[:, 1:]")
 
 
 def check(document: Document, recipe_main: Callable[..., Any], references: set[str], *, is_typed: bool) -> None:
-    """Report every top-level key of ``document`` that the recipe's file does not read and no other key refers to.
+    """Report every top-level key of ``document`` that the recipe's file does not read and that no reference uses.
 
-    A recipe without a settings dataclass refuses a key that its file never mentions: neither as an attribute
-    (``cfg.key``) nor as a word of a string, anywhere, so that a key read in a roundabout way is never refused. A key
-    that is mentioned, but not where the config is read, gets a warning: the loss of a log is not that of the config.
+    In a recipe without a settings dataclass, a key that its file mentions nowhere, neither as an attribute
+    (``cfg.key``) nor as a word in a string, is a mistake. A key that is mentioned, but apparently not read from the
+    config, is only a warning, because it may be read indirectly.
     """
     file = inspect.getsourcefile(recipe_main)
     if file is None or not Path(file).is_file():
         return
     source = _Source(ast.parse(Path(file).read_text(encoding="utf-8")), recipe_main.__globals__)
     _check_labels(document, source, Path(file).name)
-    used = source.read | _ALWAYS | (set() if is_typed else _CARRIED) | {name.partition(".")[0] for name in references}
+    used = (
+        source.read
+        | _ALWAYS_READ
+        | (set() if is_typed else _FORMER_KEYS)
+        | {name.partition(".")[0] for name in references}
+    )
     without_effect = []
     for key in document.data:
         if key in used or not isinstance(key, str):
@@ -52,7 +57,7 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
         found = nearest(key, source.read - set(document.data))
         hint = f"; did you mean '{found}'?" if found else ""
         document.add((key,), f"is never read by {Path(file).name}{hint}")
-    if without_effect and not source.hands_on:
+    if without_effect and not source.passes_config:
         message = (
             f"{Path(file).name} never reads {', '.join(without_effect)} of the config, so setting it has no effect."
         )
@@ -60,7 +65,7 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
 
 
 def _check_labels(document: Document, source: "_Source", name: str) -> None:
-    """Note that the recipe shifts the labels of a dataset of this library, which are shifted already."""
+    """Report a dataset of this library, with labels shifted already, in a recipe that shifts labels again."""
     nodes = document.data.get("dataset")
     for node in nodes if isinstance(nodes, list) else [nodes]:
         is_ours = isinstance(node, dict) and str(node.get("_component_")).startswith("torchtune.")
@@ -71,24 +76,24 @@ def _check_labels(document: Document, source: "_Source", name: str) -> None:
 
 
 class _Source:
-    """The keys that a recipe's source reads from its config, which is named ``cfg``, ``config`` or ``conf``.
+    """Keys that a recipe's source reads from its config, a variable named ``cfg``, ``config`` or ``conf``.
 
     Attributes:
-        read: keys that are read from the config: ``cfg.key``, ``cfg["key"]``, ``cfg.get("key")``, ``"key" in cfg``,
+        read: keys read from the config: ``cfg.key``, ``cfg["key"]``, ``cfg.get("key")``, ``"key" in cfg``,
             and ``self.key`` within the settings dataclass.
-        mentioned: names of all attributes, and all words of strings.
-        hands_on: whether other code gets the whole config, which may read any key.
-        shifts_labels: the line that shifts labels, as recipes copied from releases before 0.7 do; None if none does, or
-            the labels are those of ``padded_collate_dpo``, which are not shifted.
+        mentioned: names of all attributes, and all words in strings.
+        passes_config: whether the whole config is passed to other code, which may read any key.
+        shifts_labels: the line that shifts labels, as in recipes copied from releases before 0.7. ``None`` if there is
+            none, or if the recipe uses ``padded_collate_dpo``, which does not shift labels.
     """
 
     def __init__(self, tree: ast.Module, names: dict[str, Any]) -> None:
         self.read: set[str] = set()
         self.mentioned: set[str] = set()
-        self.hands_on = False
+        self.passes_config = False
         self.shifts_labels: int | None = None
         self._names = names
-        own: set[int] = set()  # nodes that stand for the config and are accounted for
+        own: set[int] = set()  # config nodes with a known use
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
                 self.read.update(
@@ -96,14 +101,14 @@ class _Source:
                     for each in ast.walk(node)
                     if isinstance(each, ast.Attribute) and _is_name(each.value, "self")
                 )
-            own.update(map(id, self._read(node)))
+            own.update(map(id, self._record_reads(node)))
         if "padded_collate_dpo" in names:
             self.shifts_labels = None
         loads = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Load))
-        self.hands_on = any(_is_config(node) and id(node) not in own for node in loads)
+        self.passes_config = any(_is_config(node) and id(node) not in own for node in loads)
 
-    def _read(self, node: ast.AST) -> Iterable[ast.AST]:
-        """Note the keys that ``node`` mentions and reads; return its nodes that stand for the config."""
+    def _record_reads(self, node: ast.AST) -> Iterable[ast.AST]:
+        """Record the keys that ``node`` mentions and reads; yield the config nodes in it, by identity."""
         if isinstance(node, ast.Attribute):
             self.mentioned.add(node.attr)
             if _is_config(node.value):
@@ -123,9 +128,9 @@ class _Source:
         elif isinstance(node, ast.Assign) and all(map(_is_config, node.targets)):
             yield node.value
         elif isinstance(node, ast.Call):
-            yield from self._called(node)
+            yield from self._record_call(node)
 
-    def _called(self, node: ast.Call) -> Iterable[ast.AST]:
+    def _record_call(self, node: ast.Call) -> Iterable[ast.AST]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         from_config = isinstance(node.func, ast.Attribute) and _is_config(node.func.value) and name == "get"
         key = node.args[0 if from_config else 1 :][:1] if from_config or name in ("getattr", "hasattr") else []
@@ -137,7 +142,7 @@ class _Source:
             yield from (*node.args, *(keyword.value for keyword in node.keywords))
 
     def _is_known(self, function: ast.expr) -> bool:
-        """Whether a function that gets the config is defined in this file, or in the library."""
+        """Return whether a function that receives the config is defined in this file or in the library."""
         while isinstance(function, ast.Attribute | ast.Call):
             function = function.value if isinstance(function, ast.Attribute) else function.func
         name = getattr(function, "id", "")

@@ -1,4 +1,4 @@
-"""Names that older copied recipes import from here."""
+"""Aliases for recipes copied from earlier releases."""
 
 from torchtune.config._locate import locate as _get_component_from_path
 from torchtune.config._save import log_config

@@ -1,4 +1,4 @@
-"""A value against an annotation: what is wrong with it, and the value in its final type."""
+"""Check a value against an annotation and convert it."""
 
 import dataclasses
 import math
@@ -7,40 +7,48 @@ import typing
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args, get_origin
 
-from torchtune.config._errors import KeyPath, brief, did_you_mean
+from torchtune.config._errors import KeyPath, did_you_mean, truncate_text
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._reader import Document, read_value
-from torchtune.config._schema import PLAIN, Component, Range, RuntimeArgs, members, split_annotated, type_text
-from torchtune.config._secrets import REDACTED, hide, is_secret, stands_for
+from torchtune.config._schema import (
+    PLAIN_TYPES,
+    Component,
+    Range,
+    RuntimeArgs,
+    split_annotated,
+    type_text,
+    union_members,
+)
+from torchtune.config._secrets import REDACTED, environment_reference, is_secret, redact_secrets
 
 
 class Visitor(Protocol):
-    """Receives the structured values that a check finds."""
+    """Callbacks for structured values found by a check."""
 
-    def component(self, path: KeyPath, node: dict[str, Any], hand: RuntimeArgs | None) -> None:
-        """A component node, and what is handed over to it (``None``: unknown)."""
+    def visit_component(self, path: KeyPath, node: dict[str, Any], runtime_args: RuntimeArgs | None) -> None:
+        """Visit a component node and its runtime arguments (``None``: unknown)."""
 
-    def fields(self, path: KeyPath, data: dict[str, Any], cls: type) -> dict[str, Any]:
-        """A mapping that is an instance of the dataclass ``cls``; returns its checked values."""
+    def check_fields(self, path: KeyPath, data: dict[str, Any], cls: type) -> dict[str, Any]:
+        """Check a mapping against the dataclass ``cls``; return the checked values."""
 
 
-def shown(value: Any, path: KeyPath = ()) -> str:
-    """A value as messages show it: ``'two' (str)``; ``path`` tells whether it is a secret."""
+def format_value(value: Any, path: KeyPath = ()) -> str:
+    """Format a value for messages: ``'two' (str)``; secrets, detected by the keys in ``path``, are redacted."""
     kinds = {dict: "a mapping", list: "a list", type(None): "null"}
     if type(value) in kinds:
         return kinds[type(value)]
     secret = any(is_secret(str(key), value) for key in path)
-    text = REDACTED if secret else stands_for(value) or brief(hide(repr(value)))
+    text = REDACTED if secret else environment_reference(value) or truncate_text(redact_secrets(repr(value)))
     return f"{text} ({type(value).__name__})"
 
 
 def is_component(value: Any) -> bool:
-    """Whether ``value`` is a section with a ``_component_`` key."""
+    """Return whether ``value`` is a section with a ``_component_`` key."""
     return isinstance(value, dict) and "_component_" in value
 
 
-def _fits(value: Any, member: Any) -> bool | None:
-    """Whether the kind of ``value`` is that of ``member``; ``None`` where an annotation cannot tell."""
+def _has_type(value: Any, member: Any) -> bool | None:
+    """Return whether ``value`` has the type ``member``; ``None`` if the annotation does not determine it."""
     base, _ = split_annotated(member)
     origin = get_origin(base) or base
     if origin is Any or isinstance(origin, (typing.TypeVar, str)):
@@ -53,7 +61,7 @@ def _fits(value: Any, member: Any) -> bool | None:
         return value is None
     if origin is float:
         return type(value) in (int, float)
-    if origin in PLAIN:
+    if origin in PLAIN_TYPES:
         return type(value) is origin
     if not isinstance(origin, type):
         return None
@@ -73,28 +81,28 @@ def _fits(value: Any, member: Any) -> bool | None:
 def check_value(document: Document, path: KeyPath, value: Any, annotation: Any, visitor: Visitor) -> Any:
     """Check ``value`` against ``annotation``, note every mistake, and return the value in its final type.
 
-    Component nodes are handed to ``visitor`` and returned as they are; dataclasses stay plain mappings.
+    Component nodes are passed to ``visitor`` and returned unchanged; dataclasses stay plain mappings.
     """
     base, extras = split_annotated(annotation)
     if isinstance(value, str) and UNRESOLVED in value:
         return value
-    # The very type of the value goes before one that it can be turned into.
-    alternatives = sorted(members(base), key=lambda member: split_annotated(member)[0] is not type(value))
-    fits = [_fits(value, member) for member in alternatives]
+    # An exact type match comes before a conversion.
+    alternatives = sorted(union_members(base), key=lambda member: split_annotated(member)[0] is not type(value))
+    fits = [_has_type(value, member) for member in alternatives]
     written = document.places.get(path)
     if not any(fits) and str in alternatives and written and written.raw and isinstance(value, (int, float)):
-        return written.raw  # a number typed on the command line for a setting that is text
+        return written.raw  # a number on the command line for a text setting
     if True not in fits:
         if None in fits:
-            return anything(path, value, visitor)
-        _refuse(document, path, value, annotation)
+            return visit_components(path, value, visitor)
+        _add_type_mistake(document, path, value, annotation)
         return value
     chosen = alternatives[fits.index(True)]
     if is_component(value) and all(split_annotated(member)[0] is not Component for member in alternatives):
-        return anything(path, value, visitor)
+        return visit_components(path, value, visitor)
     extras = (*extras, *split_annotated(chosen)[1])
-    hand = next((extra for extra in extras if isinstance(extra, RuntimeArgs)), RuntimeArgs())
-    value = _inside(document, path, value, chosen, hand, visitor)
+    runtime_args = next((extra for extra in extras if isinstance(extra, RuntimeArgs)), RuntimeArgs())
+    value = _convert_contents(document, path, value, chosen, runtime_args, visitor)
     if type(value) in (int, float):
         for bounds in extras:
             if isinstance(bounds, Range) and not bounds.holds(value):
@@ -106,23 +114,25 @@ def check_value(document: Document, path: KeyPath, value: Any, annotation: Any, 
     return value
 
 
-def anything(path: KeyPath, value: Any, visitor: Visitor) -> Any:
-    """Hand over every component node in a value of unknown type."""
+def visit_components(path: KeyPath, value: Any, visitor: Visitor) -> Any:
+    """Pass every component node in a value of unknown type to ``visitor``."""
     if is_component(value):
-        visitor.component(path, value, None)
+        visitor.visit_component(path, value, None)
     elif isinstance(value, (dict, list)):
         for key, item in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
-            anything((*path, key), item, visitor)
+            visit_components((*path, key), item, visitor)
     return value
 
 
-def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: RuntimeArgs, visitor: Visitor) -> Any:
-    """Check what a value of the right kind contains, and convert it."""
+def _convert_contents(
+    document: Document, path: KeyPath, value: Any, member: Any, runtime_args: RuntimeArgs, visitor: Visitor
+) -> Any:
+    """Check the contents of a value of the right type, and convert it."""
     base, _ = split_annotated(member)
     origin, args = get_origin(base) or base, get_args(base)
     if origin is Component:
         if is_component(value):
-            visitor.component(path, value, hand)
+            visitor.visit_component(path, value, runtime_args)
         else:
             hint = did_you_mean("_component_", map(str, value)).replace("did you mean", "rename")
             document.add(path, "needs a _component_ key that names the class or function" + hint.replace("?", ""))
@@ -130,7 +140,7 @@ def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: Ru
     if origin is float:
         return float(value)
     if dataclasses.is_dataclass(origin):
-        return visitor.fields(path, value, origin)
+        return visitor.check_fields(path, value, origin)
     if isinstance(value, dict) and len(args) == 2:
         return {key: check_value(document, (*path, key), item, args[1], visitor) for key, item in value.items()}
     if isinstance(value, list) and args and isinstance(origin, type):
@@ -139,22 +149,22 @@ def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: Ru
             document.add(path, f"must have {len(args)} items, not {len(value)}")
             return value
         kinds = args if fixed else [args[0]] * len(value)
-        # A list of components hands the same things over to each of them.
-        kinds = [typing.Annotated[kind, hand] if Component in members(kind) else kind for kind in kinds]
+        # Every component in a list gets the same runtime arguments.
+        kinds = [typing.Annotated[kind, runtime_args] if Component in union_members(kind) else kind for kind in kinds]
         return [
             check_value(document, (*path, index), item, kind, visitor)
             for index, (item, kind) in enumerate(zip(value, kinds, strict=True))
         ]
     if isinstance(value, (dict, list)):
-        return anything(path, value, visitor)
+        return visit_components(path, value, visitor)
     return value
 
 
-def _refuse(document: Document, path: KeyPath, value: Any, annotation: Any) -> None:
+def _add_type_mistake(document: Document, path: KeyPath, value: Any, annotation: Any) -> None:
     base, _ = split_annotated(annotation)
-    choices = [choice for member in members(base) if get_origin(member) is Literal for choice in get_args(member)]
+    choices = [choice for member in union_members(base) if get_origin(member) is Literal for choice in get_args(member)]
     hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
     plain = isinstance(value, str) and value.strip()[:1] not in ("", "[", "{")
-    if plain and any(_fits(read_value(value), member) for member in members(base)):
+    if plain and any(_has_type(read_value(value), member) for member in union_members(base)):
         hint = ": write it without quotation marks"
-    document.add(path, f"must be {type_text(annotation)}, not {shown(value, path)}{hint}")
+    document.add(path, f"must be {type_text(annotation)}, not {format_value(value, path)}{hint}")

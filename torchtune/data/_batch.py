@@ -1,4 +1,4 @@
-"""The batch that recipes train on."""
+"""Batch of token sequences for training."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -19,27 +19,27 @@ _OTHER_NAMES = {"input_ids": "'tokens'", "position_ids": "'input_pos'", "attenti
 
 @dataclass(eq=False)
 class Batch(MutableMapping[str, Any]):
-    """Tokens of a micro-batch, with everything that belongs to a token or to a document.
+    """A micro-batch: tokens with their per-token and per-document values.
 
-    Shapes: ``b`` rows, ``s`` positions, ``n`` documents. A batch without ``documents`` has one document per row.
+    Shapes: ``b`` rows, ``s`` positions, ``n`` documents. Without ``documents``, each row is one document.
 
-    A batch also reads as a dict of its entries (``batch["labels"]``, ``batch.pop("labels")``, ``model(**batch)``), so
-    that code written for dicts accepts it. :meth:`to`, :meth:`pad_to_multiple` and :meth:`split` return new batches.
+    A batch is also a mapping of its entries (``batch["labels"]``, ``batch.pop("labels")``, ``model(**batch)``), for
+    code written for dicts. :meth:`to`, :meth:`pad_to_multiple` and :meth:`split` return new batches.
 
     Attributes:
         tokens: int64 ``[b, s]``.
         labels: int64 ``[b, s]``, shifted: ``labels[i]`` is the token to predict at position ``i``, or the ignore
             index, -100.
         input_pos: int64 ``[b, s]`` or ``[1, s]``, position of each token in its document.
-        documents: boundaries of the documents in the flattened ``b * s`` positions. They stay whole when a batch is
-            split. A shared prefix counts among the documents that go on from it, not as one.
+        documents: boundaries of the documents in the flattened ``b * s`` positions, not affected by :meth:`split`. A
+            shared prefix counts as part of the documents that continue it, not as a document.
         per_token: tensors ``[b, s, ...]`` by name, for example advantages or old log-probs.
         per_document: tensors ``[n, ...]`` by name, for example rewards; ``n`` is :attr:`num_documents`.
         inputs: other keyword arguments of the model's forward, for example ``mask`` or ``encoder_input``.
-        num_padding_documents: documents at the end of ``documents`` that are padding.
-        shard: (rank, size) of the context-parallel split: this batch has the ``rank``-th of ``size`` equal parts.
-        terms: :attr:`num_terms` where it is not the number of labels, for example of pairs.
-        sources: names of the datasets of a mixture; ``per_token["source"]`` has their numbers.
+        num_padding_documents: number of padding documents at the end of ``documents``.
+        shard: (rank, size) of the context-parallel split: this batch is shard ``rank`` of ``size`` equal ones.
+        terms: overrides :attr:`num_terms` if the loss does not count labels, for example the number of pairs.
+        sources: names of a mixture's datasets; ``per_token["source"]`` has their indices.
 
     Raises:
         DataError: shapes do not fit together, or a name occurs twice.
@@ -87,14 +87,14 @@ class Batch(MutableMapping[str, Any]):
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any]) -> "Batch":
-        """Convert the dict that a ``collate_fn`` returned; a :class:`Batch` is returned as it is.
+        """Convert the dict that a ``collate_fn`` returned; a :class:`Batch` is returned unchanged.
 
-        ``tokens``, ``labels``, ``input_pos``, ``documents``, ``mask``, ``encoder_input`` and ``encoder_mask`` have
-        their places. Any other tensor ``[b, s, ...]`` becomes an entry of ``per_token``.
+        ``tokens``, ``labels``, ``input_pos``, ``documents``, ``mask``, ``encoder_input`` and ``encoder_mask`` become
+        the fields of these names or entries of ``inputs``. Any other tensor ``[b, s, ...]`` becomes an entry of
+        ``per_token``.
 
         Raises:
-            DataError: an entry has neither a known name nor the shape of the tokens, or labels are the tokens at their
-                own position.
+            DataError: an entry has neither a known name nor the shape of the tokens, or the labels are not shifted.
         """
         if isinstance(batch, Batch):
             return batch
@@ -124,14 +124,15 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def num_labels(self) -> int:
-        """Number of labelled tokens. On an accelerator the host waits for it: count before :meth:`to`."""
+        """Number of labelled tokens. On an accelerator this synchronizes with the host: call it before :meth:`to`."""
         return 0 if self.labels is None else int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
 
     @property
     def num_terms(self) -> int:
-        """What a loss over this batch is a sum of: labelled tokens, unless collation counted something else.
+        """Number of terms in the sum of a loss over this batch: labelled tokens, unless collation has set
+        :attr:`terms`.
 
-        Terms add up over the ranks of a context-parallel group, of which the first one counts :attr:`terms`.
+        The terms are summed over the ranks of a context-parallel group, so only its first rank counts :attr:`terms`.
         """
         if self.terms is None:
             return self.num_labels
@@ -139,45 +140,43 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, without those that are padding or a prefix that others share."""
+        """Number of documents, without padding documents and shared prefixes."""
         if self.documents is None:
             return self.tokens.shape[0]
         return len(self.documents.lengths) - self.documents.num_prefixes - self.num_padding_documents
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward: tokens, positions, documents and :attr:`inputs`."""
+        """Return the keyword arguments of the model's forward: tokens, positions, documents and :attr:`inputs`."""
         entries = {"tokens": self.tokens, "input_pos": self.input_pos, "documents": self.documents, **self.inputs}
         return {name: value for name, value in entries.items() if value is not None}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch on ``device``.
+        """Copy the batch to ``device``.
 
         Args:
-            device: to move to.
-            non_blocking: copy host tensors to CUDA from pinned memory, while the host goes on. Other devices ignore
-                it.
+            device: target device.
+            non_blocking: copy host tensors to CUDA asynchronously, from pinned memory. Ignored for other devices.
         """
         device = torch.device(device)
         return self._map(lambda value: _move(value, device, non_blocking and device.type == "cuda"))
 
     def pin_memory(self) -> "Batch":
-        """The batch in pinned host memory; ``torch.utils.data.DataLoader(pin_memory=True)`` calls it."""
+        """Copy the batch to pinned host memory; called by ``torch.utils.data.DataLoader(pin_memory=True)``."""
         return self._map(_pin)
 
     def _map(self, function: Any) -> "Batch":
-        """The batch with ``function`` applied to every value."""
         values = {name: function(getattr(self, name)) for name in _FIELDS}
         extras = {name: {key: function(value) for key, value in getattr(self, name).items()} for name in _EXTRAS}
         return replace(self, **values, **extras)
 
     def pad_to_multiple(self, multiple: int) -> "Batch":
-        """The batch with a sequence length that ``multiple`` divides.
+        """Pad the sequence length to a multiple of ``multiple``.
 
-        A batch with documents becomes one row, and its padding is one more document. Padding has no labels;
-        ``per_token`` is padded with zeros.
+        A batch with documents becomes one row, and its padding is an additional document. Labels are padded with the
+        ignore index, ``per_token`` with zeros.
 
         Raises:
-            DataError: :attr:`inputs` is not empty, since their shape is not known.
+            DataError: :attr:`inputs` is not empty; it is unknown how to pad them.
         """
         if multiple == 1:
             return self
@@ -201,15 +200,15 @@ class Batch(MutableMapping[str, Any]):
         )
 
     def split(self, rank: int, size: int) -> "Batch":
-        """The part of a context-parallel rank: every per-token tensor is sliced, documents stay whole.
+        """Return the shard of a context-parallel rank: per-token tensors are sliced, ``documents`` is not.
 
         Args:
-            rank: of this process in its context-parallel group.
-            size: of the group.
+            rank: rank of this process in its context-parallel group.
+            size: size of the group.
 
         Raises:
-            DataError: ``size`` does not divide the sequence length (see :meth:`pad_to_multiple`), the batch is
-                already split, or :attr:`inputs` is not empty.
+            DataError: ``size`` does not divide the sequence length (see :meth:`pad_to_multiple`), the batch is already
+                split, or :attr:`inputs` is not empty.
         """
         if size == 1:
             return self
@@ -239,7 +238,7 @@ class Batch(MutableMapping[str, Any]):
             )
 
     def _as_row(self) -> "Batch":
-        """The batch with explicit positions and, where it has documents, as one row: rows mean nothing then."""
+        """Return the batch with explicit positions; with documents, flatten it to one row."""
         rows, length = self.tokens.shape
         positions = self.input_pos
         if positions is None and self.documents is not None:
@@ -258,18 +257,18 @@ class Batch(MutableMapping[str, Any]):
         )
 
     def sum_per_document(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of per-token values in every document, with what it shares, on their device and without waiting for it.
+        """Sum per-token values over each document, with its shared prefix, on their device and without synchronization.
 
         Args:
-            values: ``[b, s]``, for example log-probs; bools are counted. After :meth:`split` they are this rank's
-                part, and so are the sums: an all-reduce over the context-parallel group completes them.
+            values: ``[b, s]``, for example log-probs; bools are counted. After :meth:`split`, pass this rank's shard;
+                an all-reduce of the results over the context-parallel group gives the sums.
 
         Returns:
-            ``[n]`` in the dtype of ``values`` (int64 for bools), summed in float32 or wider.
-            ``torch.use_deterministic_algorithms`` fixes the order of the additions on CUDA.
+            ``[n]`` in the dtype of ``values`` (int64 for bools), accumulated in float32 or wider.
+            ``torch.use_deterministic_algorithms`` makes the order of additions on CUDA deterministic.
 
         Raises:
-            DataError: the shape of ``values`` is not that of the tokens.
+            DataError: ``values`` does not have the shape of the tokens.
         """
         if values.shape != self.tokens.shape:
             raise DataError(
@@ -282,7 +281,7 @@ class Batch(MutableMapping[str, Any]):
             return wide.sum(dim=1).to(values.dtype)
         boundaries = self.documents.cu_seqlens.to(values.device)
         count, (rank, size) = len(self.documents.lengths), self.shard
-        # With output_size the host need not know the lengths that are on the device.
+        # output_size avoids a synchronization to read the lengths on the device.
         numbers = torch.arange(count, device=values.device)
         document = numbers.repeat_interleave(boundaries.diff(), output_size=self.documents.num_tokens)
         sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
@@ -291,13 +290,13 @@ class Batch(MutableMapping[str, Any]):
         return sums[: self.num_documents].to(values.dtype)
 
     def chosen_and_rejected(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split per-document values by the pairing that :func:`collate_preference` wrote.
+        """Split per-document values into chosen and rejected, by the pairing from :func:`collate_preference`.
 
         Args:
             values: ``[n]``, one per document.
 
         Returns:
-            the values of the chosen and of the rejected answers, ``[n / 2]`` each; entry ``i`` belongs to pair ``i``.
+            Values of the chosen and of the rejected answers, ``[n / 2]`` each; entry ``i`` belongs to pair ``i``.
 
         Raises:
             DataError: the batch has no pairs.
@@ -310,7 +309,7 @@ class Batch(MutableMapping[str, Any]):
         ordered = torch.zeros_like(values).index_copy(0, order, values)
         return ordered[:count], ordered[count:]
 
-    # A dict of the entries, for code that was written for dicts.
+    # Mapping of the entries, for code written for dicts.
 
     def _entries(self) -> dict[str, Any]:
         present = {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
@@ -326,7 +325,7 @@ class Batch(MutableMapping[str, Any]):
         return self._entries()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Replace an entry, or add one as :meth:`from_dict` would."""
+        """Replace an entry, or add one as :meth:`from_dict` does."""
         if name in _FIELDS:
             setattr(self, name, value)
             return
@@ -365,5 +364,5 @@ def _pin(value: Any) -> Any:
 
 
 def _pad(value: torch.Tensor, missing: int, fill: int = 0) -> torch.Tensor:
-    """Pad dimension 1 on its right."""
+    """Pad dimension 1 on the right."""
     return F.pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fill)

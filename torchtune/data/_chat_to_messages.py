@@ -1,4 +1,4 @@
-"""Transforms to messages: rows with a conversation."""
+"""Transforms of conversations to messages."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
 from torchtune.data._images import format_content_with_images
-from torchtune.data._messages import ROLES, MaskingStrategy, Message, content_part, mask_messages
-from torchtune.data._to_messages import as_turn, check_column_map, column, image_column, resolve_masking
+from torchtune.data._messages import ROLES, MaskingStrategy, Message, mask_messages, parse_content_part
+from torchtune.data._to_messages import check_column_map, check_turn, column, image_column, resolve_masking
 
 
-def _turns(value: Any, name: str) -> Sequence[Any]:
+def _check_turns(value: Any, name: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         kind = "nothing" if value is None else type(value).__name__
         raise DataError(f"column '{name}' holds {kind}, not a list of turns")
@@ -19,22 +19,22 @@ def _turns(value: Any, name: str) -> Sequence[Any]:
     return value
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove null fields from nested data: table formats add every field that another row has."""
-    if type(value) is dict or isinstance(value, Mapping):  # the first is faster, and what most are
+def _drop_nulls(value: Any) -> Any:
+    """Remove null fields from nested data: table formats fill up missing fields with nulls."""
+    if type(value) is dict or isinstance(value, Mapping):  # fast path for plain dicts
         return {
-            key: item if type(item) is str else _without_nulls(item) for key, item in value.items() if item is not None
+            key: item if type(item) is str else _drop_nulls(item) for key, item in value.items() if item is not None
         }
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_drop_nulls(item) for item in value]
     return value
 
 
-def images_in_place(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
-    """Turns in which the images of a row take the places of parts ``{"type": "image"}`` that hold none."""
-    waiting, places, given = list(images), 0, 0
+def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
+    """Fill the turns' empty parts ``{"type": "image"}`` with the images of the row, in order."""
+    remaining_images, places, given = list(images), 0, 0
 
-    def filled(part: Any) -> Any:
+    def fill_image_part(part: Any) -> Any:
         nonlocal places, given
         if type(part) is not dict or part.get("type") not in ("image", "image_url"):
             return part
@@ -42,10 +42,10 @@ def images_in_place(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
             given += 1
             return part
         places += 1
-        return {"type": "image", "content": waiting.pop(0)} if waiting else part
+        return {"type": "image", "content": remaining_images.pop(0)} if remaining_images else part
 
     found = [
-        {**turn, "content": [filled(part) for part in turn["content"]]}
+        {**turn, "content": [fill_image_part(part) for part in turn["content"]]}
         if type(turn) is dict and isinstance(turn.get("content"), list)
         else turn
         for turn in turns
@@ -56,12 +56,12 @@ def images_in_place(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
 
 
 class _ConversationTransform(Transform):
-    """Shared base of both conversation formats: the system prompt and the mask."""
+    """Shared base of both conversation formats: system prompt and label mask."""
 
     new_system_prompt: str | None
     masking_strategy: MaskingStrategy
 
-    def _finish(self, messages: list[Message]) -> list[Message]:
+    def _apply_prompt_and_mask(self, messages: list[Message]) -> list[Message]:
         if self.new_system_prompt is not None:
             messages = [message for message in messages if message.role != "system"]
             messages.insert(0, Message(role="system", content=self.new_system_prompt))
@@ -70,14 +70,14 @@ class _ConversationTransform(Transform):
 
 
 class ShareGPTToMessages(_ConversationTransform):
-    """Converts a conversation in the ShareGPT format: turns ``{"from": "system" | "human" | "gpt", "value": text}``.
+    """Transform of a conversation in ShareGPT format: turns ``{"from": "system" | "human" | "gpt", "value": text}``.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``conversations`` and, if there is one, ``image``: an image, a list of them, or null.
-        new_system_prompt: text of a system turn that replaces that of the conversation.
-        image_dir: folder of images, if rows have file names.
-        image_tag: placeholder of an image in user turns; ``None`` inserts the images before the text of the first one.
+        column_map: the columns of ``conversations`` and, optionally, ``image``: an image, a list of images, or null.
+        new_system_prompt: system turn that replaces the conversation's.
+        image_dir: folder of the images, for file names in rows.
+        image_tag: placeholder of an image in user turns; with ``None``, the images come first in the first user turn.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
@@ -94,7 +94,7 @@ class ShareGPTToMessages(_ConversationTransform):
         "tool": "tool", "observation": "tool",
     }  # fmt: skip
 
-    takes_encoded_images = True  # a file's bytes are as good as its pixels
+    takes_encoded_images = True  # encoded files need not be decoded first
 
     def __init__(
         self,
@@ -114,14 +114,14 @@ class ShareGPTToMessages(_ConversationTransform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [...]}``."""
+        """Return ``{"messages": [...]}``."""
         name = self.column_map["conversations"]
         images = None
         if self.wants_image or "image" in sample:
             images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
         messages = []
-        for turn in _turns(column(sample, name), name):
-            as_turn(turn, "from", "value")
+        for turn in _check_turns(column(sample, name), name):
+            check_turn(turn, "from", "value")
             if not isinstance(turn["from"], str) or turn["from"] not in self.roles:
                 raise DataError(f"'{turn['from']}' is not a speaker: use {', '.join(self.roles)}")
             role, content = self.roles[turn["from"]], turn["value"]
@@ -135,7 +135,7 @@ class ShareGPTToMessages(_ConversationTransform):
         if images:
             where = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
             raise DataError(f"{len(images)} images have no place: each needs {where}")
-        return {"messages": self._finish(messages)}
+        return {"messages": self._apply_prompt_and_mask(messages)}
 
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
         if self.image_tag is not None:
@@ -146,16 +146,16 @@ class ShareGPTToMessages(_ConversationTransform):
 
 
 class OpenAIToMessages(_ConversationTransform):
-    """Converts a conversation in the OpenAI format: turns ``{"role", "content"}``.
+    """Transform of a conversation in OpenAI format to messages: turns ``{"role", "content"}``.
 
-    Tool calls, names, reasoning and other fields of a turn go to ``Message.extra``. A column ``tools`` is returned
-    with the messages. Images are parts ``{"type": "image_url", "image_url": {"url": …}}`` or ``{"type": "image",
-    "image": …}``; those of a column ``images`` take the places of parts ``{"type": "image"}``, in order.
+    Tool calls, names, reasoning and other fields of a turn are stored in ``Message.extra``. A column ``tools`` is
+    returned with the messages. Images are parts ``{"type": "image_url", "image_url": {"url": …}}`` or ``{"type":
+    "image", "image": …}``; images of a column ``images`` fill the parts ``{"type": "image"}``, in order.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
         column_map: the column of ``messages``.
-        new_system_prompt: text of a system turn that replaces that of the conversation.
+        new_system_prompt: system turn that replaces the conversation's.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
@@ -168,7 +168,7 @@ class OpenAIToMessages(_ConversationTransform):
         [('user', True), ('assistant', False)]
     """
 
-    takes_encoded_images = True  # a file's bytes are as good as its pixels
+    takes_encoded_images = True  # encoded files need not be decoded first
 
     def __init__(
         self,
@@ -182,16 +182,16 @@ class OpenAIToMessages(_ConversationTransform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [...]}``, with ``tools`` if the row has them."""
+        """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["messages"]
-        turns = [_without_nulls(turn) for turn in _turns(column(sample, name), name)]
+        turns = [_drop_nulls(turn) for turn in _check_turns(column(sample, name), name)]
         images = image_column(sample, "images", None) if "images" in sample else []
         if images:
-            turns = images_in_place(turns, images)
+            turns = insert_images(turns, images)
         messages = [self._message(turns, i) for i in range(len(turns))]
-        found: dict[str, Any] = {"messages": self._finish(messages)}
+        found: dict[str, Any] = {"messages": self._apply_prompt_and_mask(messages)}
         if sample.get("tools"):
-            found["tools"] = _without_nulls(sample["tools"])
+            found["tools"] = _drop_nulls(sample["tools"])
         return found
 
     def _message(self, turns: list[Any], index: int) -> Message:
@@ -216,7 +216,7 @@ class OpenAIToMessages(_ConversationTransform):
             extra.pop("content", None)
         return Message(
             role=role,
-            content=content if isinstance(content, str) else [content_part(part) for part in content],
+            content=content if isinstance(content, str) else [parse_content_part(part) for part in content],
             ipython=role == "assistant" and following in ("tool", "ipython"),
             eot=not waits,
             extra=extra,

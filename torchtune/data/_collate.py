@@ -1,4 +1,4 @@
-"""Collate functions: a list of examples to a batch."""
+"""Collate functions: convert a list of examples to a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,17 +14,17 @@ from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNu
 from torchtune.data._documents import Documents
 
 Document = Mapping[str, Any]
-# An example is a document; a pack is a list of them.
+# A document, or a pack (a list of documents).
 Example = Document | Sequence[Document]
 _SIDES = ("chosen", "rejected")
 
 
-def _row(value: Any) -> torch.Tensor:
+def _as_int_tensor(value: Any) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.int64)
 
 
 def documents_of(example: Example) -> list[Document]:
-    """The documents of an example or a pack. Raises :class:`DataError` if one has no ``tokens`` or no ``labels``."""
+    """Return the documents of an example or pack. Raises :class:`DataError` if one lacks ``tokens`` or ``labels``."""
     documents = [example] if isinstance(example, Mapping) else example
     if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
         raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
@@ -41,12 +41,12 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         batch: examples with ``tokens`` and pre-shifted ``labels``, or packs (lists of such examples).
 
     Returns:
-        a batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, ``s`` is the number of
-        tokens. ``input_pos`` restarts at 0 in every document. Of a mixture it has :attr:`Batch.sources`.
+        A batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, where ``s`` is the number of
+        tokens. ``input_pos`` restarts at 0 in every document. A mixture's batch has :attr:`Batch.sources`.
 
     Raises:
-        DataError: an example has more than tokens and labels (images), the two differ in length, or labels are the
-            tokens at their own position.
+        DataError: an example has other entries than tokens and labels (images), their lengths differ, or the labels
+            are not shifted.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
@@ -55,8 +55,8 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         (tensor([[1, 2, 3, 4, 5]]), tensor([[0, 1, 0, 1, 2]]))
     """
     documents = [document for example in batch for document in documents_of(example)]
-    tokens = [_row(document["tokens"]) for document in documents]
-    labels = [_row(document["labels"]) for document in documents]
+    tokens = [_as_int_tensor(document["tokens"]) for document in documents]
+    labels = [_as_int_tensor(document["labels"]) for document in documents]
     for document, row, label in zip(documents, tokens, labels, strict=True):
         if extra := document.keys() - {"tokens", "labels", "mask", "source"}:
             raise DataError(
@@ -75,24 +75,23 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
-    """Concatenate the answers of pairs, or single answers that are labelled good or bad, padding-free.
+    """Concatenate the answers of preference pairs, or of single answers labelled good or bad, padding-free.
 
-    Every answer is a document. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` turn per-token
-    log-probs into those of the answers of each pair.
+    Every answer is a document. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` convert per-token
+    log-probs to per-answer log-probs of each pair.
 
     Args:
         batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``, or
             with ``tokens``, ``labels`` and ``is_chosen``. Numbers under other names (``margin``, and for pairs
-            ``chosen_*`` with ``rejected_*``) become entries per document.
+            ``chosen_*`` with ``rejected_*``) become entries of ``per_document``.
 
     Returns:
-        the batch of :func:`collate_documents`; of pairs all chosen answers, then all rejected ones. Entries per
-        document: ``is_chosen``, bool ``[n]``, ``label_counts``, int64 ``[n]``, and for pairs ``pair``, int64 ``[n]``,
-        the index of the example. ``terms`` is the number of examples with labels.
+        The batch of :func:`collate_documents`; for pairs, all chosen answers, then all rejected ones. Entries of
+        ``per_document``: ``is_chosen``, bool ``[n]``, ``label_counts``, int64 ``[n]``, and for pairs ``pair``, int64
+        ``[n]``, the index of the example. ``terms`` is the number of examples with labels.
 
     Raises:
-        DataError: an example lacks one of the keys, tokens and labels differ in length, or labels are the tokens at
-            their own position.
+        DataError: an example lacks a key, tokens and labels differ in length, or the labels are not shifted.
 
     Example:
         >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
@@ -114,7 +113,7 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
-    """Tokens and labels of one answer of an example, and the numbers that belong to it."""
+    """Return tokens, labels and per-document numbers of one answer of an example."""
     names = (
         {"tokens": f"{side}_input_ids", "labels": f"{side}_labels"}
         if side
@@ -137,7 +136,7 @@ def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
 def left_pad_sequence(
     sequences: Sequence[torch.Tensor], batch_first: bool = False, padding_value: float = 0
 ) -> torch.Tensor:
-    """Pad on the left; otherwise as :func:`torch.nn.utils.rnn.pad_sequence`.
+    """Pad sequences on the left; otherwise like :func:`torch.nn.utils.rnn.pad_sequence`.
 
     Returns:
         ``[b, s]``, or ``[s, b]`` without ``batch_first``; ``s`` is the longest length.
@@ -167,14 +166,14 @@ def padded_collate(
     pad_to_multiple_of: int = 1,
     stack_on_new_dim: bool = False,
 ) -> dict[str, Any]:
-    """Pad the given keys of examples to the longest sequence; stack the values of other keys.
+    """Pad keys of the examples to the longest sequence, and stack the values of other keys.
 
     Args:
         batch: examples.
         pad_direction: ``"left"`` or ``"right"``.
         keys_to_pad: keys with sequences.
         padding_idx: padding value, or a mapping from key to padding value.
-        pad_to_multiple_of: round the length up to a multiple of it.
+        pad_to_multiple_of: pad the length to a multiple of this.
         stack_on_new_dim: stack the tensors of nested dicts (``encoder_input``) instead of concatenating them.
 
     Raises:
@@ -202,14 +201,14 @@ def padded_collate(
             out[key] = _stack(values, stack_on_new_dim)
             continue
         value = padding_idx[key] if isinstance(padding_idx, Mapping) else padding_idx
-        rows = [_row(item) for item in values]
+        rows = [_as_int_tensor(item) for item in values]
         pad = left_pad_sequence if left else pad_sequence
         out[key] = _pad_to_multiple(pad(rows, batch_first=True, padding_value=value), pad_to_multiple_of, value, left)
     return out
 
 
 def _stack(values: list[Any], stack_on_new_dim: bool) -> Any:
-    """Make one tensor from one value per example; nested dicts keep their keys."""
+    """Combine one value per example to a tensor; nested dicts keep their keys."""
     if isinstance(values[0], Mapping):
         return {key: _stack([value[key] for value in values], stack_on_new_dim) for key in values[0]}
     tensors = [torch.as_tensor(value) for value in values]
@@ -232,17 +231,17 @@ def padded_collate_sft(
         batch: examples with ``tokens``, pre-shifted ``labels`` and, for multimodal models, ``encoder_input``.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
-        pad_to_multiple_of: round the length up to a multiple of it.
+        pad_to_multiple_of: pad the length to a multiple of this.
         stack_on_new_dim: stack the tensors of ``encoder_input`` instead of concatenating them.
         cp_degree: context-parallel size. Above 1, the length is a multiple of ``2 * cp_degree``, and ``input_pos`` is
             added.
 
     Returns:
-        ``tokens`` and ``labels``, int64 ``[b, s]``; ``input_pos``, int64 ``[1, s]``, and ``encoder_input`` where they
-        apply. :func:`padded_collate_packed` batches packs.
+        ``tokens`` and ``labels``, int64 ``[b, s]``; with ``cp_degree`` above 1 ``input_pos``, int64 ``[1, s]``; with
+        images ``encoder_input``. Packs are passed to :func:`padded_collate_packed`.
 
     Raises:
-        DataError: labels are the tokens at their own position, or an example is not as described.
+        DataError: the labels are not shifted, or an example is not as described.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
@@ -259,8 +258,8 @@ def padded_collate_sft(
                 "padded_collate_sft has no place for 'encoder_mask': set "
                 "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask."
             )
-    tokens = [_row(example["tokens"]) for example in batch]
-    labels = [_row(example["labels"]) for example in batch]
+    tokens = [_as_int_tensor(example["tokens"]) for example in batch]
+    labels = [_as_int_tensor(example["labels"]) for example in batch]
     length = max(max(map(len, tokens)), max(map(len, labels)))
     if cp_degree > 1:
         pad_to_multiple_of *= 2 * cp_degree
@@ -283,28 +282,28 @@ def padded_collate_dpo(
     ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
     pad_to_multiple_of: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad pairs of answers: first all chosen rows, then all rejected rows. For recipes copied from earlier releases.
+    """Pad preference pairs: first all chosen rows, then all rejected rows. For recipes copied from earlier releases.
 
-    Labels come back at the position of their token, not shifted: :func:`torchtune.rlhf.get_batch_log_probs` shifts
-    them. :func:`collate_preference`, which recipes use, neither pads nor moves labels.
+    The returned labels are not shifted: :func:`torchtune.rlhf.get_batch_log_probs` shifts them. The current recipes use
+    :func:`collate_preference`, which neither pads nor shifts.
 
     Args:
         batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``;
-            labels are pre-shifted as in :class:`torchtune.datasets.PreferenceDataset`, or at the position of their
-            token as in a dataset copied from earlier releases.
+            labels are shifted as in :class:`torchtune.datasets.PreferenceDataset`, or unshifted as in a dataset copied
+            from earlier releases.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
-        pad_to_multiple_of: round the length up to a multiple of it.
+        pad_to_multiple_of: pad the length to a multiple of this.
 
     Returns:
-        tokens and labels, int64 ``[2 * b, s]``.
+        Tokens and labels, int64 ``[2 * b, s]``.
 
     Raises:
-        DataError: the last token of a row has a pre-shifted label.
+        DataError: labels are shifted and the last position of a row has a label.
     """
-    tokens = [_row(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
-    labels = [_row(example[f"{side}_labels"]) for side in _SIDES for example in batch]
-    labels = list(map(_unshifted, tokens, labels))
+    tokens = [_as_int_tensor(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
+    labels = [_as_int_tensor(example[f"{side}_labels"]) for side in _SIDES for example in batch]
+    labels = list(map(_unshift_labels, tokens, labels))
     padded = (
         pad_sequence(tokens, batch_first=True, padding_value=padding_idx),
         pad_sequence(labels, batch_first=True, padding_value=ignore_idx),
@@ -315,8 +314,8 @@ def padded_collate_dpo(
     )
 
 
-def _unshifted(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Labels ``[s]`` at the position of their token."""
+def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return labels ``[s]``, each at the position of its token."""
     if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():
         return labels
     if labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
@@ -329,13 +328,13 @@ def padded_collate_packed(
 ) -> dict[str, Any]:
     """Stack packs as rows, padded on the right to the longest pack. The padding of a row is a separate document.
 
-    :func:`collate_documents` does the same without padding.
+    :func:`collate_documents` is the padding-free equivalent.
 
     Returns:
         ``tokens``, ``labels`` and ``input_pos``, int64 ``[b, s]``; ``documents``, :class:`~torchtune.data.Documents`.
 
     Raises:
-        DataError: labels are the tokens at their own position, or an example is not as described.
+        DataError: the labels are not shifted, or an example is not as described.
 
     Example:
         >>> pack = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
@@ -347,8 +346,8 @@ def padded_collate_packed(
     lengths: list[int] = []
     tokens, labels = [], []
     for pack in packs:
-        row = torch.cat([_row(document["tokens"]) for document in pack])
-        label = torch.cat([_row(document["labels"]) for document in pack])
+        row = torch.cat([_as_int_tensor(document["tokens"]) for document in pack])
+        label = torch.cat([_as_int_tensor(document["labels"]) for document in pack])
         missing = length - len(row)
         lengths += [len(document["tokens"]) for document in pack] + ([missing] if missing else [])
         tokens.append(F.pad(row, (0, missing), value=padding_idx))

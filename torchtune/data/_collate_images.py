@@ -1,4 +1,4 @@
-"""Collation of rows with images."""
+"""Collation of examples with images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,20 +18,20 @@ def padded_collate_tiled_images_and_mask(
     pad_max_images: int | None = None,
     pad_to_multiple_of: int = 1,
 ) -> dict[str, Any]:
-    """Pad texts, images and cross-attention masks of examples to the largest of each.
+    """Pad text, images and cross-attention masks to the largest of each in the batch.
 
-    Rows with and without images may be mixed. No token attends to an image or a tile that is padding.
+    Rows with and without images can be mixed. Padding images and tiles are masked.
 
     Args:
-        batch: examples with ``tokens``, ``labels`` (may be missing with padding on the left), ``encoder_input`` with
-            the lists ``images``, of ``[tiles, c, h, w]``, and ``aspect_ratio``, of ``[2]``, and ``encoder_mask``, a
-            list of ``[s, tiles * (patches + 1)]``.
+        batch: examples with ``tokens``, ``labels`` (optional with left padding), ``encoder_input`` with the lists
+            ``images``, of ``[tiles, c, h, w]``, and ``aspect_ratio``, of ``[2]``, and ``encoder_mask``, a list of
+            ``[s, tiles * (patches + 1)]``.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
-        pad_direction: ``"right"``, or ``"left"`` for inference; of the text.
-        pad_max_tiles: number of tiles to pad every image to; by default the most of the batch.
-        pad_max_images: number of images to pad every row to; by default the most of the batch.
-        pad_to_multiple_of: round the length of the text up to a multiple of it.
+        pad_direction: ``"right"``, or ``"left"`` for inference; applies to the text.
+        pad_max_tiles: number of tiles per image after padding; by default the maximum of the batch.
+        pad_max_images: number of images per row after padding; by default the maximum of the batch.
+        pad_to_multiple_of: pad the length of the text to a multiple of this.
 
     Returns:
         ``tokens`` and ``labels``, int64 ``[b, s]``. If there is an image, ``encoder_input`` with ``images``
@@ -39,9 +39,9 @@ def padded_collate_tiled_images_and_mask(
         ``encoder_mask``, bool ``[b, s, images * tiles * (patches + 1)]``.
 
     Raises:
-        DataError: an example lacks one of these, its images, masks and aspect ratios differ in number or size, there
-            are more images or tiles than to pad to, labels are the tokens at their own position, or ``pad_direction``
-            is unknown.
+        DataError: an example lacks one of these keys, its images, masks and aspect ratios differ in number or size,
+            there are more images or tiles than the maximum, the labels are not shifted, or ``pad_direction`` is
+            unknown.
 
     Example:
         >>> image = {"images": [torch.ones(2, 3, 4, 4)], "aspect_ratio": [torch.tensor([1, 2])]}
@@ -60,7 +60,7 @@ def padded_collate_tiled_images_and_mask(
         _check(example, with_labels)
     length = max(len(example["tokens"]) for example in batch)
     length += -length % pad_to_multiple_of
-    # Where the text of each row is.
+    # Positions of each row's text.
     places = [
         slice(length - len(row["tokens"]), length) if pad_direction == "left" else slice(len(row["tokens"]))
         for row in batch
@@ -79,11 +79,11 @@ def padded_collate_tiled_images_and_mask(
     if not images:
         return out
     num_images = max(len(example["encoder_input"]["images"]) for example in batch)
-    num_images = _padded("pad_max_images", pad_max_images, num_images, "images of a row")
-    num_tiles = _padded("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
+    num_images = _pad_limit("pad_max_images", pad_max_images, num_images, "images of a row")
+    num_tiles = _pad_limit("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
     mask = next(mask for example in batch for mask in example["encoder_mask"])
     positions = mask.shape[1] // len(images[0])
-    # Written in place: there is no second copy of images or masks.
+    # Filled in place, to avoid a second copy of images and masks.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
     masks = torch.zeros(len(batch), length, num_images, num_tiles, positions, dtype=torch.bool)
@@ -123,8 +123,8 @@ def _check(example: Mapping[str, Any], with_labels: bool) -> None:
         raise DataError("An example has {} images, {} aspect ratios and {} masks.".format(*counts))
 
 
-def _padded(name: str, most: int | None, found: int, what: str) -> int:
-    """``most``, or what was found. Raises :class:`DataError` if that is more."""
+def _pad_limit(name: str, most: int | None, found: int, what: str) -> int:
+    """Return ``most``, by default ``found``. Raises :class:`DataError` if ``found`` is larger."""
     if most is not None and found > most:
         raise DataError(f"{name}={most} is less than the {found} {what} in the batch: raise it.")
     return found if most is None else most

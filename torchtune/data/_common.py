@@ -8,56 +8,56 @@ import torch
 
 from torchtune.utils import UserError
 
-# Ignore index: label of a position without a loss.
+# Label of a position that is excluded from the loss.
 CROSS_ENTROPY_IGNORE_IDX = -100
 
 
 class DataError(UserError, ValueError):
-    """Invalid data, prompt template or tokenizer file; the message names the rows if rows are invalid."""
+    """Invalid data, prompt template or tokenizer file; for invalid rows, the message names them."""
 
 
 class SourceNumber(int):
-    """The ``source`` of an example of a mixture: its number among ``names``."""
+    """Index of a mixture example's dataset; ``names`` are the names of all datasets."""
 
     names: tuple[str, ...] = ()
 
 
 class Transform(Protocol):
-    """Maps one sample to another: a row to messages, or messages to tokens."""
+    """Callable that converts a sample: a row to messages, or messages to tokens."""
 
     def __call__(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The changed sample."""
+        """Return the converted sample."""
         ...
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise :class:`DataError` for a tokenizer of transformers, whose calls mean something else."""
+    """Raise :class:`DataError` for a tokenizer of transformers, which has another interface."""
     if any(base.__module__.partition(".")[0] == "transformers" for base in type(tokenizer).__mro__):
         raise DataError(
             f"tokenizer: a {type(tokenizer).__name__} of transformers masks and ends nothing here: give "
-            "torchtune.modules.transforms.tokenizers.hf_tokenizer(folder), which reads the same files."
+            "torchtune.tokenizers.hf_tokenizer(folder), which reads the same files."
         )
 
 
 def check_shifted(
     tokens: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int] | None = None, name: str = "an example"
 ) -> None:
-    """Check that labels are not the tokens at their own position, the convention of ``transformers``.
+    """Check that labels are shifted: ``labels[i]`` is the token after position ``i``, unlike in ``transformers``.
 
-    A model trained on such rows learns to repeat its input. Rows in which the next token is that at the own position
-    wherever there is a label, such as those of one repeated token, fit both conventions and pass.
+    With unshifted labels a model learns to repeat its input. Rows that fit both conventions pass, such as those with
+    one repeated token.
 
     Args:
-        tokens: int64 ``[b, s]`` or ``[s]``; on an accelerator they are not read.
-        labels: of the same shape.
-        lengths: of the documents, and of the padding between them, in the flattened positions; by default each row is
-            one document.
-        name: of the rows, for the message.
+        tokens: int64 ``[b, s]`` or ``[s]``; not checked on an accelerator.
+        labels: same shape as ``tokens``.
+        lengths: lengths of the documents, and of the padding between them, in the flattened positions; by default each
+            row is one document.
+        name: name of the rows, for the message.
 
     Raises:
-        DataError: every label is the token at its own position, and not the next one.
+        DataError: every label equals the token at its position, and not the next one.
     """
-    if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:  # the host would wait, or it is a fake tensor
+    if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:  # no synchronization, no fake tensors
         return
     known = labels != CROSS_ENTROPY_IGNORE_IDX
     if not known.any() or (known & (labels != tokens)).any():
@@ -65,7 +65,7 @@ def check_shifted(
     known = known.flatten().clone()
     tokens, ends = tokens.flatten(), [tokens.shape[-1]] * (len(tokens) if tokens.dim() > 1 else 1)
     values = tokens[known]
-    known[torch.tensor(list(accumulate(ends if lengths is None else lengths))) - 1] = False  # nothing follows there
+    known[torch.tensor(list(accumulate(ends if lengths is None else lengths))) - 1] = False  # no next token
     is_next = tokens[1:] == tokens[:-1]
     if (known[:-1] & ~is_next).any() and (values != values[0]).any():
         raise DataError(
@@ -75,8 +75,8 @@ def check_shifted(
         )
 
 
-def as_sample(sample: Any, giver: str) -> dict[str, Any]:
-    """A copy of a sample that ``giver`` returned. Raises :class:`DataError` if it is not a mapping."""
+def copy_sample(sample: Any, giver: str) -> dict[str, Any]:
+    """Copy a sample returned by ``giver``. Raises :class:`DataError` if it is not a mapping."""
     if not isinstance(sample, Mapping):
         raise DataError(f"{giver} gives {type(sample).__name__}, not a mapping")
     return dict(sample)

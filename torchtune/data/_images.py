@@ -1,4 +1,4 @@
-"""Images in the content of a turn."""
+"""Read images in the content of a turn."""
 
 import base64
 import binascii
@@ -14,50 +14,50 @@ from typing import Any
 import torch
 
 from torchtune.data._common import DataError
-from torchtune.utils._optional import require
+from torchtune.utils import require
 
-# Pillow reads some other formats with programs of the system: EPS, a program itself, with Ghostscript.
+# Pillow reads some other formats with external programs: EPS, itself a program, with Ghostscript.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-_BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
+_IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
-def _pillow() -> Any:
+def _require_pillow() -> Any:
     return require("PIL.Image", extra="vision", purpose="Reading an image")
 
 
-def _name(value: Any) -> str:
-    """How messages call an image."""
+def _image_name(value: Any) -> str:
+    """Return the name of an image in messages."""
     if isinstance(value, Mapping):
         return "the image" if value.get("path") is None else f"the image {value['path']}"
     text = str(value) if isinstance(value, str | Path) else ""
     return f"the image {text}" if text and not text.startswith("data:") else "the image"
 
 
-def is_address(value: Any) -> bool:
-    """Whether an image is an http(s) or ``data:`` address, not a file name."""
+def is_url(value: Any) -> bool:
+    """Return whether an image is an http(s) or ``data:`` URL, not a file name."""
     return str(value).startswith(("http://", "https://", "data:"))
 
 
 @contextmanager
-def _opened(value: Any) -> Iterator[Any]:
-    """The Pillow image of a path, a ``data:`` address or bytes; one that is there already is not closed."""
-    if isinstance(value, _pillow().Image):
+def _open_pillow_image(value: Any) -> Iterator[Any]:
+    """Open the Pillow image of a path, a ``data:`` URL or bytes; a Pillow image is passed through and not closed."""
+    if isinstance(value, _require_pillow().Image):
         yield value
         return
     if isinstance(value, str) and value.startswith("data:"):
         value = base64.b64decode(value.partition(",")[2], validate=True)
     if isinstance(value, str | Path):
         value = Path(value).expanduser()
-        if not stat.S_ISREG(value.stat().st_mode):  # a pipe would wait, and a device may have no end
+        if not stat.S_ISREG(value.stat().st_mode):  # reading a pipe would block, and a device may be endless
             raise ValueError("it is no regular file")
-    pillow = _pillow()
+    pillow = _require_pillow()
     pillow.init()
     known = [name for name in _FORMATS if name in pillow.OPEN]
     with pillow.open(value if isinstance(value, Path) else io.BytesIO(value), formats=known) as image:
         yield image
 
 
-def _reason(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     if isinstance(error, binascii.Error):
@@ -68,21 +68,21 @@ def _reason(error: Exception) -> str:
 
 
 def open_image(value: Any, decode: bool = True) -> Any:
-    """Read an image, upright and without transparency (on white); of an animation the first picture.
+    """Read an image, with EXIF rotation and transparency replaced by white; of an animation the first frame.
 
     Args:
-        value: a path, a ``data:`` address, the bytes of a file, a mapping with ``bytes`` or ``path`` as the
-            ``datasets`` package stores one, or a Pillow image.
-        decode: read the pixels; else the header only.
+        value: a path, a ``data:`` URL, the bytes of a file, a mapping with ``bytes`` or ``path`` as the ``datasets``
+            package stores it, or a Pillow image.
+        decode: decode the pixels; else read only the header.
 
     Returns:
-        a Pillow image, in RGB if it is decoded.
+        A Pillow image, in RGB if it is decoded.
 
     Raises:
-        DataError: it cannot be read, is no image, or is of the web.
+        DataError: it cannot be read, is not an image, or is a web URL.
         UserError: Pillow is not installed.
     """
-    pillow, name = _pillow(), _name(value)
+    pillow, name = _require_pillow(), _image_name(value)
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
         if data is None and path is None:
@@ -95,29 +95,29 @@ def open_image(value: Any, decode: bool = True) -> Any:
     if isinstance(value, str) and value.startswith(("http://", "https://")):
         raise DataError(f"{name} is of the web, where nothing is fetched from: download it and give its path")
     try:
-        with _opened(value) as image:
+        with _open_pillow_image(value) as image:
             if not decode:
                 return image
-            return _in_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
-    except (*_BROKEN, pillow.DecompressionBombError) as error:
-        raise DataError(f"{name} cannot be read ({_reason(error)})") from error
+            return _to_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
+    except (*_IMAGE_ERRORS, pillow.DecompressionBombError) as error:
+        raise DataError(f"{name} cannot be read ({_explain_error(error)})") from error
 
 
-def _in_rgb(image: Any) -> Any:
-    """RGB, without transparency: on white."""
+def _to_rgb(image: Any) -> Any:
+    """Convert to RGB, with transparency replaced by white."""
     if image.mode[0] in "IF":
-        image = _in_8_bits(image)
+        image = _to_8_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     image = image.convert("RGBA")
-    return _pillow().alpha_composite(_pillow().new("RGBA", image.size, "white"), image).convert("RGB")
+    return _require_pillow().alpha_composite(_require_pillow().new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-def _in_8_bits(image: Any) -> Any:
-    """Grey of 16 bits, of which Pillow's ``convert`` makes everything above 255 white.
+def _to_8_bits(image: Any) -> Any:
+    """Convert 16-bit grayscale, because Pillow's ``convert`` clips everything above 255 to white.
 
     Raises:
-        ValueError: its values are of another range.
+        ValueError: the values are not in the 8-bit or 16-bit range.
     """
     low, high = image.getextrema()
     if image.mode == "I" and low >= 0 and high <= 255:
@@ -127,8 +127,8 @@ def _in_8_bits(image: Any) -> Any:
     return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
 
 
-def as_pixels(value: Any) -> torch.Tensor:
-    """The pixels of an image, uint8 ``[3, height, width]``. For ``value`` and errors see :func:`open_image`."""
+def read_pixels(value: Any) -> torch.Tensor:
+    """Read an image as pixels, uint8 ``[3, height, width]``. For ``value`` and errors see :func:`open_image`."""
     image = open_image(value)
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
@@ -138,16 +138,16 @@ def load_image(image_loc: Path | str) -> torch.Tensor:
     """Read an image from a file.
 
     Args:
-        image_loc: path, or a ``data:`` address.
+        image_loc: path, or a ``data:`` URL.
 
     Returns:
-        uint8 ``[3, height, width]``, red, green and blue; transparency is put on white.
+        uint8 ``[3, height, width]``, red, green and blue; transparency is replaced by white.
 
     Raises:
-        DataError: it cannot be read, or is no image.
+        DataError: it cannot be read or is not an image.
         UserError: Pillow is not installed.
     """
-    return as_pixels(image_loc).contiguous()
+    return read_pixels(image_loc).contiguous()
 
 
 def format_content_with_images(content: str, *, image_tag: str, images: list[Any]) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
         images: the images, in order.
 
     Returns:
-        content items, ``{"type": "text" | "image", "content": ...}``.
+        Content items, ``{"type": "text" | "image", "content": ...}``.
 
     Raises:
         DataError: the number of tags is not the number of images.

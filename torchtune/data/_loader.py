@@ -1,4 +1,4 @@
-"""Batches in an order that the seed and the epoch determine; epoch and step are the position."""
+"""Batch loader with an order determined by seed and epoch, so that epoch and step define the position."""
 
 import copy
 import math
@@ -12,42 +12,41 @@ import torch
 
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
 
-Collated = Any  # what collate_fn returns
-_AHEAD = 64  # examples that a stream is told of before they are needed
+Collated = Any  # the return value of collate_fn
+_PREFETCH_EXAMPLES = 64  # examples that a stream is asked to prefetch
 
 
-def random_of(seed: int, *words: int) -> np.random.RandomState:
-    """Random numbers that depend on ``seed`` and ``words`` alone."""
-    # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
+def make_random_state(seed: int, *words: int) -> np.random.RandomState:
+    """Return a generator that depends only on ``seed`` and ``words``."""
+    # RandomState has a frozen stream by numpy's compatibility policy; Generator does not.
     return np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, *words])
 
 
 class BatchLoader:
-    """Yields, for every optimizer step, the micro-batches of this rank.
+    """Loader that yields this rank's micro-batches of each optimizer step.
 
-    A step takes the next ``batch_size * accumulation_steps * world_size`` examples in the order of the epoch. Each
+    A step consists of the next ``batch_size * accumulation_steps * world_size`` examples in the epoch's order. Each
     micro-batch is a slice of ``batch_size * world_size`` examples, split among the ranks. The order depends only on
-    ``seed`` and the epoch. Any position can therefore be reached directly, and a different number of ranks with the
-    same number of examples per step sees the same steps. No example is dropped: the last step of an epoch may be
-    smaller. A rank that has no example in it gets one without labels, so that all ranks run the same number of
-    forward passes.
+    ``seed`` and the epoch, so any position can be reached directly, and a different number of ranks with the same
+    number of examples per step has the same steps. No example is dropped: the last step of an epoch may be smaller. A
+    rank without an example in it gets one without labels, so that all ranks run the same number of forward passes.
 
-    Iteration starts at the current position and stops at the end of the epoch; :attr:`epoch` is then the next one.
-    The position advances before a step is yielded, so a state saved during a step continues after it. :meth:`peek`
-    loads the next step without advancing. Random numbers that a dataset draws depend only on the seed, the position
-    and the rank, so loading ahead or resuming does not change them.
+    Iteration starts at the current position and stops at the end of the epoch; :attr:`epoch` is then the next one. The
+    position advances before a step is yielded, so a state saved during a step continues after it. :meth:`peek` loads
+    the next step without advancing. Random numbers drawn by a dataset depend only on the seed, the position and the
+    rank, so prefetching or resuming does not change them.
 
     Args:
-        dataset: examples by index, with a length. A mixture says by ``order(seed, epoch, shuffle)`` which indices an
-            epoch visits, ``examples_per_epoch`` of them. A stream (``is_stream``) has no length: its indices go on
-            from epoch to epoch; ``begin``, ``state_at`` and ``go_to`` set and tell its position, and ``read_ahead``
-            says which examples come next.
+        dataset: map-style dataset. A mixture defines the indices of an epoch by ``order(seed, epoch, shuffle)``, with
+            ``examples_per_epoch`` entries. A stream (``is_stream``) has no length, and its indices continue from epoch
+            to epoch; ``begin``, ``state_at`` and ``go_to`` set and save its position, and ``read_ahead`` announces the
+            next examples.
         batch_size: examples (or packs) per micro-batch and rank.
-        collate_fn: turns a list of examples into a batch.
+        collate_fn: converts a list of examples to a batch.
         shuffle: visit the examples in random order.
         seed: seed of the order.
         accumulation_steps: micro-batches per optimizer step.
-        max_steps_per_epoch: maximum number of steps in an epoch.
+        max_steps_per_epoch: maximum number of steps per epoch.
         rank: data-parallel rank of this process.
         world_size: number of data-parallel ranks.
 
@@ -101,43 +100,43 @@ class BatchLoader:
                 )
             self.examples_per_epoch = max_steps_per_epoch * self.examples_per_step
             dataset.begin(seed, shuffle=shuffle)
-        else:  # a mixture visits some examples never or several times in an epoch
+        else:  # a mixture visits some examples never or several times per epoch
             self.examples_per_epoch = getattr(dataset, "examples_per_epoch", None) or len(dataset)
         if self.examples_per_epoch == 0:
             raise DataError("The dataset is empty: there is nothing to train on.")
         self.epoch = 0
         self._step = 0
         self._indices = np.empty(0, dtype=np.int64)
-        self._shuffled: tuple[int, np.ndarray] | None = None  # (epoch, its order)
-        self._ahead: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
-        self._told = 0  # steps of the run of whose examples a stream has been told
-        self._tell_what_comes()  # is read while the run is set up
+        self._epoch_order: tuple[int, np.ndarray] | None = None  # (epoch, its order)
+        self._peeked: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
+        self._num_announced = 0  # number of steps announced to the stream
+        self._announce_next_steps()  # prefetch during set-up
 
     @property
     def examples_per_step(self) -> int:
-        """Examples of an optimizer step, over all ranks."""
+        """Number of examples per optimizer step, over all ranks."""
         return self.batch_size * self.accumulation_steps * self.world_size
 
     def __len__(self) -> int:
-        """Optimizer steps per epoch."""
+        """Return the number of optimizer steps per epoch."""
         steps = math.ceil(self.examples_per_epoch / self.examples_per_step)
         return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
 
     @property
     def smallest_batch(self) -> int:
-        """Examples of the smallest micro-batch that any rank gets in an epoch."""
+        """Number of examples in the smallest micro-batch of any rank in an epoch."""
         last = min(len(self.dataset), len(self) * self.examples_per_step) % (self.batch_size * self.world_size)
         return max(last // self.world_size, 1) if last else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the position to the beginning of an epoch."""
+        """Set the position to the start of an epoch."""
         self.epoch, self._step = epoch, 0
 
     def __iter__(self) -> Iterator[list[Collated]]:
-        """Yield this rank's micro-batches of every remaining step of the epoch."""
+        """Yield this rank's micro-batches for every remaining step of the epoch."""
         while self._step < len(self):
             batches = self.peek()
-            self._ahead = None
+            self._peeked = None
             self._indices = self._indices_of(self._step)
             self._step += 1
             yield batches
@@ -145,35 +144,35 @@ class BatchLoader:
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the step that was yielded last is the last one of its epoch."""
+        """Whether the last yielded step is the last one of its epoch."""
         return self._step >= len(self)
 
     def peek(self) -> list[Collated] | None:
-        """Load the micro-batches that iteration yields next; ``None`` at the end of the epoch.
+        """Load the micro-batches of the next step, without advancing the position; ``None`` at the end of the epoch.
 
-        They are kept until they are yielded. The position does not advance: a state saved now continues with them.
+        They are cached until iteration yields them. A state saved now continues with them.
         """
         if self.at_epoch_end:
             return None
         position = (self.epoch, self._step)
-        if self._ahead is None or self._ahead[0] != position:
-            self._tell_what_comes()
-            with own_randomness(self.seed, *position, self.rank):
-                parts = self._split(self._indices_of(self._step), self.rank)
-                self._ahead = (position, [self._collate(part) for part in parts])
-        return self._ahead[1]
+        if self._peeked is None or self._peeked[0] != position:
+            self._announce_next_steps()
+            with seeded_generators(self.seed, *position, self.rank):
+                parts = self._split_step(self._indices_of(self._step), self.rank)
+                self._peeked = (position, [self._load_batch(part) for part in parts])
+        return self._peeked[1]
 
     def peek_counts(self) -> tuple[int, int, int] | None:
-        """Load the next step, and count its tokens, labelled tokens and terms on this rank; see :meth:`peek`."""
+        """Load the next step and count its tokens, labelled tokens and terms on this rank; see :meth:`peek`."""
         batches = self.peek()
         return None if batches is None else self.count(batches)
 
     @staticmethod
     def count(batches: Sequence[Any]) -> tuple[int, int, int]:
-        """Count tokens, labelled tokens and terms of the micro-batches of a step on this rank.
+        """Count the tokens, labelled tokens and terms in a step's micro-batches on this rank.
 
         Args:
-            batches: with ``tokens`` and ``labels``; a batch without ``terms`` has as many as labelled tokens.
+            batches: batches with ``tokens`` and ``labels``; without ``terms``, each labelled token is a term.
         """
         tokens = sum(batch["tokens"].numel() for batch in batches)
         labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
@@ -184,84 +183,84 @@ class BatchLoader:
     def derive(
         self, *, dataset: Any = None, collate_fn: Callable[[list[Any]], Collated] | None = None
     ) -> "BatchLoader":
-        """A loader at the same position and in the same order, with another dataset or another collate function.
+        """Copy the loader, at the same position and in the same order, with another dataset or collate function.
 
         Args:
-            dataset: has the same examples, with more in each; None keeps the dataset.
-            collate_fn: None keeps the collate function.
+            dataset: dataset with the same examples and additional entries; ``None`` for the same dataset.
+            collate_fn: ``None`` for the same collate function.
         """
         other = copy.copy(self)
         other.dataset = self.dataset if dataset is None else dataset
         other.collate_fn = self.collate_fn if collate_fn is None else collate_fn
-        other._ahead = None
+        other._peeked = None
         return other
 
-    def _tell_what_comes(self) -> None:
+    def _announce_next_steps(self) -> None:
         if not hasattr(self.dataset, "read_ahead"):
             return
         here = self.epoch * len(self) + self._step
-        ahead = max(2, math.ceil(_AHEAD / (self.batch_size * self.accumulation_steps)))
-        if not here < self._told <= here + ahead:
-            self._told = here
-        if self._told - here > ahead // 2:  # many steps at once are told in less time
+        ahead = max(2, math.ceil(_PREFETCH_EXAMPLES / (self.batch_size * self.accumulation_steps)))
+        if not here < self._num_announced <= here + ahead:
+            self._num_announced = here
+        if self._num_announced - here > ahead // 2:  # announcing many steps at once is faster
             return
         steps = []
-        for step in range(self._told, here + ahead):
+        for step in range(self._num_announced, here + ahead):
             indices = np.arange(step * self.examples_per_step, (step + 1) * self.examples_per_step)
-            mine = np.concatenate([part for part, _ in self._split(indices, self.rank)])
+            mine = np.concatenate([part for part, _ in self._split_step(indices, self.rank)])
             steps.append(((self.seed, *divmod(step, len(self)), self.rank), mine.tolist()))
         self.dataset.read_ahead(steps)
-        self._told = here + ahead
+        self._num_announced = here + ahead
 
     def _indices_of(self, step: int) -> np.ndarray:
-        """Indices of the examples of a step of this epoch, for all ranks."""
-        if self._shuffled is None or self._shuffled[0] != self.epoch:
-            self._shuffled = (self.epoch, self._order(self.epoch))
+        """Return the indices of the examples of a step of this epoch, for all ranks."""
+        if self._epoch_order is None or self._epoch_order[0] != self.epoch:
+            self._epoch_order = (self.epoch, self._order(self.epoch))
         start = step * self.examples_per_step
-        return self._shuffled[1][start : start + self.examples_per_step]
+        return self._epoch_order[1][start : start + self.examples_per_step]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """int64 [``examples_per_epoch``]: the order of an epoch."""
+        """Return the order of an epoch, int64 ``[examples_per_epoch]``."""
         if self._is_stream:
             return epoch * self.examples_per_epoch + np.arange(self.examples_per_epoch)
         if hasattr(self.dataset, "order"):
             return self.dataset.order(self.seed, epoch, self.shuffle)
         if not self.shuffle:
             return np.arange(len(self.dataset))
-        return random_of(self.seed, epoch).permutation(len(self.dataset))
+        return make_random_state(self.seed, epoch).permutation(len(self.dataset))
 
-    def visited(self, epochs: int) -> np.ndarray:
-        """Indices, in order, of the examples that the first ``epochs`` epochs come to, for all ranks."""
+    def visited_indices(self, epochs: int) -> np.ndarray:
+        """Return the sorted indices of the examples visited in the first ``epochs`` epochs by all ranks."""
         most = len(self) * self.examples_per_step
         found = [self._order(epoch)[:most] for epoch in range(epochs if self.shuffle else 1)]
         return np.unique(np.concatenate(found))
 
     def rows(self, parts: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Any]]:
-        """Rows of the dataset that the last yielded step was made from.
+        """Return the dataset rows of the last yielded step.
 
         Args:
-            parts: (micro-batch, rank) pairs to look up; ``None`` means all micro-batches of all ranks.
+            parts: (micro-batch, rank) pairs to look up; ``None`` for all micro-batches of all ranks.
 
         Returns:
-            One dict per row, with ``row`` (from 0) and, if the dataset knows it, ``source``.
+            One dict per row, with ``row`` (from 0) and, if known, ``source``.
         """
         if parts is None:
             indices = self._indices
         else:
-            split = [list(self._split(self._indices, rank)) for rank in range(self.world_size)]
+            split = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
             indices = np.concatenate([split[rank][number][0] for number, rank in parts])
         origins = getattr(self.dataset, "origins", lambda index: [{"row": index}])
         return [origin for index in indices for origin in origins(int(index))]
 
-    def _split(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
-        """(indices, is blank) of a rank's micro-batches of one step."""
+    def _split_step(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
+        """Yield (indices, is blank) for a rank's micro-batches of one step."""
         width = self.batch_size * self.world_size
         for start in range(0, len(step), width):
             chunk = step[start : start + width]
             mine = np.array_split(chunk, self.world_size)[rank]
             yield (mine, False) if len(mine) else (chunk[:1], True)
 
-    def _collate(self, part: tuple[np.ndarray, bool]) -> Collated:
+    def _load_batch(self, part: tuple[np.ndarray, bool]) -> Collated:
         indices, blank = part
         examples = [self.dataset[int(index)] for index in indices]
         batch = self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
@@ -279,13 +278,13 @@ class BatchLoader:
             "seed": self.seed,
         }
         if (content := getattr(self.dataset, "fingerprint", None)) is not None:
-            fingerprint["dataset_content"] = content
+            fingerprint["dataset_digest"] = content  # older states have dataset_content, of another format
         if (mixture := getattr(self.dataset, "mixture", None)) is not None:
             fingerprint["mixture"] = mixture
         return fingerprint
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: epoch, next step, and a fingerprint of the data and the order."""
+        """Return the position: epoch, next step, and a fingerprint of the data and the order."""
         epoch, step = (self.epoch + 1, 0) if self.at_epoch_end else (self.epoch, self._step)
         state = {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
         if self._is_stream:
@@ -293,17 +292,17 @@ class BatchLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position to a saved one.
+        """Restore a saved position.
 
         Raises:
-            DataError: the data or the order changed since the save; the message says how.
+            DataError: the data or the order has changed since; the message lists the changes.
         """
         names = {
             "dataset_length": "the number of examples (or packs)",
             "examples_per_step": "examples per step (batch_size x gradient_accumulation_steps x ranks)",
             "shuffle": "shuffle",
             "seed": "seed",
-            "dataset_content": "the content of the dataset",
+            "dataset_digest": "the content of the dataset",
             "mixture": "the mixture",
         }
         now, saved = self._fingerprint(), state["fingerprint"]
@@ -320,13 +319,13 @@ class BatchLoader:
         self.epoch, self._step = int(state["epoch"]), int(state["step"])
         if self._is_stream:
             self.dataset.go_to(state["stream"])
-            self._told = 0
-            self._tell_what_comes()
+            self._num_announced = 0
+            self._announce_next_steps()
 
 
 @contextmanager
-def own_randomness(*words: int) -> Iterator[None]:
-    """Seed all host generators from ``words`` inside the block, and restore their states after it."""
+def seeded_generators(*words: int) -> Iterator[None]:
+    """Context manager that seeds all host generators with ``words`` and restores their states afterwards."""
     seed = int(np.random.SeedSequence(words).generate_state(1)[0])
     python, array, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
@@ -341,7 +340,7 @@ def own_randomness(*words: int) -> Iterator[None]:
 
 
 def _without_labels(example: Any) -> Any:
-    """The same example (or pack) with every label ignored."""
+    """Return the example (or pack) with all labels set to the ignore index."""
     if isinstance(example, Mapping):
         return {
             key: torch.full((len(value),), CROSS_ENTROPY_IGNORE_IDX) if key.endswith("labels") else value

@@ -1,4 +1,4 @@
-"""One turn of a conversation, and which turns are trained on."""
+"""Conversation turns and label masks."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
@@ -18,7 +18,7 @@ class Message:
         content: a text, or a list of ``{"type": "text" | "image", "content": ...}``.
         masked: exclude all tokens of the turn from the loss.
         ipython: the turn is a tool call of the assistant.
-        eot: the turn ends with an end-of-turn token; False if a tool's answer follows.
+        eot: the turn ends with an end-of-turn token; False if a tool response follows.
         extra: other fields of the turn, for chat templates (``tool_calls``, ``name``,
             ``reasoning_content`` …).
 
@@ -65,20 +65,20 @@ class Message:
         )
 
     def get_media(self) -> list[Any]:
-        """The images of the turn, in order."""
+        """Return the images of the turn, in order."""
         return [item["content"] for item in self.content if item["type"] == "image"]
 
     @property
     def contains_media(self) -> bool:
         """Whether the turn contains an image."""
-        if len(self.content) == 1:  # most turns
+        if len(self.content) == 1:  # fast path
             return self.content[0]["type"] == "image"
         return any(item["type"] == "image" for item in self.content)
 
     @property
     def text_content(self) -> str:
-        """All text of the turn, joined."""
-        if len(self.content) == 1 and self.content[0]["type"] == "text":  # most are
+        """Concatenated text of the turn."""
+        if len(self.content) == 1 and self.content[0]["type"] == "text":  # fast path
             return self.content[0]["content"]
         return "".join(item["content"] for item in self.content if item["type"] == "text")
 
@@ -95,8 +95,8 @@ _FIELDS = ("masked", "ipython", "eot")
 def as_message(value: MessageLike) -> Message:
     """Convert a turn to a :class:`Message`.
 
-    A mapping may also have the other arguments of :class:`Message`; unknown fields go to ``extra``. Its content is a
-    text or a list of parts. It may be missing if the turn has ``tool_calls``.
+    A mapping may have all arguments of :class:`Message`; unknown fields are stored in ``extra``. Its content is a text
+    or a list of parts, and optional if the turn has ``tool_calls``.
 
     Raises:
         DataError: the turn is neither a message nor such a mapping.
@@ -114,7 +114,7 @@ def as_message(value: MessageLike) -> Message:
     if not isinstance(content, str):
         if content is not None and not isinstance(content, list | tuple):
             raise DataError(f"the content of a turn of '{role}' must be a text or a list, not {type(content).__name__}")
-        content = [content_part(part) for part in content or []]
+        content = [parse_content_part(part) for part in content or []]
     known = {"role", "content", "extra", *_FIELDS}
     extra = {**(value.get("extra") or {}), **{key: item for key, item in value.items() if key not in known}}
     fields = {name: value[name] for name in _FIELDS if value.get(name) is not None}
@@ -136,8 +136,8 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     return [message if type(message) is Message else as_message(message) for message in messages]
 
 
-def content_part(part: Any) -> dict[str, Any]:
-    """Convert a content part of chat APIs. Raises :class:`DataError` if it is neither text nor image."""
+def parse_content_part(part: Any) -> dict[str, Any]:
+    """Convert a content part in chat API format. Raises :class:`DataError` if it is neither text nor image."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     found = None
     if isinstance(part, Mapping) and kind in ("text", "image") and "content" in part:
@@ -163,7 +163,7 @@ def content_part(part: Any) -> dict[str, Any]:
 
 
 class MaskingStrategy(Enum):
-    """Which turns are trained on.
+    """Selection of the turns that are trained on.
 
     Example:
         >>> torchtune.data.MaskingStrategy("train_on_last").name
@@ -175,12 +175,12 @@ class MaskingStrategy(Enum):
     TRAIN_ON_LAST = "train_on_last"
 
 
-# Their names, as settings.
+# Values of the setting masking_strategy.
 MaskingName = Literal["train_on_all", "train_on_assistant", "train_on_last"]
 
 
-def masking_strategy_of(value: MaskingStrategy | str) -> MaskingStrategy:
-    """The strategy with a name. Raises :class:`DataError` for an unknown name."""
+def parse_masking_strategy(value: MaskingStrategy | str) -> MaskingStrategy:
+    """Return the strategy of a name. Raises :class:`DataError` for an unknown name."""
     try:
         return MaskingStrategy(value)
     except ValueError as error:
@@ -197,7 +197,7 @@ def mask_messages(
     ``train_on_all`` also on user and tool turns, except user turns with media. System turns are always masked.
 
     Raises:
-        DataError: unknown strategy.
+        DataError: the strategy is unknown.
 
     Example:
         >>> turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -206,7 +206,7 @@ def mask_messages(
         >>> [message.masked for message in messages]
         [True, False]
     """
-    strategy = masking_strategy_of(masking_strategy)
+    strategy = parse_masking_strategy(masking_strategy)
     turns = as_messages(messages)
     last = max((i for i, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
     for i, (message, turn) in enumerate(zip(messages, turns, strict=True)):

@@ -11,17 +11,17 @@ TemplateType = str | Mapping[Role, tuple[str, str]]
 
 
 class PromptTemplateInterface(Protocol):
-    """Adds fixed text to messages; ``template`` maps a role to the text before and after its turns."""
+    """Callable that adds fixed text to messages; ``template`` maps a role to the text before and after its turns."""
 
     template: dict[Role, tuple[str, str]]
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the text added to their content."""
+        """Return the messages with text added to their content."""
         ...
 
 
 def with_tags(message: Message, before: str, after: str) -> Message:
-    """A copy of ``message`` with text before and after its content, as separate content items."""
+    """Return a copy of ``message`` with text before and after its content, as separate content items."""
     content = [
         *([{"type": "text", "content": before}] if before else []),
         *message.content,
@@ -38,7 +38,7 @@ def with_tags(message: Message, before: str, after: str) -> Message:
 
 
 class PromptTemplate(PromptTemplateInterface):
-    """Adds fixed text before and after the turns of each role in ``template``.
+    """Prompt template that adds fixed text before and after the turns of each role in ``template``.
 
     Args:
         template: maps a role to (text before, text after).
@@ -53,13 +53,13 @@ class PromptTemplate(PromptTemplateInterface):
         self.template = {role: (before, after) for role, (before, after) in template.items()}
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the text added."""
+        """Return the messages with text added."""
         turns = as_messages(messages)
         return [with_tags(message, *self.template.get(message.role, ("", ""))) for message in turns]
 
 
 class ChatMLTemplate(PromptTemplateInterface):
-    """``<|im_start|>{role}\\n{text}<|im_end|>\\n`` around the turns of system, user and assistant.
+    """Prompt template with ``<|im_start|>{role}\\n{text}<|im_end|>\\n`` for system, user and assistant turns.
 
     A final empty assistant turn has no ``<|im_end|>``, so that a model can continue it.
 
@@ -77,7 +77,7 @@ class ChatMLTemplate(PromptTemplateInterface):
     }
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the text added."""
+        """Return the messages with text added."""
         formatted, messages = [], as_messages(messages)
         for i, message in enumerate(messages):
             before, after = self.template.get(message.role, ("", ""))
@@ -100,7 +100,7 @@ def get_prompt_template(
 
     Args:
         prompt_template: the setting; ``None`` returns ``None``.
-        locate: resolves a dotted path; the default is that of ``torchtune.config``.
+        locate: function that resolves a dotted path; by default that of ``torchtune.config``.
 
     Raises:
         DataError: a value of the mapping is not a pair of texts, or the setting has another type.
@@ -109,7 +109,7 @@ def get_prompt_template(
         return None
     if isinstance(prompt_template, str):
         if locate is None:
-            from torchtune.config._locate import locate
+            from torchtune.config import locate
         return locate(prompt_template)()
     if isinstance(prompt_template, Mapping):
         for role, tags in prompt_template.items():

@@ -1,4 +1,4 @@
-"""What documents have in common at their beginning, computed once."""
+"""Share common prefixes of documents, so that they are computed once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,30 +11,29 @@ from torchtune.data._batch import Batch
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
 
-# Keys of a prefix are copied for every document that goes on from it: fewer tokens are not worth it.
+# A prefix's keys are copied for every document that continues it, which does not pay off for fewer tokens.
 MIN_SHARED = 8
 
 
 def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = False) -> Batch:
-    """The batch with what the documents of a group have in common at their beginning once, before them.
+    """Move the common prefix of a group's documents into a separate document before them.
 
-    Values of documents do not change: neither the hidden states of their own tokens, nor
-    :meth:`Batch.sum_per_document`. The last token before the first difference in tokens, labels or ``per_token`` is
-    shared too: the last token of a prompt, which predicts the first one of every answer, has a label of its own in each
-    document and therefore stays there.
+    Results per document do not change: neither the hidden states of their tokens nor :meth:`Batch.sum_per_document`.
+    The prefix ends before the first difference in tokens, labels or ``per_token``. So the last token of a prompt is not
+    shared, because its label, the first token of the answer, differs.
 
     Args:
-        batch: on the host, with documents.
-        groups: a number for every document; those with the same number are compared.
-        labelled: share labelled tokens too. That is right for what is summed by document, and wrong for a loss that
-            adds up tokens.
+        batch: a batch on the host, with documents.
+        groups: group number of every document; documents are compared within a group.
+        labelled: also share labelled tokens. This is correct for losses of per-document sums, but wrong for losses that
+            sum over tokens.
 
     Returns:
-        a batch of one row. Documents of a group follow each other, and entries per document are in their new order. A
-        group whose documents have fewer than 8 tokens in common is as before; so is the batch, if all are.
+        A batch of one row, with the documents and per-document entries sorted by group. A group with fewer than 8
+        common tokens has no prefix; without any prefix, the batch is returned unchanged.
 
     Raises:
-        DataError: the batch has no documents or entries that are neither per token nor per document, or is split or
+        DataError: the batch has no documents, has entries that are neither per token nor per document, or is split or
             padded.
 
     Example:
@@ -59,7 +58,7 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     columns = [value[0].reshape(row.num_tokens, -1).numpy() for value in columns]
     order, kept, new_lengths, prefixes = [], [], [], []
     for group in members.values():
-        common = _common(columns, [(starts[i], lengths[i]) for i in group]) if len(group) > 1 else 0
+        common = _common_length(columns, [(starts[i], lengths[i]) for i in group]) if len(group) > 1 else 0
         if common and not labelled and row.labels is not None:
             label = row.labels[0, starts[group[0]] : starts[group[0]] + common].numpy() != CROSS_ENTROPY_IGNORE_IDX
             common = int(label.argmax()) if label.any() else common
@@ -85,8 +84,8 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     )
 
 
-def _common(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]]) -> int:
-    """How many positions all spans (start, length) have in common; each keeps one of its own at least."""
+def _common_length(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]]) -> int:
+    """Return the number of leading positions that all spans (start, length) share, at most the shortest length - 1."""
     first, _ = spans[0]
     common = min(length for _, length in spans) - 1
     for start, _ in spans[1:]:

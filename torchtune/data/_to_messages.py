@@ -1,4 +1,4 @@
-"""Transforms to messages: rows with a question and an answer, or with two answers."""
+"""Transforms of question-answer rows and preference rows to messages."""
 
 import difflib
 import warnings
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
-from torchtune.data._images import is_address
-from torchtune.data._messages import MaskingStrategy, Message, as_message, mask_messages, masking_strategy_of
+from torchtune.data._images import is_url
+from torchtune.data._messages import MaskingStrategy, Message, as_message, mask_messages, parse_masking_strategy
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
-    """A column of a row. Raises :class:`DataError` with the existing columns and the nearest name if it is missing."""
+    """Return a column of a row. Raises :class:`DataError` with the columns and the nearest name if it is missing."""
     if name in sample:
         return sample[name]
     near = difflib.get_close_matches(name, list(sample), n=1, cutoff=0.5)
@@ -22,7 +22,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
 
 
 def text_column(sample: Mapping[str, Any], name: str) -> str:
-    """A column of a row, as text. Raises :class:`DataError` if it is missing or is not a text."""
+    """Return a text column of a row. Raises :class:`DataError` if it is missing or not a text."""
     value = column(sample, name)
     if not isinstance(value, str):
         raise DataError(f"column '{name}' holds {'nothing' if value is None else type(value).__name__}, not a text")
@@ -32,7 +32,7 @@ def text_column(sample: Mapping[str, Any], name: str) -> str:
 def check_column_map(
     column_map: Mapping[str, str] | None, defaults: Mapping[str, str], required: Sequence[str]
 ) -> dict[str, str]:
-    """The column for every key; ``defaults`` if there is no map.
+    """Return the column of every key; ``defaults`` if there is no map.
 
     Raises:
         DataError: a required key is missing from the map, or a key is unknown.
@@ -51,7 +51,7 @@ def check_column_map(
 
 
 def resolve_masking(train_on_input: bool | None, masking_strategy: str | MaskingStrategy | None) -> MaskingStrategy:
-    """The masking strategy of both settings; ``train_on_input`` is deprecated and takes precedence.
+    """Return the masking strategy; ``train_on_input`` is deprecated and takes precedence.
 
     Raises:
         DataError: the strategy is unknown.
@@ -64,28 +64,28 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
             stacklevel=3,
         )
         return strategy
-    return masking_strategy_of(masking_strategy or MaskingStrategy.TRAIN_ON_ASSISTANT)
+    return parse_masking_strategy(masking_strategy or MaskingStrategy.TRAIN_ON_ASSISTANT)
 
 
 def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
-    """The image, or the images, of a column; file names, not addresses, are those in ``image_dir``. A null is none."""
+    """Return the images of a column, with ``image_dir`` prepended to file names; an empty list for null."""
     value = column(sample, name)
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     return [
-        image_dir / one if image_dir is not None and isinstance(one, str | Path) and not is_address(one) else one
+        image_dir / one if image_dir is not None and isinstance(one, str | Path) and not is_url(one) else one
         for one in values
     ]
 
 
 class InputOutputToMessages(Transform):
-    """Converts a row with a question and an answer to a user turn and an assistant turn.
+    """Transform of a row with a question and an answer to a user turn and an assistant turn.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``input``, ``output`` and, if there is one, ``image``: an image, a list of them, or
+        column_map: the columns of ``input``, ``output`` and, optionally, ``image``: an image, a list of images, or
             null.
-        new_system_prompt: text of a system turn to insert.
-        image_dir: folder of images, if rows have file names.
+        new_system_prompt: system turn to insert.
+        image_dir: folder of the images, for file names in rows.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
@@ -97,7 +97,7 @@ class InputOutputToMessages(Transform):
         ['Why?', 'So.']
     """
 
-    takes_encoded_images = True  # a file's bytes are as good as its pixels
+    takes_encoded_images = True  # encoded files need not be decoded first
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class InputOutputToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [...]}``."""
+        """Return ``{"messages": [...]}``."""
         content: list[dict[str, Any]] = [{"type": "text", "content": text_column(sample, self.column_map["input"])}]
         if self.wants_image or "image" in sample:
             images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
@@ -131,11 +131,11 @@ class InputOutputToMessages(Transform):
 
 
 class AlpacaToMessages(Transform):
-    """Converts a row in the Alpaca format to a user turn, with the Alpaca preamble, and an assistant turn.
+    """Transform of a row in Alpaca format to a user turn, with the Alpaca preamble, and an assistant turn.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``instruction``, ``output`` and, if there is one, ``input``.
+        column_map: the columns of ``instruction``, ``output`` and, optionally, ``input``.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
@@ -172,7 +172,7 @@ class AlpacaToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [user, assistant]}``."""
+        """Return ``{"messages": [user, assistant]}``."""
         instruction = text_column(sample, self.column_map["instruction"])
         given = sample.get(self.column_map.get("input", "input")) or ""
         layout = self.template["prompt_input" if given else "prompt_no_input"]
@@ -185,15 +185,15 @@ class AlpacaToMessages(Transform):
 
 
 class ChosenRejectedToMessages(Transform):
-    """Converts a row with a chosen and a rejected conversation (lists of ``{"role", "content"}``) to messages.
+    """Transform of a row with a chosen and a rejected conversation (lists of ``{"role", "content"}``) to messages.
 
-    Where ``chosen`` and ``rejected`` are texts, or begin with an assistant's turn, they are answers to the ``prompt``
-    of the row, a text or a list of turns.
+    If ``chosen`` and ``rejected`` are texts, or begin with an assistant turn, they are answers to the row's ``prompt``,
+    a text or a list of turns.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``chosen``, ``rejected`` and, if it is not ``prompt``, of the prompt.
-        new_system_prompt: text of a system turn that replaces those of the conversations.
+        column_map: the columns of ``chosen``, ``rejected`` and, optionally, ``prompt``.
+        new_system_prompt: system turn that replaces the conversations'.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
@@ -221,12 +221,12 @@ class ChosenRejectedToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"chosen": [...], "rejected": [...]}``."""
+        """Return ``{"chosen": [...], "rejected": [...]}``."""
         return {side: self._messages(column(sample, name), sample) for side, name in self.column_map.items()}
 
     def _messages(self, turns: Any, sample: Mapping[str, Any]) -> list[Message]:
-        turns = whole_conversation(turns, sample, self._prompt)
-        messages = plain_messages(turns)
+        turns = prepend_prompt(turns, sample, self._prompt)
+        messages = convert_turns(turns)
         if self.new_system_prompt is not None:
             messages = [message for message in messages if message.role != "system"]
             messages.insert(0, Message(role="system", content=self.new_system_prompt))
@@ -234,8 +234,8 @@ class ChosenRejectedToMessages(Transform):
         return messages
 
 
-def whole_conversation(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:
-    """The turns of an answer with those of the prompt before it, unless the answer has them already.
+def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:
+    """Return the turns of an answer, with the prompt's turns before them unless the answer contains the prompt.
 
     Args:
         answer: a text, or turns.
@@ -243,13 +243,13 @@ def whole_conversation(answer: Any, sample: Mapping[str, Any], prompt: str) -> S
         prompt: column of the prompt, a text or turns.
 
     Raises:
-        DataError: the answer is neither, or the row has no prompt for it.
+        DataError: the answer is neither a text nor turns, or the row has no prompt for it.
     """
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     if not isinstance(answer, Sequence):
         raise DataError(f"a conversation must be a list of turns, not {type(answer).__name__}")
-    if not answer or as_turn(answer[0])["role"] != "assistant":
+    if not answer or check_turn(answer[0])["role"] != "assistant":
         return answer
     question = column(sample, prompt)
     if not isinstance(question, str | Sequence):
@@ -258,13 +258,13 @@ def whole_conversation(answer: Any, sample: Mapping[str, Any], prompt: str) -> S
     return [*([{"role": "user", "content": question}] if isinstance(question, str) else question), *answer]
 
 
-def plain_messages(turns: Sequence[Any]) -> list[Message]:
-    """Turns to messages, without fields that messages do not have. Raises :class:`DataError` for what is no turn."""
+def convert_turns(turns: Sequence[Any]) -> list[Message]:
+    """Convert turns to messages and drop unknown fields. Raises :class:`DataError` for an invalid turn."""
     known = ("role", "content", "masked", "ipython", "eot", "extra")
-    return [as_message({key: turn[key] for key in known if key in turn}) for turn in map(as_turn, turns)]
+    return [as_message({key: turn[key] for key in known if key in turn}) for turn in map(check_turn, turns)]
 
 
-def as_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:
+def check_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:
     """Check and return ``turn``. Raises :class:`DataError` if it is not a mapping with a role and a content."""
     if not isinstance(turn, Mapping) or role_key not in turn or content_key not in turn:
         found = sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__

@@ -45,9 +45,9 @@ def truncate_row(
 ) -> tuple[list[int], list[bool]]:
     """Truncate a row and its mask to ``max_seq_len``.
 
-    A row that is truncated on the left keeps its end. A row that is truncated on the right ends with ``eos_id``, if
-    it is given. This token is masked, because the text does not end there. It does not replace a token of
-    ``stop_ids``, because there a turn does end and the model should learn to stop.
+    A row truncated on the right ends with ``eos_id``, if it is not ``None``. This token is masked, because the text
+    does not end there. A token of ``stop_ids`` is not replaced, because a turn ends there and the model should learn to
+    stop.
     """
     if max_seq_len is None or len(tokens) <= max_seq_len:
         return tokens, mask

@@ -1,4 +1,4 @@
-"""Compatibility: recipes copied from earlier releases import these names from this path."""
+"""Compatibility: names that recipes copied from earlier releases import from this path."""
 
 import importlib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ __all__ = ["chain", "format_content_with_images", "load_image", "truncate"]
 
 
 def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function that applies ``funcs`` one after another."""
+    """Return the function that applies ``funcs`` in order."""
 
     def chained(value: Any) -> Any:
         for function in funcs:
@@ -23,6 +23,6 @@ def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def __getattr__(name: str) -> Any:
     if name in ("get_dataloader", "get_multi_dataset", "load_hf_dataset"):
-        # Nodes of torchdata over Hugging Face datasets: they belong to a floor above this one.
+        # torchdata nodes of Hugging Face datasets, in a higher layer of the library
         return getattr(importlib.import_module("torchtune.datasets._torchdata"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

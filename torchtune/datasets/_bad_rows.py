@@ -1,4 +1,4 @@
-"""Rows that cannot be used, reported together."""
+"""Collection and reporting of rows that cannot be trained on."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ _MOST = 10
 
 
 class BadRows:
-    """Collects what is wrong with which rows, and gives up after ten, unless they are to be left out.
+    """Collection of row errors, which raises at the tenth unless such rows are skipped.
 
     Args:
-        source: what the rows are from.
-        rows: all of them; those that know their lines say so.
-        drop: rows are left out, however many; None where a dataset has no such switch.
-        switch: the setting that leaves them out.
+        source: name of the source, for messages.
+        rows: the rows; a ``place`` method, if any, gives the file and line of a row.
+        drop: skip any number of rows; None if the dataset has no such setting.
+        switch: the setting that skips them, for messages.
     """
 
     def __init__(
@@ -31,24 +31,24 @@ class BadRows:
         self._rows: dict[str, list[int]] = {}
 
     def add(self, row: int, reason: str) -> None:
-        """Note a row. Raises :class:`DataError` when it is the tenth."""
+        """Record a row; raise :class:`DataError` at the tenth."""
         self._rows.setdefault(reason.rstrip("."), []).append(row)
         if not self._drop and sum(map(len, self._rows.values())) >= _MOST:
             self.check(more=True)
 
     @property
     def dropped(self) -> list[int]:
-        """Rows that are left out, in order."""
+        """Numbers of the skipped rows, sorted."""
         return sorted(row for rows in self._rows.values() for row in rows)
 
     @property
     def left_out(self) -> list[tuple[int, str]]:
-        """(row, reason) of all rows that are left out, in order."""
+        """(row, reason) of all skipped rows, sorted."""
         return sorted((row, reason) for reason, rows in self._rows.items() for row in rows)
 
     @property
     def reasons(self) -> str:
-        """What is wrong with which rows, the first of each kind by number."""
+        """Each reason with the numbers of its first rows."""
         parts = []
         for reason, rows in self._rows.items():
             more = f" and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
@@ -56,7 +56,7 @@ class BadRows:
         return "; ".join(parts)
 
     def check(self, more: bool = False) -> None:
-        """Raise :class:`DataError` if any row was noted; ``more``: there may be others."""
+        """Raise :class:`DataError` if any row was recorded; ``more``: there may be others."""
         if not self._rows or self._drop:
             return
         end = " (looked no further)" if more else ""
@@ -69,7 +69,7 @@ class BadRows:
         )
 
 
-_listed: dict[Path | None, set[str]] = {}  # by the run's file: a process may run several
+_listed: dict[Path | None, set[str]] = {}  # per file, because a process may execute several runs
 
 
 def _file() -> Path | None:
@@ -78,18 +78,18 @@ def _file() -> Path | None:
 
 
 def num_left_out() -> int:
-    """Rows that this process has left out of the current run, each counted once."""
+    """Return the number of distinct rows that this process has skipped in the current run."""
     return len(_listed.get(_file(), ()))
 
 
 def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
-    """Append rows to ``skipped_rows.jsonl`` in the run's folder, on rank 0, each once; a resumed run lists none again.
+    """Append skipped rows to ``skipped_rows.jsonl`` in the run's folder, on rank 0, each once even after a resume.
 
     Args:
-        rows: (``source`` and ``line`` or ``row``; the reason).
+        rows: (``source`` and ``line`` or ``row``, reason).
 
     Returns:
-        the file; None without a run (:func:`torchtune.utils.get_run_logger`).
+        path of the file; None without a run (:func:`torchtune.utils.get_run_logger`).
     """
     path = _file()
     listed = _listed.setdefault(path, set())
@@ -109,7 +109,7 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
 
 
 def say_what_is_left_out(rows: Sequence[tuple[int, str]], source: str, total: int) -> None:
-    """Warn of rows that are left out, and list all of them; they may have been found by an earlier run.
+    """Log a warning about skipped rows and list all of them, also if they were found by an earlier run.
 
     Raises:
         DataError: no row is left.

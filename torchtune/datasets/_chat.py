@@ -1,15 +1,14 @@
-"""Datasets of conversations."""
+"""Chat datasets."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torchtune.data import DataError, OpenAIToMessages, ShareGPTToMessages
-from torchtune.data._messages import MaskingName
-from torchtune.datasets._build import sft_dataset
-from torchtune.datasets._load import Source
+from torchtune.data import DataError, MaskingName, OpenAIToMessages, ShareGPTToMessages
 from torchtune.datasets._packed import PackedDataset
+from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.datasets._sft_builder import sft_dataset
+from torchtune.tokenizers import ModelTokenizer
 
 
 def chat_dataset(
@@ -26,24 +25,24 @@ def chat_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
-    """Rows with a conversation.
+    """Build a dataset of conversations.
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
-            memory.
-        conversation_column: the column with the list of turns.
+        source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
+        conversation_column: column with the list of messages.
         conversation_style: ``"openai"`` (``{"role", "content"}``) or ``"sharegpt"`` (``{"from", "value"}``).
-        train_on_input: old spelling of ``masking_strategy``.
+        train_on_input: deprecated, use ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
-        new_system_prompt: text of a system turn that takes the place of the conversations' own.
-        packed: put examples together into packs of the tokenizer's ``max_seq_len``.
-        filter_fn: rows for which it is false are left out.
+        new_system_prompt: system prompt that replaces the conversations' own.
+        packed: pack examples up to the tokenizer's ``max_seq_len``.
+        filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset, for example ``"train"`` or ``"train[:10%]"``.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
-        DataError: unknown style; see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+        DataError: ``conversation_style`` is unknown; see :class:`SFTDataset`; ``packed`` requires the tokenizer's
+            ``max_seq_len``.
 
     Example:
         >>> rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one cat"}]}]
@@ -86,10 +85,12 @@ def slimorca_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
-    """Conversations in ShareGPT's style, column ``conversations``. For the arguments see :func:`chat_dataset`.
+    """Build a dataset of conversations in ShareGPT format, column ``conversations``.
+
+    Arguments: see :func:`chat_dataset`.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+        DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
 
     Example:
         >>> turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "one cat"}]

@@ -1,4 +1,4 @@
-"""Several datasets as one."""
+"""Concatenation of datasets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from torchtune.datasets._packed import PackedDataset
 
 
 class ConcatDataset(Dataset):
-    """One dataset after another.
+    """Concatenation of datasets.
 
     Args:
-        datasets: all packed, or none.
+        datasets: either all packed or none.
 
     Raises:
-        DataError: there are none, packed and other datasets are mixed, or one is streamed.
+        DataError: the list is empty, packed and unpacked datasets are mixed, or one is streamed.
 
     Example:
         >>> short = [{"tokens": [1], "labels": [1]}]
@@ -38,29 +38,29 @@ class ConcatDataset(Dataset):
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
-        """Changes when any part's does."""
+        """Fingerprints of the datasets."""
         return tuple(getattr(dataset, "fingerprint", None) for dataset in self._datasets)
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [examples]: tokens of every example."""
+        """Number of tokens of each example, int64 ``[examples]``."""
         return np.concatenate([np.asarray(dataset.lengths) for dataset in self._datasets])
 
     @property
     def num_images(self) -> int:
-        """Images of all rows. Raises ``AttributeError`` if a part does not know, as if this had no such attribute."""
+        """Number of images of all rows; raises ``AttributeError`` if a dataset has no such attribute."""
         return sum(dataset.num_images or 0 for dataset in self._datasets)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """The example, from the dataset that holds it."""
+        """Return an example."""
         dataset, row = self._locate(index)
         return dataset[row]
 
     def origins(self, index: int) -> list[dict[str, Any]]:
-        """``source`` and ``row`` of everything in an example."""
+        """Return ``source`` and ``row`` of each document of an example."""
         dataset, row = self._locate(index)
         return dataset.origins(row) if hasattr(dataset, "origins") else [{"row": row}]
 

@@ -1,4 +1,4 @@
-"""What prepared rows depend on, as one short text: the same text, the same rows."""
+"""Fingerprints of prepared rows, from everything that they depend on."""
 
 import functools
 import glob
@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -16,79 +15,70 @@ from typing import Any
 
 import torchtune
 
-# What makes tokens beside this library's own files.
+# Packages, and folders of this library, that affect tokens.
 _PACKAGES = ("datasets", "jinja2", "sentencepiece", "tiktoken", "tokenizers")
-_ROOMS = ("data", "datasets", "modules/transforms")
-_WHOLE = 1 << 28  # files of up to 256 MiB together are known by their content alone
+_ROOMS = ("data", "datasets", "models", "modules/transforms", "tokenizers")
+_WHOLE = 1 << 28  # 256 MiB: up to this total size, files are hashed completely
 _EDGE = 1 << 20
+# Tokenizer class of another package -> function that returns its state.
+_READERS = {
+    "tokenizers.Tokenizer": lambda value: value.to_str(),
+    "sentencepiece.SentencePieceProcessor": lambda value: value.serialized_model_proto(),
+    "tiktoken.core.Encoding": lambda value: [
+        value.name,
+        value._pat_str,
+        repr(value._mergeable_ranks),
+        value._special_tokens,
+    ],
+}
 
 
 class Fingerprint:
-    """Collects what rows depend on.
+    """Fingerprint of rows, from the data and settings that they depend on.
+
+    The pickles that the ``datasets`` package hashes contain module functions by name, without their code, and caches
+    of tokenizers; they also do not show which setting has changed.
+
+    Args:
+        values: name -> value, see :meth:`add`.
 
     Attributes:
-        parts: name of what was added by name -> a digest, or the value itself where it is short.
-        is_exact: everything was understood: rows of this fingerprint may be used again by another run.
-        is_shared: the processes of this run see the same data, as far as can be told.
+        parts: name -> value if it is short, else its digest.
+        is_exact: whether it covers all values completely, so that other runs can reuse the rows.
+        is_shared: whether all processes of this run see the same data, as far as is known.
     """
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # ids are unique as long as the objects live
-        self._sources: set[str] = set()
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}  # keeps the objects alive, so that their ids stay unique
         self.parts: dict[str, str] = {}
         self.is_exact = self.is_shared = True
+        for name, value in (values or {}).items():
+            self.add(name, value)
 
     @property
     def text(self) -> str:
-        """64 hexadecimal digits."""
-        total = self._hash.copy()
-        total.update(self.code.encode())
-        return total.hexdigest()
+        """SHA-256 of the parts and the code, 64 hexadecimal digits."""
+        return _digest(json.dumps([self.parts, code_digest()]))
 
-    @property
-    def code(self) -> str:
-        """Digest of the code that makes rows of what was added."""
-        total = hashlib.sha256(_library().encode())
-        for path in sorted(self._sources):
-            total.update(Path(path).read_bytes())
-        return total.hexdigest()
+    def add(self, name: str, value: Any) -> None:
+        """Add a value under a name: plain data, or an object of this library, attribute by attribute.
 
-    def add_part(self, name: str, value: Any) -> None:
-        """Add a value under a name, so that a difference can be told by it; objects of this library by attribute."""
-        kind = type(value)
-        is_own = kind.__module__.split(".")[0] == torchtune.__name__ and not isinstance(value, Enum | type)
-        if (
-            is_own
-            and not hasattr(value, "fingerprint_parts")
-            and not isinstance(getattr(value, "fingerprint", None), str)
-        ):
-            self._add_whole(name, kind)
-            for attribute, inner in vars(value).items():
-                self._add_whole(f"{name}.{attribute}", inner)
+        An object of another package needs an attribute ``fingerprint``, a text that changes when the object does;
+        otherwise the fingerprint is not exact.
+        """
+        hooks = hasattr(value, "fingerprint_parts") or isinstance(getattr(value, "fingerprint", None), str)
+        if _is_own(type(value)) and not hooks and not isinstance(value, Enum):
+            values = {name: type(value), **{f"{name}.{key}": inner for key, inner in vars(value).items()}}
         else:
-            self._add_whole(name, value)
-
-    def _add_whole(self, name: str, value: Any) -> None:
-        part = Fingerprint()
-        part._seen, part._kept = self._seen, self._kept
-        part.add(value)
-        self.take(name, part)
-        if value is None or (isinstance(value, bool | int | float | str) and len(str(value)) <= 80):
-            self.parts[name] = repr(value)
-
-    def take(self, name: str, part: "Fingerprint") -> None:
-        """Add what another one has collected, under a name."""
-        digest = part._hash.hexdigest()
-        self._feed(name, digest)
-        self.parts[name] = digest
-        self._sources |= part._sources
-        self.is_exact, self.is_shared = self.is_exact and part.is_exact, self.is_shared and part.is_shared
+            values = {name: value}
+        for key, inner in values.items():
+            text = self._text(inner)
+            is_short = inner is None or (isinstance(inner, bool | int | float | str) and len(repr(inner)) < 64)
+            self.parts[key] = repr(inner) if is_short else _digest(text)
 
     def differences(self, then: Mapping[str, str]) -> list[str]:
-        """What differs from the :attr:`parts` and the ``code`` of another one, in words."""
-        now = {**self.parts, "code": self.code}
+        """Return descriptions of the differences from another fingerprint's :attr:`parts` and ``code``."""
+        now = {**self.parts, "code": code_digest()}
         found = []
         for name in dict.fromkeys([*now, *then]):
             before, after = then.get(name), now.get(name)
@@ -97,122 +87,102 @@ class Fingerprint:
                 found.append(f"{name} (was {before}, now {after})" if short else name)
         return found
 
-    def _feed(self, *texts: str) -> None:
-        for text in texts:
-            data = text.encode("utf-8", "surrogatepass")
-            self._hash.update(len(data).to_bytes(8, "big") + data)
-
-    def add(self, value: Any) -> None:
-        """Add a value: plain data, or an object of this library and what it is made of.
-
-        An object of somebody else's is taken by its attribute ``fingerprint``, a text that changes when it does;
-        without one the fingerprint is not exact.
-        """
-        if value is None or isinstance(value, bool | int | float | str | bytes):
-            self._feed(type(value).__name__, value if isinstance(value, str) else repr(value))
-            return
-        if id(value) in self._seen:
-            self._feed("again", str(self._seen[id(value)]))
-            return
-        self._seen[id(value)] = len(self._seen)
-        self._kept.append(value)
-        if isinstance(value, Mapping):
-            self._feed("mapping", str(len(value)))
-            for key in sorted(value, key=repr):
-                self.add(key)
-                self.add(value[key])
-        elif isinstance(value, list | tuple):
-            self._feed("list", str(len(value)))
-            for item in value:
-                self.add(item)
-        elif isinstance(value, set | frozenset):
-            self.add(sorted(value, key=repr))
-        elif isinstance(value, Enum):
-            self._feed(type(value).__qualname__, value.name)
-        elif isinstance(value, Path):
-            self._feed("path", str(value))
-        elif isinstance(value, re.Pattern):
-            self._feed("pattern", str(value.pattern), str(value.flags))
-        elif isinstance(value, functools.partial):
-            self.add([value.func, value.args, value.keywords])
-        elif isinstance(value, MethodType):
-            self.add([value.__func__.__name__, value.__self__])
-        else:
-            self._add_object(value)
-
-    def _add_object(self, value: Any) -> None:
-        kind = value if isinstance(value, FunctionType | type) else type(value)
-        module = str(kind.__module__)  # code that is run from a text has none
-        self._feed(module, kind.__qualname__)
-        name = f"{module}.{kind.__qualname__}"
-        own = getattr(value, "fingerprint", None)
-        if isinstance(own, str):
-            self._feed(own)
-        elif reader := _READERS.get(name):
-            self.add(reader(value))
-        elif module.split(".")[0] != torchtune.__name__ or "<" in kind.__qualname__:
+    def _text(self, value: Any) -> str:
+        try:
+            return json.dumps(value, default=self._digest_of, sort_keys=True)
+        except (TypeError, ValueError, RecursionError):  # keys that are not strings, recursive data
             self.is_exact = False
-        else:
-            modules = {base.__module__ for base in getattr(kind, "__mro__", [kind])}
-            ours = [module for module in modules if module.split(".")[0] == torchtune.__name__]
-            self._sources |= {str(sys.modules[module].__file__) for module in ours}
-            if kind is not value:
-                parts = getattr(value, "fingerprint_parts", None)
-                found = vars(value) if parts is None else parts()
-                self.is_exact = self.is_exact and found is not None
-                self.add(found)
+            return ""
 
-    def add_files(self, patterns: Iterable[str]) -> None:
-        """Add what files hold; a pattern is a name, with or without ``*``, of files or of a folder.
+    def _digest_of(self, value: Any) -> str:
+        if id(value) not in self._known:
+            self._known[id(value)] = (value, f"object {len(self._known)}")  # for recursive references
+            self._known[id(value)] = (value, _digest(self._text(self._as_plain(value))))
+        return self._known[id(value)][1]
 
-        Much data is known by place, size, time and edges, because reading it takes as long as tokenizing some of it.
+    def _as_plain(self, value: Any) -> Any:
+        kind = value if isinstance(value, FunctionType | type) else type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}"  # the module of code run by exec may be None
+        if isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(value, set | frozenset):
+            return sorted(value, key=repr)
+        if isinstance(value, Enum):
+            return [name, value.name]
+        if isinstance(value, bytes | Path):
+            return [name, str(value)]
+        if isinstance(value, re.Pattern):
+            return [name, str(value.pattern), value.flags]
+        if isinstance(value, functools.partial):
+            return [name, value.func, value.args, value.keywords]
+        if isinstance(value, MethodType):
+            return [value.__func__.__name__, value.__self__]
+        if isinstance(getattr(value, "fingerprint", None), str):
+            return [name, value.fingerprint]
+        if name in _READERS:
+            return [name, _READERS[name](value)]
+        if not _is_own(kind) or "<" in kind.__qualname__:
+            self.is_exact = False
+            return name
+        if kind is value:
+            return name
+        found = value.fingerprint_parts() if hasattr(value, "fingerprint_parts") else vars(value)
+        self.is_exact = self.is_exact and found is not None
+        return [name, found]
+
+    def add_files(self, name: str, settings: Any, patterns: Iterable[str]) -> None:
+        """Add the content of files; a pattern is the name of a file or folder, or a glob pattern.
+
+        Above 256 MiB in total, files are identified by path, size, modification time, inode, and their first and last
+        MiB, because reading them completely is slow.
         """
         found: list[tuple[str, Path]] = []
         for pattern in patterns:
-            for name in sorted(glob.glob(pattern, recursive=True)) or [pattern]:
-                path = Path(name)
-                if path.is_dir():
-                    inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-                    found += [(str(file.relative_to(path)), file) for file in inside]
-                else:
-                    found.append((path.suffix, path))
+            for path in map(Path, sorted(glob.glob(pattern, recursive=True)) or [pattern]):
+                inside = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+                found += [(str(file.relative_to(path)) if file != path else path.suffix, file) for file in inside]
         is_small = sum(path.stat().st_size for _, path in found) <= _WHOLE
-        for name, path in found:
-            self._feed(name, _content(path, is_small))
+        contents = [(shown, _content(path, is_small)) for shown, path in found]
+        self.parts[name] = _digest(self._text([settings, contents]))
 
-    def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows that are in memory. Rows that are more than plain data are taken for this process' own."""
+    def add_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows in memory. Rows that are not plain data are treated as specific to this process."""
+        digest = hashlib.sha256()
         for row in rows:
             try:
-                self._feed(json.dumps(row))
-            except (TypeError, ValueError):
+                digest.update(json.dumps(row).encode())
+            except (TypeError, ValueError, RecursionError):
                 self.is_exact = self.is_shared = False
                 return
+        self.parts[name] = digest.hexdigest()
 
 
-def _content(path: Path, whole: bool) -> str:
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_own(kind: Any) -> bool:
+    return str(kind.__module__).split(".")[0] == torchtune.__name__
+
+
+def _content(path: Path, is_whole: bool) -> str:
     found = path.stat()
-    return _content_of(str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino, whole)
-
-
-@functools.lru_cache(maxsize=4096)
-def _content_of(path: str, size: int, changed: int, number: int, whole: bool) -> str:
-    digest = hashlib.blake2b(digest_size=32)
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        if whole:
+        if is_whole:
             while chunk := file.read(_EDGE):
                 digest.update(chunk)
         else:
-            digest.update(f"{path} {size} {changed} {number}".encode())
+            digest.update(f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}".encode())
             digest.update(file.read(_EDGE))
-            file.seek(-min(size, _EDGE), os.SEEK_END)
+            file.seek(-min(found.st_size, _EDGE), os.SEEK_END)
             digest.update(file.read(_EDGE))
     return digest.hexdigest()
 
 
 @functools.cache
-def _library() -> str:
-    """The code that makes rows: this library's rooms for data, and the packages that they use."""
+def code_digest() -> str:
+    """Return a digest of the code that makes rows: this library's data folders, and versions of other packages."""
     digest = hashlib.sha256()
     root = Path(str(torchtune.__file__)).parent
     for room in _ROOMS:
@@ -225,16 +195,3 @@ def _library() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return digest.hexdigest()
-
-
-# Objects of other packages that tokenizers are made of -> what decides about them.
-_READERS = {
-    "tokenizers.Tokenizer": lambda value: value.to_str(),
-    "sentencepiece.SentencePieceProcessor": lambda value: value.serialized_model_proto(),
-    "tiktoken.core.Encoding": lambda value: [
-        value.name,
-        value._pat_str,
-        repr(value._mergeable_ranks),
-        value._special_tokens,
-    ],
-}

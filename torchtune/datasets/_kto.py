@@ -1,29 +1,36 @@
-"""Datasets of single answers that are labelled good or bad."""
+"""KTO datasets: single answers labelled good or bad."""
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from torchtune.data import DataError, Transform
-from torchtune.data._messages import MaskingName, mask_messages
-from torchtune.data._to_messages import check_column_map, column, plain_messages, resolve_masking, whole_conversation
-from torchtune.datasets._load import Source
+from torchtune.data import (
+    DataError,
+    MaskingName,
+    Transform,
+    check_column_map,
+    column,
+    convert_turns,
+    mask_messages,
+    prepend_prompt,
+    resolve_masking,
+)
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.datasets._row_source import Source
+from torchtune.tokenizers import ModelTokenizer
 
 
 class LabelledAnswerToMessages(Transform):
-    """A row with a prompt, an answer and whether it is good, to messages.
+    """Converts a row with a prompt, an answer and a label to messages.
 
     Args:
-        column_map: the columns of ``prompt``, ``completion`` and ``label``; by default those names. Where the
-            completion is a whole conversation, the prompt is not read.
+        column_map: columns of ``prompt``, ``completion`` and ``label``; by default the same names. If the completion is
+            a whole conversation, the prompt is ignored.
         masking_strategy: see :func:`torchtune.data.mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or holds something else.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or has another type.
 
     Example:
         >>> row = {"prompt": "Who?", "completion": "one cat", "label": 1}
@@ -39,19 +46,19 @@ class LabelledAnswerToMessages(Transform):
         self.masking_strategy = resolve_masking(None, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``messages``, and ``is_chosen``: whether the answer is good."""
+        """Return ``messages`` and ``is_chosen``, True for a good answer."""
         label = column(sample, self.column_map["label"])
-        if label not in (True, False):  # 1 and 0 are
+        if label not in (True, False):  # 1 and 0 are equal to these
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         answer = column(sample, self.column_map["completion"])
-        turns = whole_conversation(answer, sample, self.column_map.get("prompt", "prompt"))
-        messages = plain_messages(turns)
+        turns = prepend_prompt(answer, sample, self.column_map.get("prompt", "prompt"))
+        messages = convert_turns(turns)
         mask_messages(messages, self.masking_strategy)
         return {"messages": messages, "is_chosen": bool(label)}
 
 
 class KTODataset(PreferenceDataset):
-    """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`.
+    """Dataset of answers labelled good or bad, tokenized at construction; see :class:`PreferenceDataset`.
 
     Example:
         >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
@@ -63,8 +70,8 @@ class KTODataset(PreferenceDataset):
 
     _sides: ClassVar[tuple[str, ...]] = ("answers",)
 
-    def _read(self, info: Mapping[str, Any]) -> None:
-        self._is_good = np.array(info["notes"], bool)
+    def _read(self, notes: Sequence[Any]) -> None:
+        self._is_good = np.array(notes, bool)
         for kind, there in (("good", self._is_good.any()), ("bad", not self._is_good.all())):
             if len(self._is_good) and not there:
                 raise DataError(f"{self.source} has no answer that is labelled {kind}: both kinds are needed.")
@@ -81,13 +88,8 @@ class KTODataset(PreferenceDataset):
     def __len__(self) -> int:
         return len(self.stores["answers"])
 
-    @property
-    def fingerprint(self) -> tuple[int, ...]:
-        """Changes when any token or label does."""
-        return (*super().fingerprint, zlib.crc32(self._is_good.tobytes()))
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``tokens``, pre-shifted ``labels``, and ``is_chosen``."""
+        """Return ``tokens``, pre-shifted ``labels``, and ``is_chosen``."""
         tokens, labels = self.stores["answers"].arrays(index)
         return {"tokens": tokens.tolist(), "labels": labels.tolist(), "is_chosen": bool(self._is_good[index])}
 
@@ -103,20 +105,20 @@ def kto_dataset(
     drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> KTODataset:
-    """Rows with a prompt, an answer and a label, true for a good answer.
+    """Build a dataset of rows with a prompt, an answer and a label, True for a good answer.
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``parquet`` …), or rows in memory.
-        column_map: the columns of ``prompt``, ``completion`` and ``label``; by default those names.
+        source: Hub dataset, folder, file, loader name (``json``, ``parquet`` …), or rows in memory.
+        column_map: columns of ``prompt``, ``completion`` and ``label``; by default the same names.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
-        filter_fn: rows for which it is false are left out.
+        filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
-        drop_bad_rows: leave out rows that cannot be trained on, and say which.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+        drop_bad_rows: skip rows that cannot be trained on, and log their numbers.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
-        DataError: see :class:`PreferenceDataset`; all answers are good, or all are bad.
+        DataError: see :class:`PreferenceDataset`; all answers are good or all are bad.
 
     Example:
         >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]

@@ -1,7 +1,7 @@
-"""Rows of local files that have a JSON value per line."""
+"""Rows of local JSON Lines files."""
 
 import glob
-import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -11,25 +11,23 @@ from typing import Any
 import numpy as np
 
 from torchtune.data import DataError
-from torchtune.utils import UserError
-from torchtune.utils._json_lines import has_json_lines, is_gzip, json_line, text_line
-
-_BLOCK = 1 << 22  # bytes
-_SPACES = np.frombuffer(b" \t\r\n\v\f", np.uint8)
+from torchtune.utils import UserError, decode_line, has_json_lines, is_gzip, parse_json_line
 
 
 class Line(bytes):
-    """A line as it stands in a file; :func:`parsed` reads it."""
+    """Undecoded line of a file; :func:`parsed` decodes it."""
 
 
 class LineRows:
-    """A sequence of rows, parsed when they are read: 8 bytes of each are in memory.
+    """Sequence of rows that are parsed when they are read; takes 8 bytes of memory per row.
+
+    The ``datasets`` package does not name broken lines, and gives every row the columns of all others.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
 
     Raises:
-        DataError: a file cannot be read; when read: it has shrunk since, or a line is broken.
+        DataError: a file cannot be read; when rows are read: the file has shrunk, or a line is broken.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -43,14 +41,17 @@ class LineRows:
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for number, line in enumerate(self.lines()):
-            yield self._row(number, line)
+            try:
+                yield parsed(line)
+            except DataError as error:
+                raise DataError(f"{self.place(number)}: {error}; correct the line.") from error
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         index = range(len(self))[index]
-        return self._row(index, next(iter(self.select(range(index, index + 1)).lines())))
+        return next(iter(self.select(range(index, index + 1))))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "LineRows":
-        """Some of the rows."""
+        """Return the rows with these indices."""
         part = object.__new__(LineRows)
         part.__dict__ |= vars(self)
         chosen = self._chosen
@@ -60,43 +61,37 @@ class LineRows:
         return part
 
     def filter(self, keep: Callable[[Mapping[str, Any]], bool]) -> "LineRows":
-        """The rows for which ``keep`` is true, and broken lines: they are told of, or left out, where they are read."""
+        """Return the rows for which ``keep`` is true, and broken lines, which are reported when they are read."""
         return self.select(np.array([i for i, line in enumerate(self.lines()) if _keeps(keep, line)], np.int64))
 
     def lines(self) -> Iterator[Line]:
-        """The rows as they stand in the files."""
-        for file, numbers in groupby(self._chosen, lambda number: bisect_right(self._firsts, number) - 1):
-            starts, first = self._starts[file], self._firsts[file]
-            path, size = self._paths[file], int(starts[-1])
+        """Yield the undecoded lines of the rows."""
+        for file, numbers in groupby(self._chosen, self._file_of):
+            path, starts = self._paths[file], self._starts[file]
             try:
-                descriptor = os.open(path, os.O_RDONLY)
+                with open(path, "rb") as opened:
+                    for number in numbers:
+                        start, end = starts[number - self._firsts[file]], starts[number - self._firsts[file] + 1]
+                        opened.seek(start)
+                        line = opened.read(end - start)
+                        if len(line) < end - start:
+                            refuse_shrunk(path, starts[-1], opened.seek(0, 2))
+                        yield Line(line)
             except OSError as error:
                 raise DataError(f"{path} cannot be read on ({error.strerror}): put it back.") from error
-            try:
-                for number in numbers:
-                    start, end = starts[number - first], starts[number - first + 1]
-                    line = os.pread(descriptor, end - start, start)
-                    if len(line) < end - start:
-                        refuse_shrunk(path, size, os.fstat(descriptor).st_size)
-                    yield Line(line)
-            finally:
-                os.close(descriptor)
 
     def place(self, index: int) -> str:
-        """File and line of a row, for messages; reads what is before it."""
-        number = int(self._chosen[index])
-        file = bisect_right(self._firsts, number) - 1
-        start, before = int(self._starts[file][number - self._firsts[file]]), 0
+        """Return the file and line number of a row, for messages; reads the file up to this row."""
+        chosen = int(self._chosen[index])
+        file = self._file_of(chosen)
+        left, number = self._starts[file][chosen - self._firsts[file]], 0
         with open(self._paths[file], "rb") as opened:
-            while start > 0 and (block := opened.read(min(start, _BLOCK))):
-                before, start = before + block.count(b"\n"), start - len(block)
-        return f"{self._paths[file]}, line {before + 1}"
+            while left >= 0 and (line := opened.readline()):
+                left, number = left - len(line), number + 1
+        return f"{self._paths[file]}, line {number}"
 
-    def _row(self, index: int, line: Line) -> Mapping[str, Any]:
-        try:
-            return parsed(line)
-        except DataError as error:
-            raise DataError(f"{self.place(index)}: {error}; correct the line.") from error
+    def _file_of(self, number: int) -> int:
+        return bisect_right(self._firsts, number) - 1
 
 
 def _keeps(keep: Callable[[Mapping[str, Any]], bool], line: Line) -> bool:
@@ -108,7 +103,7 @@ def _keeps(keep: Callable[[Mapping[str, Any]], bool], line: Line) -> bool:
 
 
 def refuse_shrunk(path: str, before: int, now: int) -> None:
-    """Raise :class:`DataError` for a file of which a part is gone."""
+    """Raise :class:`DataError` for a file that has shrunk from ``before`` to ``now`` bytes."""
     raise DataError(
         f"{path} has shrunk while the run reads it, from {before:,} to {now:,} bytes: put the whole file back and "
         "resume, or start a new run."
@@ -116,15 +111,15 @@ def refuse_shrunk(path: str, before: int, now: int) -> None:
 
 
 def parsed(row: Any, *, is_text: bool = False) -> Any:
-    """The columns of a row that is still a :class:`Line`; any other row as it is.
+    """Decode a :class:`Line` to its columns, with ``is_text`` to the column ``text``; return other rows unchanged.
 
     Raises:
-        DataError: with the reason alone, the line is broken.
+        DataError: the line is broken; the message does not name file and line.
     """
     if not isinstance(row, Line):
         return row
     try:
-        found = {"text": text_line(row)} if is_text else json_line(row)
+        found = {"text": decode_line(row)} if is_text else parse_json_line(row)
     except UserError as error:
         raise DataError(str(error)) from error
     if not isinstance(found, dict):
@@ -133,17 +128,17 @@ def parsed(row: Any, *, is_text: bool = False) -> Any:
 
 
 def unparsed(rows: Any) -> Iterable[Any]:
-    """Rows of any kind one after another; lines as such, so that a broken one is told from those after it."""
+    """Return an iterable of rows; lines are undecoded, so that a broken one does not end the iteration."""
     return rows.lines() if isinstance(rows, LineRows) else rows
 
 
 def matching(names: Sequence[str]) -> list[str]:
-    """The files that names and patterns stand for."""
+    """Return the files that match names and glob patterns; names without a match are returned as they are."""
     return [path for name in names for path in sorted(glob.glob(name, recursive=True)) or [name]]
 
 
 def line_files(names: Sequence[str], *suffixes: str) -> list[str] | None:
-    """:func:`matching` files, if all have a row per line: JSON, or what has one of the suffixes; and are not packed."""
+    """Return the :func:`matching` files if all are uncompressed JSON Lines or have one of the suffixes, else None."""
     paths = matching(names)
     try:
         found = all(
@@ -158,25 +153,16 @@ def line_files(names: Sequence[str], *suffixes: str) -> list[str] | None:
     return paths if found else None
 
 
-def _starts(path: str) -> np.ndarray:
-    """int64 [rows + 1]: where the lines of a file begin that are not empty, and where the file ends."""
-    starts, spaces, base, is_new = [np.empty(0, np.int64)], [np.empty(0, bool)], 0, True
+def _starts(path: str) -> array:
+    """Return the byte offsets of the non-empty lines of a file, and the file size."""
+    starts, place = array("q"), 0
     try:
         with open(path, "rb") as file:
-            while block := file.read(_BLOCK):
-                content = np.frombuffer(block, np.uint8)
-                ends = np.flatnonzero(content == ord("\n")) + 1
-                is_last = len(ends) > 0 and ends[-1] == len(block)
-                found = np.concatenate([np.zeros(int(is_new), np.int64), ends[: len(ends) - is_last]])
-                starts.append(found + base)
-                spaces.append(np.isin(content[found], _SPACES))
-                base, is_new = base + len(block), is_last
-            every = np.concatenate([*starts, [base]])
-            blank = []
-            for number in np.flatnonzero(np.concatenate(spaces)):
-                file.seek(every[number])
-                if file.read(every[number + 1] - every[number]).isspace():
-                    blank.append(number)
+            for line in file:
+                if not line.isspace():
+                    starts.append(place)
+                place += len(line)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): correct the path or its rights.") from error
-    return np.delete(every, blank)
+    starts.append(place)
+    return starts

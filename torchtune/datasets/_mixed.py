@@ -1,4 +1,4 @@
-"""Several datasets mixed by weight."""
+"""Weighted mixtures of datasets."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,33 +9,32 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.config import Component, RuntimeArgs
-from torchtune.data import DataError
-from torchtune.data._common import SourceNumber
-from torchtune.data._loader import random_of
+from torchtune.data import DataError, SourceNumber, make_random_state
 from torchtune.datasets._concat import ConcatDataset
-from torchtune.datasets._instantiate import instantiate_dataset
+from torchtune.datasets._from_config import instantiate_dataset
 from torchtune.utils import get_logger, log_rank_zero
 
-_KEPT = 4  # blocks of a stream's order
+_KEPT = 4  # cached blocks of a stream's order
 Stop = Literal["first", "all", "repeat"]
 
 
 class MixedDataset(ConcatDataset):
-    """Datasets mixed by weight: the order of an epoch draws from all of them, in proportion everywhere.
+    """Weighted mixture of datasets; every part of an epoch contains them in proportion.
 
-    Indices are those of the datasets one after another. :meth:`order` says which of them an epoch visits;
-    :class:`torchtune.data.BatchLoader` reads it. An example carries its ``source``, so that losses are logged by name.
+    Indices count the examples of the concatenated datasets. :meth:`order` returns the indices of an epoch for
+    :class:`torchtune.data.BatchLoader`. Each example has a ``source``, so that losses are logged per dataset.
 
     Args:
-        datasets: name -> dataset; all packed, or none.
-        weights: name -> weight, in examples (packs). By default the number of examples.
-        temperature: weights become ``weight ** (1 / temperature)``: above 1 they are more alike (section 3.1 of
+        datasets: name -> dataset; either all packed or none.
+        weights: name -> weight, in examples (packs); by default the number of examples.
+        temperature: weights become ``weight ** (1 / temperature)``; values above 1 make them more equal (section 3.1 of
             https://arxiv.org/abs/1907.05019).
-        stop: when an epoch ends. ``repeat``: every example was visited; datasets that run out start again. ``all``:
-            every example was visited exactly once; datasets that run out drop out. ``first``: a dataset runs out.
+        stop: end of an epoch. ``repeat``: every example was visited, and exhausted datasets restart. ``all``: every
+            example was visited exactly once, and exhausted datasets drop out. ``first``: the first dataset is
+            exhausted.
 
     Raises:
-        DataError: names and weights do not fit, a number is out of its range, or packed and other datasets are mixed.
+        DataError: names and weights do not match, a number is out of range, or packed and unpacked datasets are mixed.
 
     Example:
         >>> rows = [{"tokens": [n], "labels": [n]} for n in range(12)]
@@ -69,15 +68,15 @@ class MixedDataset(ConcatDataset):
         log_rank_zero(get_logger(), "\n".join([head, *lines]))
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """int64 [``examples_per_epoch``]: the indices that an epoch visits.
+        """Return the indices of an epoch, int64 ``[examples_per_epoch]``.
 
-        Example ``k`` of a dataset of weight ``w`` has its turn at the time ``(k + u) / w``; ``u`` is random in [0, 1)
-        if ``shuffle``, else 1 / 2. Every stretch of the order thereby has the datasets in proportion.
+        Examples are sorted by ``(k + u) / w`` for example ``k`` of a dataset of weight ``w``; ``u`` is random in [0, 1)
+        if ``shuffle``, else 1 / 2. Thus every section of the order has the datasets in proportion.
         """
         turns, found = [], []
         start = 0
         for number, (size, weight, count) in enumerate(zip(self.sizes, self._weights, self._counts, strict=True)):
-            random = random_of(seed, epoch, number)
+            random = make_random_state(seed, epoch, number)
             within = random.random_sample(count) if shuffle else np.full(count, 0.5)
             turns.append((np.arange(count) + within) / weight)
             passes = [random.permutation(size) if shuffle else np.arange(size) for _ in range(math.ceil(count / size))]
@@ -86,24 +85,24 @@ class MixedDataset(ConcatDataset):
         return np.concatenate(found)[np.argsort(np.concatenate(turns), kind="stable")]
 
     def __getitem__(self, index: int) -> Any:
-        """The example, with ``source`` in each of its documents."""
+        """Return an example, with ``source`` in each of its documents."""
         number = int(np.searchsorted(self._ends, index % len(self), side="right"))
         return with_source(super().__getitem__(index), number, self.names)
 
 
 class MixedStream(Dataset):
-    """Datasets of which some are streams, mixed by weight without an end.
+    """Endless weighted mixture of datasets with at least one stream.
 
-    Indices are those of the whole run. A block of them has each dataset in proportion, in an order of its own. Datasets
-    that run out start again, in a new order.
+    Indices count the examples of the whole run. Each block of indices has the datasets in proportion and is shuffled
+    separately. Exhausted datasets restart in a new order.
 
     Args:
-        datasets: name -> dataset; all packed, or none.
+        datasets: name -> dataset; either all packed or none.
         weights: name -> weight, in examples (packs).
         temperature: see :class:`MixedDataset`.
 
     Raises:
-        DataError: see :class:`MixedDataset`; there are no weights.
+        DataError: see :class:`MixedDataset`; ``weights`` is None.
     """
 
     is_stream = True
@@ -117,7 +116,7 @@ class MixedStream(Dataset):
         if len({getattr(dataset, "is_packed", hasattr(dataset, "packs")) for dataset in self._datasets}) > 1:
             raise DataError("Datasets with packed=True and packed=False cannot be mixed: set all of them alike.")
         shares = mixture_weights(self.names, [1] * len(self._datasets), weights, temperature)
-        # Whole numbers, so that the examples before any index are known exactly.
+        # Integers, so that the number of examples before an index is exact.
         self._shares = np.cumsum([0, *(max(1, round(share * 2**30)) for share in shares)]).tolist()
         self._length = max(256, math.ceil(2 / min(shares)))
         self.mixture = ", ".join(f"{name} {share:.6g}" for name, share in zip(self.names, shares, strict=True))
@@ -125,7 +124,7 @@ class MixedStream(Dataset):
         self.begin(0, shuffle=False)
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
-        """Go to the first example; the order depends on ``seed`` if ``shuffle``."""
+        """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
         self._seed, self._shuffle = seed, shuffle
         self._passes: dict[int, tuple[int, np.ndarray]] = {}
         self._blocks: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
@@ -134,7 +133,7 @@ class MixedStream(Dataset):
                 dataset.begin(seed + number, shuffle=shuffle)
 
     def state_at(self, index: int) -> dict[str, Any]:
-        """Where the streams are when ``index`` is the next example, as plain data."""
+        """Return the state of the streams with ``index`` as next example, as plain data."""
         _, sources, _ = self._found(index)
         before = self._before(index // self._length * self._length)
         counts = np.bincount(sources[: index % self._length], minlength=len(self.names)).tolist()
@@ -145,13 +144,13 @@ class MixedStream(Dataset):
         }
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_at` returned."""
+        """Restore a state that :meth:`state_at` returned."""
         for name, dataset in zip(self.names, self._datasets, strict=True):
             if name in state:
                 dataset.go_to(state[name])
 
     def __getitem__(self, index: int) -> Any:
-        """The example, with ``source`` in each of its documents."""
+        """Return an example, with ``source`` in each of its documents."""
         number, row = self._place(index)
         return with_source(self._datasets[number][row], number, self.names)
 
@@ -170,22 +169,22 @@ class MixedStream(Dataset):
                 self._datasets[number].read_ahead(parts)
 
     def origins(self, index: int) -> list[dict[str, Any]]:
-        """``source`` and place of everything in an example."""
+        """Return ``source`` and ``line`` or ``row`` of each document of an example."""
         number, row = self._place(index)
         return getattr(self._datasets[number], "origins", lambda row: [{"row": row}])(row)
 
     def _before(self, index: int) -> list[int]:
-        """Examples of each dataset before an index that is a multiple of the block."""
+        """Return the number of examples of each dataset before an index, a multiple of the block length."""
         ends = [share * index // self._shares[-1] for share in self._shares]
         return [end - start for start, end in pairwise(ends)]
 
     def _found(self, index: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The block of an index: its number, and of every example the dataset and its how manieth one it is."""
+        """Return an index's block: its number, and for each example the dataset and the example's number in it."""
         block = index // self._length
         if block not in self._blocks:
             before, after = self._before(block * self._length), self._before((block + 1) * self._length)
             counts = [end - start for start, end in zip(before, after, strict=True)]
-            random = random_of(self._seed, block, len(self.names))
+            random = make_random_state(self._seed, block, len(self.names))
             within = [random.random_sample(count) if self._shuffle else np.full(count, 0.5) for count in counts]
             turns = [(np.arange(len(one)) + one) / len(one) for one in within]
             order = np.argsort(np.concatenate(turns), kind="stable")
@@ -197,7 +196,7 @@ class MixedStream(Dataset):
         return self._blocks[block]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(dataset, index in it)."""
+        """Return (dataset, index in it)."""
         _, sources, numbers = self._found(index)
         source, number = (int(values[index % self._length]) for values in (sources, numbers))
         dataset = self._datasets[source]
@@ -207,12 +206,12 @@ class MixedStream(Dataset):
         if not self._shuffle:
             return source, row
         if self._passes.get(source, (None,))[0] != passes:
-            self._passes[source] = (passes, random_of(self._seed, passes, source).permutation(len(dataset)))
+            self._passes[source] = (passes, make_random_state(self._seed, passes, source).permutation(len(dataset)))
         return source, int(self._passes[source][1][row])
 
 
 def with_source(example: Any, number: int, names: tuple[str, ...]) -> Any:
-    """An example or pack with ``source`` in each of its documents."""
+    """Return an example or pack with ``source`` in each of its documents."""
     source = SourceNumber(number)
     source.names = names
     if isinstance(example, Mapping):
@@ -223,7 +222,7 @@ def with_source(example: Any, number: int, names: tuple[str, ...]) -> Any:
 def mixture_weights(
     names: Sequence[str], sizes: Sequence[int], weights: Mapping[str, float] | None, temperature: float
 ) -> list[float]:
-    """Shares of the datasets, which add up to 1. Raises :class:`DataError`, see :class:`MixedDataset`."""
+    """Return normalized weights; raise :class:`DataError` as :class:`MixedDataset` does."""
     if weights is not None and (odd := set(map(str, weights)).symmetric_difference(names)):
         what = "is no dataset of the mixture" if min(odd) not in names else "has no weight"
         raise DataError(f"weights: '{min(odd)}' {what}: name each of {', '.join(names)} once.")
@@ -239,7 +238,7 @@ def mixture_weights(
 
 
 def mixture_counts(sizes: Sequence[int], weights: Sequence[float], stop: Stop) -> list[int]:
-    """Examples of every dataset in an epoch."""
+    """Return the number of examples of each dataset in an epoch."""
     times = [size / weight for size, weight in zip(sizes, weights, strict=True)]
     if stop not in ("first", "all", "repeat"):
         raise DataError(f"stop must be first, all or repeat, not '{stop}'.")
@@ -259,14 +258,14 @@ def mixed_dataset(
     temperature: float = 1.0,
     stop: Stop = "repeat",
 ) -> MixedDataset | MixedStream:
-    """Datasets mixed by weight, with a loss for each of them in the metrics.
+    """Build a weighted mixture of datasets, with a loss per dataset in the metrics.
 
     Args:
-        tokenizer: handed to every dataset.
+        tokenizer: passed to every dataset.
         datasets: name -> node with ``_component_``, or a dataset.
-        weights: see :class:`MixedDataset`, as the other arguments.
-        temperature: see there.
-        stop: see there.
+        weights: see :class:`MixedDataset`.
+        temperature: see :class:`MixedDataset`.
+        stop: see :class:`MixedDataset`.
 
     Raises:
         DataError: see :class:`MixedDataset` and the datasets.
@@ -281,7 +280,7 @@ def mixed_dataset(
     """
     if not datasets:
         raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
-    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # before rows are tokenized
+    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
     built = {
         name: instantiate_dataset(node, tokenizer) if isinstance(node, Mapping) else node
         for name, node in datasets.items()

@@ -1,4 +1,4 @@
-"""Documents put together into packs of nearly equal length."""
+"""Packing of documents."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -13,23 +13,23 @@ from torchtune.data import DataError
 from torchtune.datasets._sft import document_of
 from torchtune.utils import get_logger, log_rank_zero
 
-# A piece of a row: (row, start, end).
+# (row, start, end): a slice of a row's tokens.
 Piece = tuple[int, int, int]
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Put rows into packs: longest first, each into the fullest pack that still holds it.
+    """Pack rows by best-fit decreasing: longest first, each into the fullest pack with enough space.
 
     Args:
-        lengths: int64 [rows], each at most ``capacity``.
-        capacity: tokens of a pack.
+        lengths: int64 ``[rows]``, each at most ``capacity``.
+        capacity: maximum number of tokens per pack.
 
     Returns:
-        rows of every pack, in order; packs in the order of their first rows.
+        sorted rows of each pack; packs are sorted by their first row.
     """
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # the keys of with_room, sorted
+    rooms: list[int] = []  # sorted keys of with_room
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
         place = bisect_left(rooms, length)
@@ -51,7 +51,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
-    """Lay all rows one after another and cut every ``capacity`` tokens: packs of pieces, all but the last full."""
+    """Concatenate all rows and cut every ``capacity`` tokens; only the last pack may have fewer."""
     packs: list[list[Piece]] = []
     room = 0
     for row, length in enumerate(lengths.tolist()):
@@ -68,10 +68,10 @@ def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
 
 
 class Packs:
-    """The pieces of every pack, 12 bytes each.
+    """Compact list of packs, 12 bytes per piece.
 
     Args:
-        packs: pieces by pack.
+        packs: pieces of each pack.
     """
 
     def __init__(self, packs: list[list[Piece]]) -> None:
@@ -82,32 +82,32 @@ class Packs:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> list[Piece]:
-        """The pieces of a pack."""
+        """Return the pieces of a pack."""
         index = range(len(self))[index]
         return [tuple(piece) for piece in self._pieces[self._ends[index] : self._ends[index + 1]].tolist()]
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [packs]: tokens of every pack."""
+        """Number of tokens of each pack, int64 ``[packs]``."""
         return np.add.reduceat(self._pieces[:, 2] - self._pieces[:, 1], self._ends[:-1], dtype=np.int64)
 
 
 class PackedDataset(Dataset):
-    """Packs of documents: every token of ``ds`` exactly once, nothing padded.
+    """Dataset of packs of documents, with every token of ``ds`` exactly once and no padding.
 
-    An item is a list of documents (``tokens`` and pre-shifted ``labels``) that :func:`torchtune.data.collate_documents`
-    lays one after another. Attention and positions stay inside a document.
+    An item is a list of documents (``tokens`` and pre-shifted ``labels``), which
+    :func:`torchtune.data.collate_documents` concatenates. Attention and positions are per document.
 
     Args:
         ds: dataset of rows with ``tokens`` and ``labels``.
-        max_seq_len: tokens of a pack at most.
-        padding_idx: accepted for compatibility; nothing is padded.
-        max_packs: keep only so many packs.
-        split_across_pack: fill every pack to the last token by cutting documents; the pieces are documents of their
-            own. False packs whole documents by best fit.
+        max_seq_len: maximum number of tokens per pack.
+        padding_idx: accepted for compatibility; there is no padding.
+        max_packs: number of packs to keep; ``None`` keeps all.
+        split_across_pack: fill every pack completely by splitting documents; each piece is a separate document. False
+            packs whole documents by best fit.
 
     Raises:
-        DataError: a row is longer than ``max_seq_len`` and may not be cut, or there are no rows.
+        DataError: a row is longer than ``max_seq_len`` without ``split_across_pack``, or there are no rows.
 
     Example:
         >>> rows = [{"tokens": [n] * n, "labels": [n] * n} for n in (3, 1, 2, 2)]
@@ -156,18 +156,18 @@ class PackedDataset(Dataset):
 
     @property
     def fingerprint(self) -> int | None:
-        """Changes when any token or label of the packed dataset does."""
+        """Fingerprint of ``ds``."""
         return getattr(self.ds, "fingerprint", None)
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def __getitem__(self, idx: int) -> list[dict[str, torch.Tensor]]:
-        """The documents of a pack: dicts of int64 tensors ``tokens`` and ``labels``."""
+        """Return the documents of a pack: dicts of int64 tensors ``tokens`` and ``labels``."""
         return [document_of(self.ds, row, start, end) for row, start, end in self.packs[idx]]
 
     def origins(self, idx: int) -> list[dict[str, Any]]:
-        """``source`` and ``row`` of every document of a pack."""
+        """Return ``source`` and ``row`` of each document of a pack."""
         rows = [row for row, _, _ in self.packs[idx]]
         if not hasattr(self.ds, "origins"):
             return [{"row": row} for row in rows]

@@ -1,4 +1,4 @@
-"""Rows of a Parquet file, without loading the datasets package."""
+"""Parquet reader without the ``datasets`` package."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from torchtune.utils import UserError
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows, read in parts. Raises :class:`UserError` where the file is not whole."""
+    """Yield the rows, read in batches; raise :class:`UserError` if the file is broken."""
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
             yield from batch.to_pylist()

@@ -1,4 +1,4 @@
-"""Datasets of two answers, one of which is better."""
+"""Preference datasets: pairs of a chosen and a rejected answer."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -7,41 +7,48 @@ from typing import Any, ClassVar
 import numpy as np
 from torch.utils.data import Dataset
 
-from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform, as_messages
-from torchtune.data._common import as_sample, check_tokenizer
-from torchtune.data._messages import MaskingName, mask_messages
-from torchtune.data._to_messages import check_column_map, resolve_masking, text_column
+from torchtune.data import (
+    ChosenRejectedToMessages,
+    DataError,
+    MaskingName,
+    Message,
+    Transform,
+    as_messages,
+    check_column_map,
+    check_tokenizer,
+    copy_sample,
+    mask_messages,
+    resolve_masking,
+    text_column,
+)
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._load import RowSource, Source
+from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._sft import say_what_is_cut
-from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import Writers, has_label, shifted_labels
-from torchtune.datasets._tokenize import NO_LABEL, Tokenize, tokenize_rows
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
-from torchtune.modules.transforms.tokenizers._protocols import arrays_of
+from torchtune.datasets._token_store import has_label, shifted_labels
+from torchtune.datasets._tokenize import NO_LABEL, Tokenize, prepare_rows
+from torchtune.tokenizers import ModelTokenizer, arrays_of
 from torchtune.utils import get_logger, log_rank_zero
 
 _SIDES = ("chosen", "rejected")
 
 
 class PreferenceDataset(Dataset):
-    """Pairs of answers, tokenized when the dataset is made.
+    """Dataset of answer pairs, tokenized at construction.
 
-    A pair cannot be trained on if its answers are the same, one is empty, or no label is left of one within the
-    tokenizer's ``max_seq_len``.
+    A pair cannot be trained on if its answers are equal, one is empty, or one has no label within the tokenizer's
+    ``max_seq_len``.
 
     Args:
-        source: a dataset of the hub, a folder, a file, a loader's name, or rows in memory.
+        source: Hub dataset, folder, file, loader name, or rows in memory.
         message_transform: row -> ``chosen`` and ``rejected`` messages.
         tokenizer: tokenizer of the model.
-        filter_fn: rows for which it is false are left out.
-        packed: not possible; True is refused.
-        drop_bad_rows: leave out rows that cannot be trained on, and say which; by default they are an error.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        packed: not supported; True raises.
+        drop_bad_rows: skip rows that cannot be trained on, and log their numbers; by default they raise.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
-        DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number).
+        DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (listed by number).
 
     Example:
         >>> question = {"role": "user", "content": "Who?"}
@@ -69,35 +76,32 @@ class PreferenceDataset(Dataset):
         check_tokenizer(tokenizer)
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
-        fingerprint = Fingerprint()
-        fingerprint.add_part("dataset", [type(self), drop_bad_rows])
-        fingerprint.add_part("masks and columns", message_transform)
-        fingerprint.add_part("tokenizer", tokenizer)
+        transforms = {"masks and columns": message_transform, "tokenizer": tokenizer}
         limit = getattr(tokenizer, "max_seq_len", None)
-        found.add_to(fingerprint)
 
-        def build(writers: Writers) -> dict[str, Any]:
-            def samples(index: int, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-                return self._tokenize(as_sample(message_transform(row), "message_transform"), tokenizer, limit)
+        def samples(index: int, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+            return self._tokenize(copy_sample(message_transform(row), "message_transform"), tokenizer, limit)
 
-            rows = found.rows()
-            bad = BadRows(self.source, rows=rows, drop=drop_bad_rows or found.skips)
-            info = tokenize_rows(rows, Tokenize(samples, self._sides, limit), bad, writers)
-            return {**info, "dropped": bad.dropped, "reasons": bad.reasons}
-
-        self.stores, info = prepare(fingerprint, self._sides, self.source, build, found.prepared)
-        self._read(info)
-        self.dropped = dropped = info.get("dropped", [])
-        self._rows = np.delete(np.arange(len(self) + len(dropped)), dropped)
-        if dropped:
-            said = f"{len(dropped)} of {len(self._rows) + len(dropped)} rows of {self.source} were left out"
-            log_rank_zero(get_logger(), f"{said}: {info['reasons']}.", logging.WARNING)
+        depends_on = {"dataset": [type(self), drop_bad_rows], **transforms}
+        work = Tokenize(samples, self._sides, limit)
+        rows = prepare_rows(found, depends_on, work, drop=drop_bad_rows or found.skips)
+        self.stores = {side: rows.store(side) for side in self._sides}
+        self._read(rows.notes)
+        left_out = BadRows(self.source, drop=True)
+        for row, reason in rows.bad:
+            left_out.add(row, reason)
+        self.dropped = left_out.dropped
+        total = len(self) + len(self.dropped)
+        self._rows = np.delete(np.arange(total), self.dropped)
+        if self.dropped:
+            said = f"{len(self.dropped)} of {total} rows of {self.source} were left out: {left_out.reasons}."
+            log_rank_zero(get_logger(), said, logging.WARNING)
         if not len(self):
             raise DataError(f"{self.source}: no row is left that can be trained on.")
-        say_what_is_cut(info, len(self), self.source, limit)
+        say_what_is_cut(rows.cut, len(self), self.source, limit)
 
-    def _read(self, info: Mapping[str, Any]) -> None:
-        """Take over the ``notes`` of the rows."""
+    def _read(self, notes: Sequence[Any]) -> None:
+        """Hook for subclasses that store notes of rows."""
 
     @staticmethod
     def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Sequence[int]]]:
@@ -113,14 +117,14 @@ class PreferenceDataset(Dataset):
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
-        """Changes when any token or label does."""
+        """Changes with any token or label."""
         return tuple(store.fingerprint for store in self.stores.values())
 
     def __len__(self) -> int:
         return len(self.stores["chosen"])
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` (pre-shifted)."""
+        """Return ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` (pre-shifted)."""
         item = {}
         for side, store in self.stores.items():
             tokens, labels = store.arrays(index)
@@ -128,21 +132,21 @@ class PreferenceDataset(Dataset):
         return item
 
     def origins(self, index: int) -> list[dict[str, Any]]:
-        """``source`` and ``row`` (counted from 0, after ``filter_fn``) of a pair."""
+        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of a pair."""
         return [{"source": self.source, "row": int(self._rows[index])}]
 
 
 def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, Sequence[int]]:
-    """Tokens and pre-shifted labels of a conversation that ends with an answer.
+    """Tokenize a conversation that ends with an answer; return tokens and pre-shifted labels.
 
     Args:
-        messages: of the conversation.
-        tokenizer: of the model.
-        limit: its ``max_seq_len``, for the message.
-        name: of the answer, for the message.
+        messages: messages of the conversation.
+        tokenizer: tokenizer of the model.
+        limit: its ``max_seq_len``, for the error message.
+        name: name of the answer, for the error message.
 
     Raises:
-        DataError: the answer is missing or empty, or no label is left of it.
+        DataError: the answer is missing or empty, or has no label after truncation.
     """
     messages = as_messages(messages)
     if not messages or messages[-1].role != "assistant":
@@ -172,20 +176,22 @@ def preference_dataset(
     drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
-    """Rows with a chosen and a rejected conversation (lists of ``{"role", "content"}``), or a prompt and two answers.
+    """Build a dataset of rows with a chosen and a rejected answer.
+
+    The answers are conversations (lists of ``{"role", "content"}``), or there is a prompt with two answers.
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``parquet`` …), or rows in memory.
-        column_map: the columns of ``chosen``, ``rejected`` and ``prompt``; by default those names. The prompt is read
-            where the answers are texts, or turns that begin with the assistant's.
-        train_on_input: old spelling of ``masking_strategy``.
+        source: Hub dataset, folder, file, loader name (``json``, ``parquet`` …), or rows in memory.
+        column_map: columns of ``chosen``, ``rejected`` and ``prompt``; by default the same names. The prompt is used if
+            the answers are texts, or messages that begin with the assistant's.
+        train_on_input: deprecated, use ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
-        new_system_prompt: text of a system turn that takes the place of the conversations' own.
-        filter_fn: rows for which it is false are left out.
+        new_system_prompt: system prompt that replaces the conversations' own.
+        filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
-        drop_bad_rows: leave out rows that cannot be trained on, and say which.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+        drop_bad_rows: skip rows that cannot be trained on, and log their numbers.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
@@ -213,54 +219,16 @@ def preference_dataset(
     )
 
 
-def hh_rlhf_helpful_dataset(
-    tokenizer: ModelTokenizer,
-    *,
-    source: Source = "RLHFlow/HH-RLHF-Helpful-standard",
-    column_map: Mapping[str, str] | None = None,
-    train_on_input: bool | None = None,
-    masking_strategy: MaskingName | None = "train_on_assistant",
-    new_system_prompt: str | None = None,
-    filter_fn: Callable[..., bool] | None = None,
-    split: str = "train",
-    drop_bad_rows: bool = False,
-    **load_dataset_kwargs: Any,
-) -> PreferenceDataset:
-    """Helpfulness comparisons, columns ``chosen`` and ``rejected``. For the arguments see :func:`preference_dataset`.
-
-    Raises:
-        DataError: see :class:`PreferenceDataset`.
-
-    Example:
-        >>> question = {"role": "user", "content": "Who?"}
-        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
-        >>> len(torchtune.datasets.hh_rlhf_helpful_dataset(tokenizer, source=[row]))
-        1
-    """
-    return preference_dataset(
-        tokenizer,
-        source=source,
-        column_map=column_map,
-        train_on_input=train_on_input,
-        masking_strategy=masking_strategy,
-        new_system_prompt=new_system_prompt,
-        filter_fn=filter_fn,
-        split=split,
-        drop_bad_rows=drop_bad_rows,
-        **load_dataset_kwargs,
-    )
-
-
 class StackExchangePairedToMessages(Transform):
-    """A row with one question and two answers to two conversations.
+    """Converts a row with one question and two answers to two conversations.
 
     Args:
-        train_on_input: old spelling of ``masking_strategy``.
-        column_map: the columns of ``prompt``, ``chosen`` and ``rejected``.
+        train_on_input: deprecated, use ``masking_strategy``.
+        column_map: columns of ``prompt``, ``chosen`` and ``rejected``.
         masking_strategy: see :func:`torchtune.data.mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or holds no text.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or is not text.
     """
 
     def __init__(
@@ -274,7 +242,7 @@ class StackExchangePairedToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"chosen": [...], "rejected": [...]}``."""
+        """Return ``{"chosen": [...], "rejected": [...]}``."""
         pair = {}
         for side in _SIDES:
             pair[side] = [
@@ -297,9 +265,9 @@ def stack_exchange_paired_dataset(
     drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
-    """Questions with a better and a worse answer, columns ``question``, ``response_j`` and ``response_k``.
+    """Build a dataset of questions with a better and a worse answer, ``question``, ``response_j`` and ``response_k``.
 
-    For the arguments see :func:`preference_dataset`; ``column_map`` has the keys ``prompt``, ``chosen``, ``rejected``.
+    Arguments: see :func:`preference_dataset`; the keys of ``column_map`` are ``prompt``, ``chosen``, ``rejected``.
 
     Raises:
         DataError: see :class:`PreferenceDataset`.

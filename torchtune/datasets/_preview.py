@@ -1,4 +1,4 @@
-"""A look at data before all of it is read: the seam through which a dry run sees datasets of any kind."""
+"""Previews of datasets, with which a dry run reads only the first rows of each source."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from torchtune.utils import UserError
 
 @dataclass
 class Preview:
-    """What a block of :func:`preview` sees.
+    """Row counts of a :func:`preview` block.
 
     Args:
-        limit: rows to read of every source; 0 reads none.
+        limit: maximum number of rows to read per source; 0 reads none.
 
     Attributes:
-        total: rows of all sources.
-        read: rows that were read of them.
+        total: number of rows of all sources.
+        read: number of rows that were read.
     """
 
     limit: int
@@ -27,7 +27,7 @@ class Preview:
 
 
 class NotRead(UserError):
-    """A source of which nothing is read in a :func:`preview`: it is there as far as can be seen, or it is remote."""
+    """Raised in a :func:`preview` for a source that is not read, because it is remote or ``limit`` is 0."""
 
 
 _current: ContextVar[Preview | None] = ContextVar("preview", default=None)
@@ -35,10 +35,10 @@ _current: ContextVar[Preview | None] = ContextVar("preview", default=None)
 
 @contextmanager
 def preview(limit: int) -> Iterator[Preview]:
-    """Inside the block ``load_rows`` gives the first ``limit`` rows, and nothing is fetched from the hub.
+    """Make ``load_rows`` return the first ``limit`` rows inside the block, without Hub downloads.
 
     Raises:
-        NotRead: (from ``load_rows``) the rows are on the hub, or ``limit`` is 0 and the source is there.
+        NotRead: (from ``load_rows``) the rows are on the Hub, or ``limit`` is 0 and the source exists.
     """
     found = Preview(limit)
     token = _current.set(found)
@@ -49,18 +49,18 @@ def preview(limit: int) -> Iterator[Preview]:
 
 
 def is_preview() -> bool:
-    """Whether this runs in a :func:`preview`, where rows may be some of a source and must not be kept for a run."""
+    """Return whether a :func:`preview` is active. Its partial rows must not be cached."""
     return _current.get() is not None
 
 
 def reads_nothing() -> bool:
-    """Whether this runs in a :func:`preview` that only sees whether sources are there."""
+    """Return whether the active :func:`preview` only checks that sources exist."""
     found = _current.get()
     return found is not None and found.limit == 0
 
 
 def look(source: str, *, is_remote: bool) -> None:
-    """Called by ``load_rows`` when a source was found to be there, before it is read."""
+    """Raise :class:`NotRead` if the active preview does not read a source; called before it is read."""
     found = _current.get()
     if found is None:
         return
@@ -71,7 +71,7 @@ def look(source: str, *, is_remote: bool) -> None:
 
 
 def limited(rows: Any) -> Any:
-    """Called by ``load_rows`` with what it returns."""
+    """Return the rows that the active preview allows, and count them."""
     found = _current.get()
     if found is None:
         return rows

@@ -1,4 +1,4 @@
-"""Prompts that a model answers while it is trained, with what its answers are scored by."""
+"""Prompt datasets for online RL, with the columns that rewards read."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,34 +6,29 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from torchtune.data import DataError, Message, as_messages
-from torchtune.data._common import check_tokenizer
-from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._load import RowSource, Source
-from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import Writers
-from torchtune.datasets._tokenize import Tokenize, tokenize_rows
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.data import DataError, Message, as_messages, check_tokenizer
+from torchtune.datasets._row_source import RowSource, Source
+from torchtune.datasets._tokenize import Tokenize, prepare_rows
+from torchtune.tokenizers import ModelTokenizer
 
 
 class PromptDataset(Dataset):
-    """Prompts, tokenized when the dataset is made up to where the answer begins, and the rows that they are from.
+    """Dataset of prompts, tokenized at construction up to the generation prompt, with their rows.
 
-    A prompt is a text, or a list of messages. If the last message is the assistant's, it is the right answer: it is
-    left out of the prompt, and stands in the row's column ``answer``.
+    A prompt is a text or a list of messages. If the last message is the assistant's, it is the reference answer: it is
+    removed from the prompt and becomes the row's column ``answer``.
 
     Args:
-        source: a dataset of the hub, a folder, a file, a loader's name, or rows in memory.
+        source: Hub dataset, folder, file, loader name, or rows in memory.
         tokenizer: tokenizer of the model.
-        column: of the prompt.
-        new_system_prompt: text of a system turn that takes the place of the prompts' own.
-        filter_fn: rows for which it is false are left out.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+        column: column of the prompt.
+        new_system_prompt: system prompt that replaces the prompts' own.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
-        DataError: the data cannot be loaded, has no rows, or has rows without a prompt, or with one that is as long as
-            the tokenizer's ``max_seq_len`` (named by number).
+        DataError: the data cannot be loaded, has no rows, or has rows without a prompt or with one of at least the
+            tokenizer's ``max_seq_len`` tokens (listed by number).
 
     Example:
         >>> data = torchtune.datasets.PromptDataset(source=[{"prompt": "What is 2 + 3?"}], tokenizer=tokenizer)
@@ -57,19 +52,9 @@ class PromptDataset(Dataset):
         if found.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
         self.source = found.shown
-        fingerprint = Fingerprint()
-        fingerprint.add_part("dataset", [type(self), column, new_system_prompt])
-        fingerprint.add_part("tokenizer", tokenizer)
-        found.add_to(fingerprint)
-
-        def build(writers: Writers) -> dict[str, Any]:
-            rows = found.rows()
-            return tokenize_rows(
-                rows, Tokenize(self._prompt, ["prompts"], None), BadRows(self.source, rows=rows), writers
-            )
-
-        stores, _ = prepare(fingerprint, ["prompts"], self.source, build, found.prepared)
-        self._store, self._rows = stores["prompts"], found.rows()
+        depends_on = {"dataset": [type(self), column, new_system_prompt], "tokenizer": tokenizer}
+        self._store = prepare_rows(found, depends_on, Tokenize(self._prompt, ["rows"], None)).store("rows")
+        self._rows = found.rows()
 
     def _prompt(self, index: int, row: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
         messages, _ = self._split(row)
@@ -78,10 +63,10 @@ class PromptDataset(Dataset):
         limit = getattr(self._tokenizer, "max_seq_len", None)
         if limit is not None and len(tokens) >= limit:
             raise DataError(f"the prompt is as long as max_seq_len={limit}, or longer")
-        return {"prompts": {"tokens": tokens, "labels": tokens}}
+        return {"rows": {"tokens": tokens, "labels": tokens}}
 
     def _split(self, row: Mapping[str, Any]) -> tuple[list[Message], str | None]:
-        """The turns of the prompt, and the right answer, where it is the turn after them."""
+        """Return the messages of the prompt, and the reference answer if the last message is one."""
         if not isinstance(row, Mapping) or self._column not in row:
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             raise DataError(f"there is no column '{self._column}' among {found or 'none'}")
@@ -99,21 +84,22 @@ class PromptDataset(Dataset):
 
     @property
     def fingerprint(self) -> int:
-        """Changes when any prompt's tokens do."""
+        """Changes with any prompt's tokens."""
         return self._store.fingerprint
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of every prompt."""
+        """Number of tokens of each prompt, int64 ``[rows]``."""
         return self._store.lengths
 
     def __len__(self) -> int:
         return len(self._store)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``tokens``; ``labels``, the same (ignored ones mark a prompt that is not to be answered); ``row``, columns
-        of the row; ``number`` of the row.
-        """  # fmt: skip
+        """Return ``tokens``, ``labels``, ``row`` (its columns) and ``number`` (of the row).
+
+        ``labels`` equal the tokens; a prompt is not answered if all its labels are ignored.
+        """
         tokens = self._store.arrays(index)[0].tolist()
         row = dict(self._rows[index])
         if (answer := self._split(row)[1]) is not None:
@@ -121,7 +107,7 @@ class PromptDataset(Dataset):
         return {"tokens": tokens, "labels": tokens, "row": row, "number": index}
 
     def origins(self, index: int) -> list[dict[str, Any]]:
-        """``source`` and ``row`` (counted from 0, after ``filter_fn``) of a prompt."""
+        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of a prompt."""
         return [{"source": self.source, "row": index}]
 
 
@@ -135,16 +121,16 @@ def prompt_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> PromptDataset:
-    """Prompts of rows (texts, or lists of ``{"role", "content"}``), with all columns for rewards to read.
+    """Build a dataset of prompts (texts or lists of ``{"role", "content"}``), with all columns for rewards.
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``parquet`` …), or rows in memory.
-        column: of the prompt. If it is a conversation that ends with the assistant, that turn is the answer.
-        new_system_prompt: text of a system turn that takes the place of the prompts' own.
-        filter_fn: rows for which it is false are left out.
+        source: Hub dataset, folder, file, loader name (``json``, ``parquet`` …), or rows in memory.
+        column: column of the prompt. If it is a conversation that ends with the assistant, that message is the answer.
+        new_system_prompt: system prompt that replaces the prompts' own.
+        filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
         DataError: see :class:`PromptDataset`.

@@ -1,4 +1,4 @@
-"""Running text: every token is trained on."""
+"""Plain text datasets: every token is trained on."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,34 +6,29 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, truncate
-from torchtune.data._common import check_tokenizer
-from torchtune.data._to_messages import text_column
-from torchtune.datasets._build import pack_length
-from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._load import RowSource, Source
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, check_tokenizer, text_column, truncate
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._sft import row_numbers, say_what_is_cut, transform_rows
-from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import Writers
-from torchtune.datasets._stream import StreamedDataset
-from torchtune.datasets._tokenize import TransformRows
-from torchtune.modules.transforms.tokenizers import BaseTokenizer
+from torchtune.datasets._row_source import RowSource, Source
+from torchtune.datasets._sft import row_numbers, say_what_is_cut
+from torchtune.datasets._sft_builder import pack_length
+from torchtune.datasets._streamed import StreamedDataset
+from torchtune.datasets._tokenize import TransformRows, prepare_rows
+from torchtune.tokenizers import BaseTokenizer
 
 
 class TextTransform:
-    """A row of text to tokens and labels; see :class:`TextCompletionDataset`."""
+    """Converts a row of text to tokens and labels; see :class:`TextCompletionDataset`."""
 
     def __init__(self, tokenizer: Any, column: str, add_eos: bool, max_seq_len: int | None, cut: bool) -> None:
         check_tokenizer(tokenizer)
-        # Control tokens that a document spells are text; tokenizers that never read them need no method for that.
+        # Control tokens in a document are plain text; tokenizers without `encode_text` never parse them.
         self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
         self._column, self._add_eos = column, add_eos
         length = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
         self.limit = None if length is None else length - 1
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
-        """``tokens`` and pre-shifted ``labels``. Raises :class:`DataError` for a row without text."""
+        """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""
         tokens = self._encode(text=text_column(row, self._column), add_bos=True, add_eos=self._add_eos)
         if self.limit is not None:
             tokens = truncate(tokens, self.limit)
@@ -41,24 +36,23 @@ class TextTransform:
 
 
 class TextCompletionDataset(Dataset):
-    """Rows of text, tokenized when the dataset is made.
+    """Dataset of plain text, tokenized at construction.
 
-    A text begins with the token of the beginning where the tokenizer puts it before texts, and ends with that of the
-    end. A control token that it spells, such as ``<|im_end|>``, is plain text, unless the tokenizer was made with
-    ``parse_special_tokens=True``.
+    A text starts with the BOS token if the tokenizer adds one, and ends with the EOS token. Control tokens in it, such
+    as ``<|im_end|>``, are plain text, unless the tokenizer has ``parse_special_tokens=True``.
 
     Args:
         tokenizer: has ``encode(text, add_bos, add_eos)``, or ``encode_text``, and ``max_seq_len``.
-        source: a dataset of the hub, a folder, a file, a loader's name, or rows in memory.
-        column: the column with the text.
-        add_eos: end every text with the end-of-sequence token.
-        filter_fn: rows for which it is false are left out.
-        max_seq_len: texts are cut to one token less; by default the tokenizer's.
-        cut: whether to cut at all.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+        source: Hub dataset, folder, file, loader name, or rows in memory.
+        column: column with the text.
+        add_eos: end every text with the EOS token.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        max_seq_len: texts are truncated to one token less; by default the tokenizer's.
+        cut: whether to truncate.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
-        DataError: the data cannot be loaded, has no rows, or has rows without text (named by number).
+        DataError: the data cannot be loaded, has no rows, or has rows without text (listed by number).
 
     Example:
         >>> data = torchtune.datasets.TextCompletionDataset(tokenizer, [{"text": "the cat"}])
@@ -81,40 +75,35 @@ class TextCompletionDataset(Dataset):
         limit = transform.limit
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
-        fingerprint = Fingerprint()
-        parts = {"dataset": type(self), "tokenizer": tokenizer, "column": column, "add_eos": add_eos, "limit": limit}
-        for name, value in parts.items():
-            fingerprint.add_part(name, value)
-        found.add_to(fingerprint)
-
-        def build(writers: Writers) -> dict[str, Any]:
-            return transform_rows(found, TransformRows(transform, limit), writers)
-
-        stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
-        self.store = stores["rows"]
-        self._numbers = row_numbers(info, len(self), self.source)
-        say_what_is_cut(info, len(self), self.source, limit)
+        settings = {"column": column, "add_eos": add_eos, "limit": limit}
+        depends_on = {"dataset": type(self), "tokenizer": tokenizer, **settings}
+        rows = prepare_rows(
+            found, depends_on, TransformRows(transform, limit), drop=found.skips, switch="on_bad_row=skip"
+        )
+        self.store = rows.store("rows")
+        self._numbers = row_numbers(rows.bad, len(self), self.source)
+        say_what_is_cut(rows.cut, len(self), self.source, limit)
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows]: tokens of every row."""
+        """Number of tokens of each row, int64 ``[rows]``."""
         return self.store.lengths
 
     @property
     def fingerprint(self) -> int:
-        """Changes when any token does."""
+        """Changes with any token."""
         return self.store.fingerprint
 
     def __len__(self) -> int:
         return len(self.store)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """``tokens`` and pre-shifted ``labels``."""
+        """Return ``tokens`` and pre-shifted ``labels``."""
         tokens, labels = self.store.arrays(index)
         return {"tokens": tokens.tolist(), "labels": labels.tolist()}
 
     def origins(self, index: int) -> list[dict[str, Any]]:
-        """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
+        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
         return [{"source": self.source, "row": int(self._numbers[index])}]
 
 
@@ -130,22 +119,22 @@ def text_completion_dataset(
     max_seq_len: int | None = None,
     **load_dataset_kwargs: Any,
 ) -> TextCompletionDataset | PackedDataset | StreamedDataset:
-    """Rows of running text.
+    """Build a dataset of plain text.
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, a loader's name (``text``, ``json`` …), or rows in memory.
-        column: the column with the text.
-        add_eos: end every text with the end-of-sequence token.
-        packed: put texts together into packs.
-        split_across_pack: fill packs to the last token; texts are cut at the ends of packs, and nowhere else.
+        source: Hub dataset, folder, file, loader name (``text``, ``json`` …), or rows in memory.
+        column: column with the text.
+        add_eos: end every text with the EOS token.
+        packed: pack texts.
+        split_across_pack: fill packs completely; texts are split at the ends of packs and never truncated.
         split: split of the dataset.
-        filter_fn: rows for which it is false are left out.
-        max_seq_len: longest row or pack; by default the tokenizer's.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        max_seq_len: maximum row or pack length in tokens; by default the tokenizer's.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
-        DataError: see :class:`TextCompletionDataset`; ``packed`` without any ``max_seq_len``.
+        DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
 
     Example:
         >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}])
@@ -192,12 +181,12 @@ def wikitext_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> TextCompletionDataset | PackedDataset:
-    """Articles of Wikipedia, column ``page``; ``subset`` chooses the collection.
+    """Build a dataset of Wikipedia articles, column ``page``; ``subset`` selects the configuration.
 
-    For the other arguments see :func:`text_completion_dataset`.
+    Other arguments: see :func:`text_completion_dataset`.
 
     Raises:
-        DataError: see :class:`TextCompletionDataset`; ``packed`` without any ``max_seq_len``.
+        DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
     """
     return text_completion_dataset(
         tokenizer=tokenizer,
@@ -220,7 +209,9 @@ def cnn_dailymail_articles_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> TextCompletionDataset:
-    """News articles, column ``article``. For the arguments see :func:`text_completion_dataset`.
+    """Build a dataset of news articles, column ``article``.
+
+    Arguments: see :func:`text_completion_dataset`.
 
     Raises:
         DataError: see :class:`TextCompletionDataset`.

@@ -1,76 +1,38 @@
-"""Rows -> tokens and labels, in as many processes as there are cores."""
+"""Parallel tokenization of rows."""
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from tqdm import tqdm
 
 from torchtune.data import DataError
 from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._lines import Line, parsed, unparsed
-from torchtune.datasets._parallel import in_parts
-from torchtune.datasets._store import Writers, check_row, has_label
-from torchtune.utils import UserError, get_logger, log_rank_zero, sign_of_life
-from torchtune.utils._json_lines import refuse_halves
+from torchtune.datasets._processes import in_parts
+from torchtune.datasets._row_source import RowSource
+from torchtune.datasets._shared import prepare
+from torchtune.datasets._token_store import PreparedRows, RowWriter, check_row, has_label, make_batch
+from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
 
 NO_LABEL = "no label is left"
 
 
-@dataclass
-class Tokenized:
-    """Consecutive rows.
-
-    Args:
-        tokens: int32 [all tokens].
-        labels: int32 [all tokens].
-        lengths: int64 [rows].
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Tokenized":
-        """Of (tokens, labels) of every row."""
-        tokens, labels = (np.concatenate([np.empty(0, np.int32), *(row[side] for row in rows)]) for side in (0, 1))
-        return cls(tokens, labels, np.array([len(ids) for ids, _ in rows], np.int64))
-
-
-@dataclass
-class Part:
-    """What became of some rows.
-
-    Args:
-        stores: the rows, by the name of what they have of each.
-        notes: what there is to keep of each row besides.
-        cut: rows that are as long as may be.
-        bad: rows that cannot be trained on, and why.
-        on_reading: a row has more than tokens: rows are to be transformed when they are read.
-    """
-
-    stores: dict[str, Tokenized] = field(default_factory=dict)
-    notes: list[Any] = field(default_factory=list)
-    cut: int = 0
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    on_reading: bool = False
-
-
 class OnReading(Exception):
-    """Raised by what makes samples: rows are to be transformed when they are read."""
+    """Raised if a row has more than tokens, so that rows must be transformed when they are read."""
 
 
 class Tokenize:
-    """Makes token rows of a part of the rows.
+    """Callable that tokenizes consecutive rows.
 
     Args:
-        samples: (number, row) -> samples with ``tokens``, ``labels`` and maybe a ``note``, by the names of the stores.
-        names: of the stores.
-        limit: longest row.
+        samples: (number, row) -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``.
+        names: names of the stores.
+        limit: maximum row length in tokens, to detect truncated rows.
     """
 
     def __init__(
@@ -78,56 +40,64 @@ class Tokenize:
     ) -> None:
         self._samples, self.names, self._limit = samples, names, limit
 
-    def __call__(self, start: int, rows: Iterable[Any]) -> Part:
-        """The part that begins with row ``start``."""
-        found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in self.names}
-        part = Part()
+    def __call__(
+        self, start: int, rows: Iterable[Any], place: Callable[[int], str] = "row {}".format
+    ) -> tuple[pa.RecordBatch, dict[str, Any]]:
+        """Tokenize the rows from number ``start`` on; ``place`` names a row for the watchdog.
+
+        Returns:
+            The token rows, and facts about the rows (see :class:`PreparedRows`).
+        """
+        columns: dict[str, list[np.ndarray]] = {
+            f"{name}.{kind}": [] for name in self.names for kind in ("tokens", "labels")
+        }
+        bad: list[tuple[int, str]] = []
+        facts: dict[str, Any] = {"rows": 0, "bad": bad, "cut": 0, "notes": []}
         for index, row in enumerate(unparsed(rows), start):
-            sign_of_life()
+            sign_of_life(place(index))
+            facts["rows"] += 1
             try:
-                row = _columns(row)
-                samples = self._samples(index, row)
-                checked = {name: check_row(samples[name]["tokens"], samples[name]["labels"]) for name in self.names}
+                samples = self._samples(index, _columns(row))
+                arrays = [
+                    ids for name in self.names for ids in check_row(samples[name]["tokens"], samples[name]["labels"])
+                ]
             except DataError as error:
-                part.bad.append((index, str(error)))
+                bad.append((index, str(error)))
                 continue
             except RecursionError:
-                part.bad.append((index, "it is nested too deeply"))
+                bad.append((index, "it is nested too deeply"))
                 continue
-            except OnReading:
-                part.on_reading = True
-                return part
-            for name, arrays in checked.items():
-                found[name].append(arrays)
-            part.cut += self._limit is not None and any(len(ids) >= self._limit for ids, _ in checked.values())
-            part.notes += [sample["note"] for sample in samples.values() if "note" in sample]
-        part.stores = {name: Tokenized.of(arrays) for name, arrays in found.items()}
-        return part
+            for column, ids in zip(columns.values(), arrays, strict=True):
+                column.append(ids)
+            facts["cut"] += self._limit is not None and any(len(ids) >= self._limit for ids in arrays)
+            facts["notes"] += [sample["note"] for sample in samples.values() if "note" in sample]
+        sign_of_life()
+        return make_batch(columns), facts
 
 
 def _columns(row: Any) -> Mapping[str, Any]:
-    """The columns of a row. Raises :class:`DataError` where it has none, or no text that can be encoded."""
+    """Return a row's columns; raise :class:`DataError` if it is no mapping or has text that cannot be encoded."""
     if isinstance(row, Line):
         return parsed(row)
     if not isinstance(row, Mapping):
         raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
     try:
-        refuse_halves(row)
+        check_surrogates(row)
     except UserError as error:
         raise DataError(str(error)) from error
     except (ValueError, RecursionError):
-        pass  # data that contain themselves are the transform's affair
+        pass  # recursive data: left to the transform
     return row
 
 
 class TransformRows(Tokenize):
-    """Makes one store of ``tokens`` and ``labels`` that a transform gives.
+    """Callable that tokenizes rows into one store, with a transform that returns ``tokens`` and ``labels``.
 
     Args:
-        transform: of a row.
-        limit: longest row.
-        side: end of rows that is cut.
-        notes: the transform gives a ``note``, too.
+        transform: function of a row.
+        limit: maximum row length in tokens, to detect truncated rows.
+        side: side that the transform truncates, for the error message.
+        notes: whether the transform returns a ``note`` as well.
     """
 
     def __init__(
@@ -152,53 +122,50 @@ class TransformRows(Tokenize):
         return {"rows": {name: sample[name] for name in self._known}}
 
 
-def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Writers) -> dict[str, Any]:
-    """Write the tokens of every row, with a progress bar; many rows are worked on in several processes.
+def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> None:
+    """Write the tokens of all rows, with a progress bar; many rows are tokenized in several processes.
 
     Args:
         rows: mappings column -> value.
-        work: makes token rows.
-        bad: takes the rows that cannot be trained on.
-        writers: take the token rows, by name; what they have from before a kill is not worked on again.
-
-    Returns:
-        ``cut``: how many rows are as long as may be; ``notes`` of the rows; or ``on_reading`` where a row has more
-        than tokens.
+        work: tokenizes rows.
+        bad: collects the rows that cannot be trained on.
+        writer: writes the token rows; rows from before a kill are not tokenized again.
 
     Raises:
-        DataError: some rows cannot be trained on and are not left out; the message names up to ten.
+        DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
+        OnReading: a row has more than tokens.
     """
-    cut, notes, found_bad, done = 0, [], [], 0
-    for then in writers.before:
-        cut, done = cut + then["cut"], then["done"]
-        notes += then["notes"]
-        found_bad += then["bad"]
-    for index, reason in found_bad:
+    done = sum(rows for rows, _ in writer.before.sums)
+    for index, reason in writer.before.bad:
         bad.add(index, reason)
     if done:
         going_on = f"Going on behind {done:,} rows that were tokenized before."
-        log_rank_zero(get_logger(), going_on, logging.WARNING)  # as a command shows no less
-    noted = (cut, len(notes), len(found_bad))
+        log_rank_zero(get_logger(), going_on, logging.WARNING)  # commands show no lower level
     hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
     with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
-        for part in in_parts(rows, work, done):
+        for batch, facts in in_parts(rows, work, done):
             sign_of_life()
-            if part.on_reading:
-                return {"on_reading": True}
-            for index, reason in part.bad:
+            for index, reason in facts["bad"]:
                 bad.add(index, reason)
-            found_bad += part.bad
-            count = 0
-            for name, found in part.stores.items():
-                writers[name].extend(found.tokens, found.labels, found.lengths)
-                count = len(found.lengths)
-            cut += part.cut
-            notes += part.notes
-            bar.update(count + len(part.bad))
-            done += count + len(part.bad)
-            if writers.is_due():
-                new = {"cut": cut - noted[0], "notes": notes[noted[1] :], "bad": found_bad[noted[2] :]}
-                writers.note({"done": done, **new})
-                noted = (cut, len(notes), len(found_bad))
+            writer.write(batch, facts)
+            bar.update(facts["rows"])
     bad.check()
-    return {"cut": cut, "notes": notes}
+
+
+def prepare_rows(found: RowSource, depends_on: Mapping[str, Any], work: Tokenize, **bad: Any) -> PreparedRows:
+    """:func:`prepare` the tokens of every row of a source.
+
+    Args:
+        found: the source.
+        depends_on: name -> value of what rows depend on beside the source.
+        work: makes token rows.
+        **bad: arguments of :class:`BadRows`.
+    """
+    fingerprint = Fingerprint(depends_on)
+    found.add_to(fingerprint)
+
+    def build(writer: RowWriter) -> None:
+        rows = found.rows()
+        tokenize_rows(rows, work, BadRows(found.shown, rows=rows, **bad), writer)
+
+    return prepare(fingerprint, found.shown, build, found.prepared)

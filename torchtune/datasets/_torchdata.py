@@ -1,7 +1,7 @@
-"""Compatibility: datasets as nodes of torchdata, which a multi-dataset recipe copied from earlier releases builds.
+"""Datasets as torchdata nodes, for compatibility with multi-dataset recipes copied from earlier releases.
 
-This library's own recipes mix datasets by a list under ``dataset`` and load batches by
-:class:`torchtune.data.BatchLoader`, which needs no torchdata.
+The recipes of this library concatenate datasets by a list under ``dataset`` and load batches with
+:class:`torchtune.data.BatchLoader`, without torchdata.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,18 +40,18 @@ def load_hf_dataset(
     streaming: bool = False,
     **load_dataset_kwargs: Any,
 ) -> Any:
-    """Load rows with the ``datasets`` package as a node of this rank's examples.
+    """Load rows with the ``datasets`` package; return a node of this rank's examples.
 
     Args:
-        source: as for ``datasets.load_dataset``.
+        source: path for ``datasets.load_dataset``.
         transform: row -> example.
         filter_fn: keeps a row if it returns True.
-        shuffle: shuffle by ``seed``.
-        seed: of the order.
-        num_workers: workers that transform rows; 0 transforms where the node is read.
-        parallel_method: of the workers.
-        streaming: read rows as they arrive instead of downloading them first.
-        **load_dataset_kwargs: for ``datasets.load_dataset``, for example ``split`` or ``data_files``.
+        shuffle: shuffle with ``seed``.
+        seed: seed of the order.
+        num_workers: number of workers that transform rows; 0 transforms in the calling process.
+        parallel_method: kind of workers.
+        streaming: stream rows instead of downloading them first.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``split`` or ``data_files``.
 
     Raises:
         UserError: torchdata is not installed.
@@ -82,16 +82,16 @@ def get_multi_dataset(
     stop_criteria: str = "CYCLE_UNTIL_ALL_DATASETS_EXHASTED",
     seed: int = 0,
 ) -> Any:
-    """Mix nodes by weight.
+    """Return a weighted mixture of nodes.
 
     Args:
         datasets: name -> node.
         weights: name -> weight.
-        stop_criteria: a value of ``torchdata.nodes.StopCriteria``; the older spelling is accepted.
-        seed: of the order.
+        stop_criteria: a value of ``torchdata.nodes.StopCriteria``; the old spelling is accepted.
+        seed: seed of the order.
 
     Raises:
-        DataError: names of nodes and weights differ, or the criterion is unknown.
+        DataError: the names of nodes and weights differ, or the criterion is unknown.
         UserError: torchdata is not installed.
     """
     nodes = _nodes()
@@ -118,17 +118,17 @@ def get_dataloader(
     prefetch_factor: int | None = 4,
     pin_memory: bool = False,
 ) -> Any:
-    """Batches of a node, tokenized and collated.
+    """Return a loader of tokenized and collated batches of a node.
 
     Args:
         dataset: a node.
         model_transform: example -> tokens and labels.
-        batch_size: examples of a batch.
-        collate_fn: examples -> batch; they are batched as a list by default.
+        batch_size: number of examples per batch.
+        collate_fn: examples -> batch; by default a batch is a list.
         drop_last: drop an incomplete last batch.
-        num_workers: workers that transform and collate.
-        parallel_method: of the workers.
-        prefetch_factor: batches that are made ahead; ``None`` for none.
+        num_workers: number of workers that transform and collate.
+        parallel_method: kind of workers.
+        prefetch_factor: number of batches to prefetch; ``None`` disables prefetching.
         pin_memory: copy batches into pinned memory if there is an accelerator.
 
     Raises:

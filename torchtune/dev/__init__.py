@@ -1,1 +1,1 @@
-"""Compatibility: names of experiments of earlier releases that are part of the library now."""
+"""Compatibility: names of former experiments that are now part of the library."""

@@ -1,9 +1,9 @@
-"""What a model is worth: scores of its answers to rows, its perplexity on data, tasks of the evaluation harness."""
+"""Evaluation of models: scores of answers to rows, perplexity of a dataset, and tasks of lm-eval."""
 
-from torchtune.evaluation._answers import AnswerReport, evaluate_answers
-from torchtune.evaluation._errors import EvaluationError
+from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.evaluation._perplexity import Perplexity, perplexity
-from torchtune.evaluation._rows import EvalRow, read_eval_rows
+from torchtune.evaluation._questions import EvalRow, read_eval_rows
+from torchtune.evaluation._score_answers import AnswerReport, evaluate_answers
 from torchtune.evaluation._scores import check_scores, make_scores
 from torchtune.evaluation._tasks import evaluate_tasks, find_tasks
 

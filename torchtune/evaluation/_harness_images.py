@@ -1,4 +1,4 @@
-"""Questions of the evaluation harness with images."""
+"""Questions of lm-eval with images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from torch import nn
 
 from torchtune.data import DataError, Message, format_content_with_images
-from torchtune.evaluation._errors import EvaluationError
+from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.generation import prompt_row
 from torchtune.modules.transformer import text_decoder
 
-# How tasks of the harness write the place of an image.
+# lm-eval's placeholder of an image.
 _TAG = "<image>"
 
 
-def without_images(model: nn.Module, tokenizer: Any) -> str | None:
-    """Why questions with images cannot be asked, as the end of a sentence; None: they can."""
+def explain_no_images(model: nn.Module, tokenizer: Any) -> str | None:
+    """Return why the model cannot answer questions with images, as the end of a sentence, or ``None`` if it can."""
     if text_decoder(model) is model:
         return f"but a {type(model).__name__} reads text only: name tasks of text, or a vision model."
     if not getattr(tokenizer, "takes_images", False):
@@ -27,16 +27,16 @@ def without_images(model: nn.Module, tokenizer: Any) -> str | None:
 
 
 def image_question(tokenizer: Any, text: str, given: Mapping[str, Any], room: int) -> dict[str, Any]:
-    """What the tokenizer gives for a question, as the user's turn of a conversation.
+    """Tokenize a question with images, as a user turn.
 
     Args:
-        tokenizer: of a vision model.
+        tokenizer: tokenizer of a vision model.
         text: the question, with ``<image>`` for each image.
-        given: what the harness gives beside it: ``visual``, the images (Pillow, paths or addresses), or one of them.
-        room: most tokens.
+        given: lm-eval's media arguments: ``visual``, one image or a list (Pillow, paths or URLs).
+        room: maximum number of tokens.
 
     Raises:
-        EvaluationError: images and tags differ in number, or the question is too long.
+        EvaluationError: the numbers of images and placeholders differ, or the question is too long.
         DataError: an image cannot be read.
     """
     images = given.get("visual")

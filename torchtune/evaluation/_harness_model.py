@@ -1,4 +1,4 @@
-"""A model as the evaluation harness (lm-eval, extra ``eval``) calls it."""
+"""Adapter of a model for lm-eval (extra ``eval``)."""
 
 import math
 from collections import defaultdict
@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from torchtune.data import collate_documents
-from torchtune.evaluation._errors import EvaluationError
-from torchtune.evaluation._harness_images import image_question, without_images
-from torchtune.generation import fast_linears, stream, stream_tokens
-from torchtune.generation._images import images_of_row
-from torchtune.generation._tokens import finite_steps
+from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.evaluation._harness_images import explain_no_images, image_question
+from torchtune.generation import fast_linears, finite_steps, images_of_row, stream, stream_tokens
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger, require
 
@@ -23,32 +21,32 @@ _harness = require("lm_eval.api.model", extra="eval", purpose="An evaluation by 
 _requests = require("lm_eval.models.utils", extra="eval", purpose="An evaluation by tasks")
 _windows = require("lm_eval.utils", extra="eval", purpose="An evaluation by tasks")
 
-# Rows of logits that exist at a time.
-_LOGITS = 1024
-_NAN = "A log-likelihood is NaN: load the model in fp32, or it diverged."
+# Maximum number of rows of logits in memory.
+_LOGITS_CHUNK = 1024
+_NAN_MESSAGE = "A log-likelihood is NaN: load the model in fp32, or it diverged."
 _GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")
-# Tokens before the newest one in which the end of an answer may have begun, in addition to those of the text itself.
+# Tokens decoded before the newest one to find a stop text, in addition to those of the stop text.
 _BEFORE = 8
 _Tokens = tuple[Any, list[int], list[int]]
 
 
 class HarnessModel(_harness.TemplateLM):
-    """Log-likelihoods and answers of a decoder for ``lm_eval.simple_evaluate``.
+    """Model for ``lm_eval.simple_evaluate``, which computes log-likelihoods and generates answers.
 
-    Sequences are evaluated without padding, the longest first; continuations of one context that differ in their last
-    token share a forward pass. Logits exist for continuations alone, 1,024 positions at a time. Questions with images
-    are the user's turn of a conversation, one at a time.
+    Sequences are padding-free and sorted by length, longest first; continuations of one context that differ only in the
+    last token share a forward pass. Logits are computed only for continuations, 1,024 positions at a time. A question
+    with images is evaluated as a user turn, one at a time.
 
     Args:
-        model: the decoder, or a model of text and images, with its weights.
-        tokenizer: of the model; that of a vision model for questions with images.
-        batch_size: sequences per forward pass, and answers that are generated at a time.
-        max_length: longest sequence; longer ones lose their beginning. By default the context of the model.
-        max_gen_toks: longest answer, where the task does not say.
+        model: a decoder, or a model of text and images, with its weights.
+        tokenizer: the model's tokenizer; for questions with images, a vision model's.
+        batch_size: sequences per forward pass, and answers generated at the same time.
+        max_length: maximum sequence length; longer sequences are truncated on the left. By default the model's context.
+        max_gen_toks: maximum length of an answer, unless the task defines it.
         enable_kv_cache: generate with KV caches.
 
     Raises:
-        EvaluationError: ``max_length`` is above the context of the model.
+        EvaluationError: ``max_length`` exceeds the model's context.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class HarnessModel(_harness.TemplateLM):
                 f"max_seq_length is {max_length} and the model's context {model.max_seq_len}: set it to at most that."
             )
         self.model, self.decoder, self.torchtune_tokenizer = model, text_decoder(model), tokenizer
-        self.MULTIMODAL = without_images(model, tokenizer) is None
+        self.MULTIMODAL = explain_no_images(model, tokenizer) is None
         self.batch_size, self.max_gen_toks, self._use_cache = batch_size, max_gen_toks, enable_kv_cache
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
@@ -77,41 +75,41 @@ class HarnessModel(_harness.TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """End-of-sequence token."""
         return self.torchtune_tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text without one: the token of the beginning, or that of the end."""
+        """Token before a text without a context: beginning of sequence, or end of sequence if there is none."""
         return self._prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, after the token of the beginning where texts of this tokenizer begin with it."""
+        """Tokenize a text, by default with the beginning-of-sequence token unless the text starts with it."""
         begins = bool(self._prefix_text) and string.startswith(self._prefix_text)
         add_bos = not begins if add_special_tokens is None else add_special_tokens
         return list(self.torchtune_tokenizer.encode(string, add_bos=add_bos, add_eos=False))
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Decode token ids."""
         try:
             return self.torchtune_tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        except TypeError:  # of a tokenizer whose special tokens have no text
+        except TypeError:  # a tokenizer that cannot decode special tokens
             return self.torchtune_tokenizer.decode(list(tokens))
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches of requests."""
+        """Name for lm-eval's cache of requests."""
         return type(self.torchtune_tokenizer).__name__
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """What the harness writes into its results: the name of the layout."""
+        """Return the name of the chat template, for lm-eval's results."""
         return self.tokenizer_name if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation in the layout of the checkpoint.
+        """Format a conversation with the checkpoint's chat template.
 
         Raises:
-            EvaluationError: the tokenizer writes no text, or an answer that has begun is to be continued.
+            EvaluationError: the tokenizer does not return text, or the last turn is an unfinished answer.
         """
         if self.MULTIMODAL:
             raise EvaluationError(
@@ -121,7 +119,7 @@ class HarnessModel(_harness.TemplateLM):
         render = getattr(self.torchtune_tokenizer, "render_template", None)
         if render is None or not add_generation_prompt:
             raise EvaluationError(
-                "chat_template: true needs torchtune.modules.transforms.tokenizers.hf_tokenizer, which reads the "
+                "chat_template: true needs torchtune.tokenizers.hf_tokenizer, which reads the "
                 "checkpoint's template, and a task without the beginning of an answer (gen_prefix)."
             )
         return render(chat_history, add_generation_prompt=True)
@@ -130,7 +128,7 @@ class HarnessModel(_harness.TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[_Tokens], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is what greedy decoding gives) of each (key, context, continuation)."""
+        """Return (log-likelihood, is greedy) for each (key, context, continuation)."""
         shared: dict[tuple[int, ...], list[int]] = defaultdict(list)  # inputs -> requests
         for at, (_key, context, continuation) in enumerate(requests):
             if not continuation or len(continuation) > self.max_length:
@@ -138,12 +136,14 @@ class HarnessModel(_harness.TemplateLM):
                     f"A continuation has {len(continuation)} tokens: it needs 1 to max_seq_length={self.max_length}."
                 )
             shared[tuple([*context, *continuation][-(self.max_length + 1) : -1])].append(at)
-        self._report_cut(sum(len(one) + len(other) > self.max_length + 1 for _, one, other in requests), len(requests))
+        self._warn_truncated(
+            sum(len(one) + len(other) > self.max_length + 1 for _, one, other in requests), len(requests)
+        )
         order = sorted(shared, key=lambda inputs: -len(inputs))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         self.decoder.eval()
         bar = tqdm(total=len(requests), desc="Log-likelihoods", disable=True if disable_tqdm else None)
-        with bar, fast_linears(self.decoder, pack=False):
+        with bar:
             for start in range(0, len(order), self.batch_size):
                 part = order[start : start + self.batch_size]
                 batch = collate_documents([{"tokens": list(row), "labels": [-100] * len(row)} for row in part])
@@ -153,9 +153,9 @@ class HarnessModel(_harness.TemplateLM):
                     end += len(inputs)
                     targets = {at: requests[at][2] for at in shared[inputs]}
                     longest = max(map(len, targets.values()))
-                    for at, values in self._scored(hidden[end - longest : end], targets).items():
+                    for at, values in self._score_targets(hidden[end - longest : end], targets).items():
                         if math.isnan(values[0]):
-                            raise EvaluationError(_NAN)
+                            raise EvaluationError(_NAN_MESSAGE)
                         found[at] = values
                         if requests[at][0] is not None:
                             self.cache_hook.add_partial("loglikelihood", requests[at][0], values)
@@ -163,56 +163,56 @@ class HarnessModel(_harness.TemplateLM):
         return found
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is what greedy decoding gives) of each (context, continuation) and its images."""
+        """Return (log-likelihood, is greedy) for each (context, continuation), with or without images."""
         seen = [len(request.args) > 2 for request in requests]
         texts = [request for request, has_images in zip(requests, seen, strict=True) if not has_images]
         of_texts = iter(super().loglikelihood(texts, disable_tqdm=disable_tqdm) if texts else [])
         found = []
         bar = tqdm(total=sum(seen), desc="Log-likelihoods with images", disable=True if disable_tqdm else None)
-        with bar, fast_linears(self.decoder, pack=False):
+        with bar:
             for request, has_images in zip(requests, seen, strict=True):
                 if not has_images:
                     found.append(next(of_texts))
                     continue
-                found.append(self._seen_loglikelihood(*request.args))
+                found.append(self._image_loglikelihood(*request.args))
                 self.cache_hook.add_partial("loglikelihood", request.args, found[-1])
                 bar.update()
         return found
 
     @torch.inference_mode()
-    def _seen_loglikelihood(self, context: str, continuation: str, given: Any) -> tuple[float, bool]:
-        """The same of the answer to a question with images, whose turn begins without the space before a choice."""
+    def _image_loglikelihood(self, context: str, continuation: str, given: Any) -> tuple[float, bool]:
+        """Return (log-likelihood, is greedy) of the answer to a question with images, without its leading space."""
         answer = self.tok_encode(continuation.lstrip(), add_special_tokens=False)
         if not answer:
             raise EvaluationError("tasks: an answer is empty: write what doc_to_choice or doc_to_target gives.")
         row = image_question(self.torchtune_tokenizer, context, given, self.max_length + 1 - len(answer))
         inputs = images_of_row(row, self.device)
-        if inputs:  # the answer sees what the last token of the question sees
+        if inputs:  # the answer has the encoder mask of the question's last token
             mask = inputs["encoder_mask"]
             inputs["encoder_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, len(answer) - 1, -1)], dim=1)
         tokens = torch.tensor([[*row["tokens"], *answer[:-1]]], device=self.device)
         self.model.eval()
         hidden = self.model(tokens, **inputs, output="hidden")[0]
-        found = self._scored(hidden[-len(answer) :], {0: answer})[0]
+        found = self._score_targets(hidden[-len(answer) :], {0: answer})[0]
         if math.isnan(found[0]):
-            raise EvaluationError(_NAN)
+            raise EvaluationError(_NAN_MESSAGE)
         return found
 
-    def _report_cut(self, count: int, total: int) -> None:
+    def _warn_truncated(self, count: int, total: int) -> None:
         if count:
             get_logger().warning(
                 f"{count:,} of {total:,} sequences are longer than max_seq_length={self.max_length} and lose their "
                 "beginning."
             )
 
-    def _scored(self, hidden: Tensor, targets: dict[int, list[int]]) -> dict[int, tuple[float, bool]]:
-        """Log-likelihoods of continuations that end with the last of the hidden states ``[n, d]``."""
+    def _score_targets(self, hidden: Tensor, targets: dict[int, list[int]]) -> dict[int, tuple[float, bool]]:
+        """Return (log-likelihood, is greedy) of continuations that end at the last hidden state of ``[n, d]``."""
         sums, equal = dict.fromkeys(targets, 0.0), dict.fromkeys(targets, True)
-        for start in range(0, len(hidden), _LOGITS):
-            logits = self.decoder.output(hidden[start : start + _LOGITS]).float()
+        for start in range(0, len(hidden), _LOGITS_CHUNK):
+            logits = self.decoder.output(hidden[start : start + _LOGITS_CHUNK]).float()
             log_probs, best = logits.log_softmax(-1), logits.argmax(-1).tolist()
             for at, tokens in targets.items():
-                first = len(hidden) - len(tokens)  # of its continuation, among the hidden states
+                first = len(hidden) - len(tokens)  # index of the continuation's first token in the hidden states
                 places = [place for place in range(len(logits)) if start + place >= first]
                 wanted = [tokens[start + place - first] for place in places]
                 if places:
@@ -221,7 +221,7 @@ class HarnessModel(_harness.TemplateLM):
         return {at: (sums[at], equal[at]) for at in targets}
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows of ``max_length``."""
+        """Return log-likelihoods of whole texts, computed in windows of ``max_length``."""
         windows, counts = [], []
         if any(len(request.args) > 1 for request in requests):
             raise EvaluationError("tasks: the perplexity of a text with images is not measured: leave the task out.")
@@ -242,7 +242,7 @@ class HarnessModel(_harness.TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers, each up to the first of the task's stop texts, a stop token, or its longest length."""
+        """Generate answers, each up to the task's first stop text, a stop token, or the maximum length."""
         groups: dict[tuple[str, int], list[int]] = defaultdict(list)
         for at, request in enumerate(requests):
             groups[repr(request.args[1]), len(request.args)].append(at)
@@ -251,15 +251,15 @@ class HarnessModel(_harness.TemplateLM):
         with bar, fast_linears(self.decoder, pack=self._use_cache):
             for members in groups.values():
                 settings = _requests.normalize_gen_kwargs(requests[members[0]].args[1], self.max_gen_toks)
-                for place, text in self._answers([requests[at].args for at in members], settings):
+                for place, text in self._generate_answers([requests[at].args for at in members], settings):
                     at = members[place]
                     found[at] = text
                     self.cache_hook.add_partial("generate_until", requests[at].args, text)
                     bar.update()
         return found
 
-    def _answers(self, asked: Sequence[tuple[Any, ...]], settings: dict[str, Any]) -> Any:
-        """Yield (index, answer) as answers end, to (prompt, settings) or (prompt, settings, images)."""
+    def _generate_answers(self, asked: Sequence[tuple[Any, ...]], settings: dict[str, Any]) -> Any:
+        """Yield (index, answer) as answers end, for (prompt, settings) or (prompt, settings, images)."""
         if other := sorted(settings.keys() - set(_GENERATION)):
             raise EvaluationError(f"generation_kwargs: '{other[0]}' is not known here: use {', '.join(_GENERATION)}.")
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
@@ -283,15 +283,15 @@ class HarnessModel(_harness.TemplateLM):
         if len(asked[0]) > 2:
             for at, (prompt, _, images) in enumerate(asked):
                 row = image_question(self.torchtune_tokenizer, prompt, images, room)
-                tokens = self._seen_answer(row, has_stop, {"max_generated_tokens": longest, **sampling})
+                tokens = self._generate_image_answer(row, has_stop, {"max_generated_tokens": longest, **sampling})
                 yield at, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
             return
         given = [self.tok_encode(prompt) for prompt, _ in asked]
-        self._report_cut(sum(len(tokens) > room for tokens in given), len(given))
+        self._warn_truncated(sum(len(tokens) > room for tokens in given), len(given))
         given = [tokens[-room:] for tokens in given]
         order = sorted(range(len(given)), key=lambda at: -len(given[at]))
         new: list[list[int]] = [[] for _ in given]
-        ended: list[int] = []  # in the newest step
+        ended: list[int] = []  # in the latest step
 
         def is_over(index: int, token: int) -> bool:
             tokens = new[order[index]]
@@ -314,10 +314,10 @@ class HarnessModel(_harness.TemplateLM):
                     yield at, _requests.postprocess_generated_text(self.tok_decode(new[at]), until, None)
                 ended.clear()
 
-    def _seen_answer(
+    def _generate_image_answer(
         self, row: dict[str, Any], is_over: Callable[[list[int]], bool], sampling: dict[str, Any]
     ) -> list[int]:
-        """Tokens of the answer to a question with images."""
+        """Generate the answer to a question with images."""
         found: list[int] = []
         prompt = torch.tensor(row["tokens"], device=self.device)
         with closing(stream(self.model, prompt, **sampling, **images_of_row(row, self.device))) as steps:

@@ -8,14 +8,14 @@ import torch
 from tqdm import tqdm
 
 from torchtune.data import BatchLoader, collate_documents
-from torchtune.evaluation._errors import EvaluationError
+from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.transformer import TransformerDecoder
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean negative log-likelihood of labelled tokens.
+    """Mean negative log-likelihood over labelled tokens.
 
     Attributes:
         loss: in nats per labelled token.
@@ -31,17 +31,17 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        """``exp(loss)``, infinite where it is too large for a float."""
+        """``exp(loss)``, or infinity on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
 def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) -> Perplexity:
-    """Mean loss of a dataset's labelled tokens, as validation computes it.
+    """Compute the mean loss over a dataset's labelled tokens, as in validation.
 
     Args:
-        model: the decoder; it is evaluated in evaluation mode.
-        dataset: rows with ``tokens`` and ``labels``; those of this library's builders, packed or not.
+        model: the decoder; it runs in evaluation mode.
+        dataset: rows with ``tokens`` and ``labels``, packed or not, as from :mod:`torchtune.datasets`.
         batch_size: rows per batch.
 
     Raises:

@@ -1,14 +1,12 @@
-"""Scores by name: the rewards of this library, or a function of the user's."""
+"""Scores by name: rewards of this library or user functions."""
 
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtune.config import InstantiationError
-from torchtune.config._errors import did_you_mean
-from torchtune.config._locate import locate
-from torchtune.evaluation._errors import EvaluationError
-from torchtune.evaluation._rows import EvalRow
+from torchtune.config import InstantiationError, did_you_mean, locate
+from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.evaluation._questions import EvalRow
 from torchtune.rlhf import RewardSum, RolloutError
 from torchtune.rlhf.reward_functions import (
     ExactMatch,
@@ -20,8 +18,8 @@ from torchtune.rlhf.reward_functions import (
     Reward,
 )
 
-# Name -> a score, of what stands behind the colon; a pattern that is None was not given.
-_NAMED: dict[str, Callable[[str | None], Reward]] = {
+# Name -> constructor of the score from the pattern after the colon (``None`` without one).
+_SCORES: dict[str, Callable[[str | None], Reward]] = {
     "exact": lambda pattern: ExactMatch(pattern=pattern, name="exact"),
     "json": lambda _: JSONFields(name="json"),
     "math": lambda _: MathReward(name="math"),
@@ -29,16 +27,16 @@ _NAMED: dict[str, Callable[[str | None], Reward]] = {
     "regex": lambda pattern: RegexMatch(pattern or "", name="regex"),
 }
 _TAKE_PATTERN = ("exact", "regex")
-# These look at one row and the answer alone, so that calling them early costs and changes nothing.
-_PLAIN = (ExactMatch, JSONFields, NumberMatch, RegexMatch)
+# Scores without side effects that read one row and its answer: check_scores may call them early.
+_SIDE_EFFECT_FREE = (ExactMatch, JSONFields, NumberMatch, RegexMatch)
 
 
 def make_scores(names: Sequence[str]) -> list[Reward]:
-    """Scores of answers against the column ``answer``.
+    """Build scores that compare answers to the column ``answer``.
 
     Args:
-        names: ``exact`` (``exact:PATTERN`` compares what a regular expression finds last), ``number`` (the last
-            number), ``json`` (share of the fields of a JSON object), ``regex:PATTERN`` (it matches), ``math``
+        names: ``exact`` (``exact:PATTERN`` compares the last match of a regular expression), ``number`` (the last
+            number), ``json`` (share of equal fields of a JSON object), ``regex:PATTERN`` (it matches), ``math``
             (extra ``math``), or the dotted path of a function ``(rows, texts) -> list of float or None`` or of a
             :class:`Reward <torchtune.rlhf.reward_functions.Reward>`.
 
@@ -50,7 +48,7 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
         >>> exact([{"answer": "4"}], ["It is 4."]), number([{"answer": "4"}], ["It is 4."])
         ([0.0], [1.0])
     """
-    found = [_score(name) for name in names]
+    found = [_make_score(name) for name in names]
     labels = [score.name for score in found]
     for score, name in zip(found, names, strict=True):
         if labels.count(score.name) > 1:  # with different patterns
@@ -61,20 +59,20 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
     return found
 
 
-def _score(text: str) -> Reward:
+def _make_score(text: str) -> Reward:
     name, colon, pattern = text.partition(":")
-    if name in _NAMED:
+    if name in _SCORES:
         if colon and name not in _TAKE_PATTERN:
             raise EvaluationError(f"score '{text}': {name} takes no pattern: write {name} alone.")
         if name == "regex" and not pattern:
             raise EvaluationError("score 'regex' lacks its pattern: write regex:PATTERN.")
         try:
-            return _NAMED[name](pattern if colon else None)
+            return _SCORES[name](pattern if colon else None)
         except ValueError as error:
             raise EvaluationError(f"score '{text}': {str(error).rstrip('.')}.") from error
     if "." not in text:
-        hint = f": use {', '.join(_NAMED)}, or the dotted path of a function."
-        raise EvaluationError(f"there is no score '{text}'{did_you_mean(text, _NAMED) or hint}")
+        hint = f": use {', '.join(_SCORES)}, or the dotted path of a function."
+        raise EvaluationError(f"there is no score '{text}'{did_you_mean(text, _SCORES) or hint}")
     try:
         target = locate(text)
         if inspect.isclass(target) and issubclass(target, Reward):
@@ -87,20 +85,20 @@ def _score(text: str) -> Reward:
 
 
 def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str | Path) -> None:
-    """Raise before a model is loaded where a score will miss a field of a row, or cannot read it.
+    """Check before a model is loaded that every score can read its field of each row.
 
     Raises:
-        EvaluationError: see above; the message names the line.
+        EvaluationError: a field is missing or invalid; the message names the line.
 
     Example:
         >>> _ = (folder / "rows.jsonl").write_text('{"prompt": "2 + 2"}')
         >>> rows = torchtune.evaluation.read_eval_rows(folder / "rows.jsonl")
         >>> torchtune.evaluation.check_scores(torchtune.evaluation.make_scores(["exact"]), rows, "rows.jsonl")
         Traceback (most recent call last):
-        torchtune.evaluation._errors.EvaluationError: rows.jsonl, line 1: score 'exact': ...
+        torchtune.evaluation._evaluation_error.EvaluationError: rows.jsonl, line 1: score 'exact': ...
     """
     for score in scores:
-        for row in rows if type(score) in _PLAIN else ():
+        for row in rows if type(score) in _SIDE_EFFECT_FREE else ():
             try:
                 score([row.row], [""])
             except RolloutError as error:
@@ -110,6 +108,6 @@ def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str 
                 ) from error
 
 
-def sum_of(scores: Sequence[Reward]) -> RewardSum:
-    """The scores as one function that reports what fails."""
+def combine_scores(scores: Sequence[Reward]) -> RewardSum:
+    """Combine the scores into one function that names the failing one."""
     return RewardSum(scores, setting="score")

@@ -1,4 +1,4 @@
-"""Tasks of the evaluation harness (lm-eval, extra ``eval``)."""
+"""Evaluate models on tasks of lm-eval (extra ``eval``)."""
 
 import json
 import logging
@@ -9,21 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from torchtune.config._errors import did_you_mean
-from torchtune.datasets._load import without_waiting_for_the_hub
-from torchtune.evaluation._errors import EvaluationError
-from torchtune.evaluation._harness_images import without_images
+from torchtune.config import did_you_mean
+from torchtune.datasets import without_waiting_for_the_hub
+from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.evaluation._harness_images import explain_no_images
 from torchtune.generation import model_digest
-from torchtune.utils import atomic_write, require
-from torchtune.utils._files import os_errors_of
+from torchtune.utils import atomic_write, convert_os_errors, require
 
-# Tasks of our own, which need no download.
-_OWN = Path(__file__).parent / "tasks"
+# Tasks of this library, which need no download.
+_OWN_TASKS = Path(__file__).parent / "tasks"
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Names of tasks, and the harness's manager that knows them."""
+    """Names of tasks, and the lm-eval task manager that can load them."""
 
     names: list[str]
     manager: Any
@@ -34,8 +33,8 @@ class TaskResults:
     """Results of tasks.
 
     Attributes:
-        by_task: name -> metric -> value, as the harness names them (``acc,none``).
-        table: for people.
+        by_task: task -> metric -> value, with lm-eval's names (``acc,none``).
+        table: the results as text.
     """
 
     by_task: dict[str, dict[str, Any]]
@@ -43,15 +42,15 @@ class TaskResults:
 
 
 def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> Tasks:
-    """Find tasks before a model is loaded.
+    """Find tasks, without loading a model.
 
     Args:
-        names: of tasks, groups or tags: of the harness, of ``include_path``, or ``tune_facts``, ``tune_arithmetic``
+        names: names of tasks, groups or tags, from lm-eval or ``include_path``, or ``tune_facts``, ``tune_arithmetic``
             and ``tune_texts``, which need no download.
         include_path: folder with YAML files of tasks.
 
     Raises:
-        EvaluationError: there is no such folder or task, or none is named.
+        EvaluationError: the folder or a task does not exist, or ``names`` is empty.
 
     Example:
         >>> tasks = torchtune.evaluation.find_tasks(["tune_facts"])  # doctest: +SKIP
@@ -61,11 +60,11 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     if include_path is not None and not Path(include_path).is_dir():
         raise EvaluationError(f"include_path: there is no folder {include_path}: correct the path.")
     manager_of = _manager_class()
-    folders = [str(_OWN), *([str(include_path)] if include_path else [])]
+    folders = [str(_OWN_TASKS), *([str(include_path)] if include_path else [])]
     manager = manager_of(include_path=folders, include_defaults=False)
     missing = [name for name in names if name not in manager.all_tasks]
     if missing and not any(name.startswith("tune_") for name in missing):
-        manager = manager_of(include_path=folders)  # reads thousands of files, for seconds
+        manager = manager_of(include_path=folders)  # reads thousands of files, which takes seconds
         missing = [name for name in names if name not in manager.all_tasks]
     if missing:
         hint = ": name one of the harness (`lm-eval ls tasks`), or the folder of yours in include_path."
@@ -77,16 +76,16 @@ def _manager_class() -> Any:
     base = require("lm_eval.tasks", extra="eval", purpose="An evaluation by tasks").TaskManager
 
     class Manager(base):  # type: ignore[misc, valid-type]
-        """Says in a sentence what cannot be loaded or asked, and does not wait for a hub that does not answer."""
+        """Task manager that raises readable errors and does not wait for an unreachable hub."""
 
-        # Why questions with images cannot be asked; None: they can.
-        without_images: str | None = None
+        # Reason why the model cannot answer questions with images; None: it can.
+        no_images_reason: str | None = None
 
         def load(self, task_list: Any) -> Any:
             try:
                 with without_waiting_for_the_hub():
                     found = super().load(task_list)
-            except Exception as error:  # of the harness, of the datasets package, or of the code of a task
+            except Exception as error:  # from lm-eval, the datasets package, or a task's code
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise EvaluationError(
                     f"{', '.join(map(str, task_list))}: the data cannot be loaded ({reason}): correct the task, or "
@@ -95,8 +94,8 @@ def _manager_class() -> Any:
             for name, task in found["tasks"].items():
                 if getattr(task.config, "doc_to_audio", None):
                     raise EvaluationError(f"tasks: {name} has sounds, which no model here hears: leave it out.")
-                if getattr(task, "MULTIMODAL", False) and self.without_images:
-                    raise EvaluationError(f"tasks: {name} has images, {self.without_images}")
+                if getattr(task, "MULTIMODAL", False) and self.no_images_reason:
+                    raise EvaluationError(f"tasks: {name} has images, {self.no_images_reason}")
             return found
 
     return Manager
@@ -118,40 +117,40 @@ def evaluate_tasks(
     """Evaluate a model on tasks.
 
     Args:
-        model: the decoder, or a model of text and images, with its weights.
-        tokenizer: of the model; that of a vision model where tasks have images.
-        tasks: of :func:`find_tasks`.
-        batch_size: sequences per forward pass, and answers that are generated at a time.
-        max_length: longest sequence; longer ones lose their beginning. By default the context of the model.
+        model: a decoder, or a model of text and images, with its weights.
+        tokenizer: the model's tokenizer; for tasks with images, a vision model's.
+        tasks: from :func:`find_tasks`.
+        batch_size: sequences per forward pass, and answers generated at the same time.
+        max_length: maximum sequence length; longer sequences are truncated on the left. By default the model's context.
         enable_kv_cache: generate with KV caches.
-        limit: examples of each task.
-        chat_template: ask in the template of the checkpoint, with examples as earlier turns.
-        seed: of the examples in prompts.
-        folder: of ``results.json`` and of a cache of all answers, from which an interrupted evaluation goes on.
+        limit: number of examples per task.
+        chat_template: use the checkpoint's chat template, with few-shot examples as earlier turns.
+        seed: seed of the few-shot examples.
+        folder: folder of ``results.json`` and of a cache of answers, from which an interrupted evaluation resumes.
 
     Raises:
-        EvaluationError: a task asks for what the model cannot do, or its data cannot be loaded.
+        EvaluationError: the model cannot handle a task, or its data cannot be loaded.
 
     Example:
         >>> tasks = torchtune.evaluation.find_tasks(["tune_facts"])  # doctest: +SKIP
         >>> print(torchtune.evaluation.evaluate_tasks(model, tokenizer, tasks).table)  # doctest: +SKIP
     """
     lm_eval = require("lm_eval", extra="eval", purpose="An evaluation by tasks")
-    # The module derives a class of the harness, which is there only with the extra.
+    # Imported here because the module subclasses lm-eval, which needs the extra.
     from torchtune.evaluation._harness_model import HarnessModel
 
     harness = HarnessModel(
         model, tokenizer, batch_size=batch_size, max_length=max_length, enable_kv_cache=enable_kv_cache
     )
-    tasks.manager.without_images = without_images(model, tokenizer)
+    tasks.manager.no_images_reason = explain_no_images(model, tokenizer)
     cache = None
     if folder is not None:
-        with os_errors_of(Path(folder) / "results.json"):
+        with convert_os_errors(Path(folder) / "results.json"):
             Path(folder).mkdir(parents=True, exist_ok=True)
         digest = model_digest(model, tokenizer)[:12]
         cache = str(Path(folder) / f"answers_{digest}_{harness.max_length}")
     logger = logging.getLogger("lm_eval.api.task")
-    logger.addFilter(_is_news)
+    logger.addFilter(_should_log)
     try:
         found = lm_eval.simple_evaluate(
             harness,
@@ -168,7 +167,7 @@ def evaluate_tasks(
             bootstrap_iters=1000,
         )
     finally:
-        logger.removeFilter(_is_news)
+        logger.removeFilter(_should_log)
     if folder is not None:
         kept = {
             name: found[name] for name in ("results", "configs", "versions", "n-shot", "n-samples") if name in found
@@ -176,16 +175,16 @@ def evaluate_tasks(
         with atomic_write(Path(folder) / "results.json") as file:
             file.write((json.dumps(kept, indent=2, default=str) + "\n").encode())
     counts = {name: numbers.get("effective") for name, numbers in found.get("n-samples", {}).items()}
-    return TaskResults(dict(found["results"]), _table(found["results"], counts))
+    return TaskResults(dict(found["results"]), _format_table(found["results"], counts))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for what the harness says of every task that brings its own rows."""
+def _should_log(record: logging.LogRecord) -> bool:
+    """Filter out lm-eval's notice about tasks with local data."""
     return "Custom kwargs can be passed" not in record.getMessage()
 
 
-def _table(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int | None]) -> str:
-    """A line for each metric of each task, with its standard error where there is one."""
+def _format_table(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int | None]) -> str:
+    """Format one line per metric and task, with the standard error if there is one."""
     lines = [("task", "rows", "metric", "value")]
     for task, values in results.items():
         for name, value in values.items():

@@ -1,33 +1,34 @@
 """Sampling text from models."""
 
-from torchtune.generation._answers import answer_limit, answer_prompts, model_digest, prompt_row, prompt_tokens
-from torchtune.generation._errors import GenerationError
-from torchtune.generation._fast_linear import fast_linears
-from torchtune.generation._generation import generate, generate_next_token, sample
-from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
-from torchtune.generation._prompt_file import AnswerFile, Prompt, read_prompts
-from torchtune.generation._stream import stream
-from torchtune.generation._tokens import GeneratedTokens, TokenStep, generate_tokens, stream_tokens
+from torchtune._lazy import attach
 
-__all__ = [
-    "AnswerFile",
-    "GeneratedTokens",
-    "GenerationError",
-    "Prompt",
-    "TokenStep",
-    "answer_limit",
-    "answer_prompts",
-    "fast_linears",
-    "generate",
-    "generate_next_token",
-    "generate_tokens",
-    "get_causal_mask_from_padding_mask",
-    "get_position_ids_from_padding_mask",
-    "model_digest",
-    "prompt_row",
-    "prompt_tokens",
-    "read_prompts",
-    "sample",
-    "stream",
-    "stream_tokens",
-]
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "AnswerFile": "_prompt_file",
+        "GeneratedTokens": "_tokens",
+        "GenerationError": "_generation_error",
+        "Prompt": "_prompt_file",
+        "TokenStep": "_tokens",
+        "answer_limit": "_answer_prompts",
+        "answer_prompts": "_answer_prompts",
+        "fast_linears": "_fast_linear",
+        "generate": "_generation",
+        "generate_next_token": "_generation",
+        "generate_tokens": "_tokens",
+        "get_causal_mask_from_padding_mask": "_masks",
+        "get_position_ids_from_padding_mask": "_masks",
+        "model_digest": "_answer_prompts",
+        "prompt_row": "_answer_prompts",
+        "prompt_tokens": "_answer_prompts",
+        "read_prompts": "_prompt_file",
+        "sample": "_generation",
+        "stream": "_stream_prompt",
+        "stream_tokens": "_tokens",
+    },
+    between_rooms={
+        "finite_steps": "_tokens",
+        "images_of_row": "_prompt_images",
+        "to_be_answered": "_prompt_file",
+    },
+)

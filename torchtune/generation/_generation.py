@@ -1,14 +1,13 @@
 """Sampling text from a decoder."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchtune.data._documents import Documents
-from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
+from torchtune.generation._continuous_batch import Request, Row
+from torchtune.generation._decode import decode
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 
@@ -77,25 +76,10 @@ def generate_next_token(
         >>> tokens.shape
         torch.Size([1, 1])
     """
-    logits = _last_logits(model, x, input_pos, mask)
+    hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
+    hidden = hidden[-1] if text_decoder(model).output_hidden_states else hidden
+    logits = model.output(hidden[:, -1:]).float()
     return sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, q=q), logits
-
-
-def _last_logits(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
-    """float32 ``[b, 1, v]``: the output projection runs on the last position only."""
-    return model.output(hidden_states(model, x, input_pos, mask)[:, -1:]).float()
-
-
-def hidden_states(
-    model: TransformerDecoder,
-    x: Tensor,
-    input_pos: Tensor,
-    mask: Tensor | None,
-    documents: Documents | None = None,
-) -> Tensor:
-    """Inputs ``[b, s, d]`` of the output projection, independent of ``skip_output_layer``."""
-    hidden = model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden")
-    return hidden[-1] if text_decoder(model).output_hidden_states else hidden
 
 
 @torch.no_grad()
@@ -116,8 +100,8 @@ def generate(
 
     :func:`generate_tokens` returns log-probabilities instead of logits and so needs less memory by a factor of the
     vocabulary size. With KV caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) a step runs
-    the model on one position; the caches must be empty and fit prompt and continuation. Without caches, every step
-    runs on the whole sequence. The model runs in evaluation mode.
+    the model on one position. The caches must fit prompt and continuation, and stay as they are: generation makes its
+    own. Without caches, every step runs on the whole sequence. The model runs in evaluation mode.
 
     Args:
         model: the decoder.
@@ -129,7 +113,8 @@ def generate(
         top_k: see :func:`sample`.
         stop_tokens: tokens that end a row; they are kept. Generation ends when all rows have ended.
         rng: random generator, on the model's device.
-        compiled_generate_next_token: replaces :func:`generate_next_token` after the first token.
+        compiled_generate_next_token: replaces :func:`generate_next_token` after the first token. It runs with KV
+            caches and uncompiled: the lengths of mask and caches change from step to step.
         prompt_lengths: number of tokens of each prompt; by default counted without leading ``pad_id``.
 
     Returns:
@@ -144,43 +129,6 @@ def generate(
         >>> tokens.shape, logits.shape
         (torch.Size([1, 5]), torch.Size([1, 2, 316]))
     """
-    with evaluating(model):
-        return _generate(
-            model,
-            prompt,
-            max_generated_tokens,
-            pad_id,
-            {"temperature": temperature, "top_k": top_k},
-            stop_tokens or (),
-            rng,
-            compiled_generate_next_token,
-            prompt_lengths,
-        )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context manager for evaluation mode; restores the training mode of every module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _generate(
-    model: TransformerDecoder,
-    prompt: Tensor,
-    max_generated_tokens: int,
-    pad_id: int | None,
-    sampling: dict[str, Any],
-    stop_tokens: Sequence[int],
-    rng: torch.Generator | None,
-    compiled_generate_next_token: Callable[..., tuple[Tensor, Tensor]] | None,
-    prompt_lengths: Tensor | Sequence[int] | None,
-) -> tuple[Tensor, Tensor]:
     tokens = prompt.unsqueeze(0) if prompt.ndim == 1 else prompt
     b, s = tokens.shape
     cached = model.caches_are_enabled()
@@ -191,27 +139,76 @@ def _generate(
             f"The key-value caches hold {model.decoder_max_cache_seq_len} positions, too few for a prompt of {s} and "
             f"{max_generated_tokens} new tokens: set them up with decoder_max_seq_len={s + max_generated_tokens}."
         )
-    if prompt_lengths is None:
-        prompt_lengths = _lengths(tokens, pad_id)
-    state = Progress(tokens, prompt_lengths, model.decoder_max_cache_seq_len if cached else None)
-    stop = torch.tensor(list(stop_tokens), dtype=tokens.dtype, device=tokens.device)
-    running = torch.ones(b, 1, dtype=torch.bool, device=tokens.device)
-    all_logits = []
-    for step in range(max_generated_tokens):
-        draw = compiled_generate_next_token if step and compiled_generate_next_token else generate_next_token
-        x, input_pos, mask = state.inputs()
-        if cached and step and model.outgrows_caches(input_pos):
-            model.reset_caches()
-            draw, (x, input_pos, mask) = generate_next_token, state.inputs(again=True)
-        next_tokens, logits = draw(model, input_pos, x, noise(model, b, rng, tokens), mask=mask, **sampling)
-        after = state.tokens[:, -1:] if pad_id is None else pad_id
-        state.append(torch.where(running, next_tokens.to(tokens.dtype), after))
-        all_logits.append(logits * running[:, :, None])
-        if len(stop):
-            running = running & ~torch.isin(next_tokens, stop)
-            if not running.any():
-                break
-    return state.tokens, torch.cat(all_logits, dim=1)
+    lengths = _lengths(tokens, pad_id) if prompt_lengths is None else torch.as_tensor(prompt_lengths)
+    requests = [
+        Request(index, row[s - max(length, 1) :], max_generated_tokens, 1)
+        for index, (row, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True))
+    ]
+    sampling = {"temperature": temperature, "top_k": top_k}
+    rows = _Rows(model, tokens, pad_id, stop_tokens or (), rng, compiled_generate_next_token, sampling)
+    steps = decode(
+        model,
+        requests,
+        size=b,
+        device=tokens.device,
+        use_cache=cached or compiled_generate_next_token is not None,
+        draw=rows.draw,
+        ends=lambda *_: rows.have_ended,
+        step=None if compiled_generate_next_token is None else rows.step,
+    )
+    logits = [logits for _, _, logits in steps]
+    return torch.cat(rows.columns, dim=1), torch.stack(logits, dim=1)
+
+
+class _Rows:
+    """Rows that all go on until the last of them has ended; arguments as of :func:`generate`.
+
+    Attributes:
+        columns: the prompts ``[b, s]`` and the new tokens ``[b, 1]`` of each step.
+        have_ended: whether all have.
+    """
+
+    def __init__(
+        self,
+        model: TransformerDecoder,
+        tokens: Tensor,
+        pad_id: int | None,
+        stop_tokens: Sequence[int],
+        rng: torch.Generator | None,
+        next_token: Callable[..., tuple[Tensor, Tensor]] | None,
+        sampling: dict[str, Any],
+    ) -> None:
+        self.columns, self.have_ended = [tokens], False
+        self._model, self._pad_id, self._rng, self._sampling = model, pad_id, rng, sampling
+        self._next_token, self._chosen = next_token, None
+        self._stop = torch.tensor(list(stop_tokens), dtype=tokens.dtype, device=tokens.device)
+        self._running = torch.ones(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+
+    def step(self, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits ``[b, v]`` of the next token, by the caller's function."""
+        with torch.compiler.set_stance("force_eager"):  # lengths change from step to step
+            self._chosen, logits = self._next_token(
+                self._model, input_pos, x, self._noise(), mask=mask, **self._sampling
+            )
+        return logits[:, -1]
+
+    def draw(self, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        """The next tokens ``[b, 1]``, and the logits, 0 in rows that have ended."""
+        chosen, self._chosen = self._chosen, None
+        chosen = sample(logits, q=self._noise(), **self._sampling) if chosen is None else chosen
+        after = self.columns[-1][:, -1:] if self._pad_id is None else self._pad_id
+        logits = logits * self._running
+        self.columns.append(torch.where(self._running, chosen.to(self._stop.dtype), after))
+        self._running = self._running & ~torch.isin(chosen, self._stop)
+        self.have_ended = not self._running.any()
+        return self.columns[-1], logits
+
+    def _noise(self) -> Tensor | None:
+        """Exponential noise ``[b, v]`` for :func:`sample`, or ``None`` without a generator."""
+        if self._rng is None:
+            return None
+        shape = (len(self._running), self._model.tok_embeddings.num_embeddings)
+        return torch.empty(shape, device=self._running.device).exponential_(1, generator=self._rng)
 
 
 def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
@@ -225,49 +222,3 @@ def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
             )
         return torch.full((b,), s, device=tokens.device)
     return (tokens != pad_id).cumsum(1).bool().sum(1)
-
-
-def noise(model: TransformerDecoder, b: int, rng: torch.Generator | None, like: Tensor) -> Tensor | None:
-    """Exponential noise ``[b, v]`` for :func:`sample`, or ``None`` without a generator."""
-    if rng is None:
-        return None
-    shape = (b, model.tok_embeddings.num_embeddings)
-    return torch.empty(shape, device=like.device).exponential_(1, generator=rng)
-
-
-class Progress:
-    """The tokens generated so far, and the model's inputs for the next step.
-
-    Args:
-        tokens: prompts ``[b, s]``, padded on the left.
-        lengths: their lengths ``[b]``.
-        cache_length: positions of the key-value cache, or ``None`` without one.
-    """
-
-    def __init__(self, tokens: Tensor, lengths: Tensor | Sequence[int], cache_length: int | None) -> None:
-        self.tokens = tokens
-        self._cache_length = cache_length
-        self._started = False
-        first = tokens.shape[1] - torch.as_tensor(lengths, device=tokens.device)
-        self._real = torch.arange(tokens.shape[1], device=tokens.device) >= first[:, None]
-        self._padded = not bool(self._real.all())
-
-    def append(self, tokens: Tensor) -> None:
-        """Add a column ``[b, 1]``."""
-        self.tokens = torch.cat([self.tokens, tokens], dim=1)
-        self._real = torch.nn.functional.pad(self._real, (0, 1), value=True)
-
-    def inputs(self, again: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens, positions and mask of the next forward pass; all positions at first and if ``again``."""
-        s = self.tokens.shape[1]
-        if self._padded:
-            input_pos = get_position_ids_from_padding_mask(self._real)
-        else:
-            input_pos = torch.arange(s, device=self.tokens.device).unsqueeze(0)
-        if self._cache_length is None:
-            return self.tokens, input_pos, get_causal_mask_from_padding_mask(self._real) if self._padded else None
-        if not self._started or again:
-            self._started = True
-            return self.tokens, input_pos, get_causal_mask_from_padding_mask(self._real, self._cache_length)
-        mask = torch.nn.functional.pad(self._real, (0, self._cache_length - s))[:, None]
-        return self.tokens[:, -1:], input_pos[:, -1:], mask

@@ -3,10 +3,9 @@
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtune.generation._errors import GenerationError
-from torchtune.modules.common_utils import _attention_modules
-from torchtune.training.parallel._ranks import any_rank
-from torchtune.training.parallel._shards import reshard
+from torchtune.generation._generation_error import GenerationError
+from torchtune.modules.common_utils import attention_modules
+from torchtune.training.parallel import any_rank, reshard
 
 
 class ModelRanks:
@@ -20,7 +19,7 @@ class ModelRanks:
             return
         from torchtune.modules.parallel import ContextParallelAttention
 
-        if any(isinstance(m, ContextParallelAttention) for m in (a.attention for a in _attention_modules(model))):
+        if any(isinstance(m, ContextParallelAttention) for m in (a.attention for a in attention_modules(model))):
             raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
         reshard(model)
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]

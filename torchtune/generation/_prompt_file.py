@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, as_messages, format_content_with_images
-from torchtune.data._chat_to_messages import images_in_place
-from torchtune.data._to_messages import image_column
-from torchtune.generation._errors import GenerationError
-from torchtune.utils import UserError, atomic_write
-from torchtune.utils._files import os_errors_of
-from torchtune.utils._json_lines import json_line, numbered_lines
+from torchtune.data import DataError, Message, as_messages, format_content_with_images, image_column, insert_images
+from torchtune.generation._generation_error import GenerationError
+from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered_lines, parse_json_line
 
 # The place of an image in a text.
 _TAG = "<image>"
@@ -22,7 +18,7 @@ _TAG = "<image>"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of a file: its line, from 1, what stands there, and the conversation that it is.
+    """A prompt of a file: the number of its line (from 1), the parsed line, and the conversation.
 
     Example:
         >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
@@ -44,8 +40,8 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
 
     An object has the text or the messages under ``prompt`` or ``messages``, and maybe images under ``image`` or
-    ``images``: a path, or a list of them. They take the places of ``<image>`` in the text, or come before
-    it; in messages, those of parts ``{"type": "image"}``. Other keys are not read. Empty lines are skipped.
+    ``images``: a path, or a list of them. They replace ``<image>`` in the text, or come before it; in
+    messages, they replace parts ``{"type": "image"}``. Other keys are not read. Empty lines are skipped.
 
     Args:
         path: the file.
@@ -72,7 +68,7 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
 def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> Prompt:
     where = f"prompts: {path}, line {number}"
     try:
-        given = json_line(line)
+        given = parse_json_line(line)
     except UserError as error:
         raise GenerationError(f'{where}: {error}; correct the line, and write texts in quotes, "…".') from error
     content = given
@@ -99,7 +95,7 @@ def _images(row: Mapping[str, Any]) -> list[Any]:
 def _turns(content: Any, images: list[Any]) -> Any:
     """The conversation, with its images. Raises :class:`DataError` where one has no place."""
     if not isinstance(content, str):
-        return images_in_place(content, images) if images and isinstance(content, list) else content
+        return insert_images(content, images) if images and isinstance(content, list) else content
     if images and _TAG in content:
         return [{"role": "user", "content": format_content_with_images(content, image_tag=_TAG, images=images)}]
     parts = [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
@@ -119,7 +115,7 @@ class AnswerFile:
     """Answers as JSON lines, in the order in which they end; an interrupted run goes on after them.
 
     Each line has ``line`` (of the prompt), ``prompt``, ``answer``, ``end``, ``tokens`` and ``settings``, a digest of
-    what the answers depend on.
+    the model and the sampling settings.
 
     Args:
         path: the file; a last line that was not completely written is removed.
@@ -147,12 +143,12 @@ class AnswerFile:
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.done: dict[int, dict[str, Any]] = {}
         given = {prompt.line: prompt.given for prompt in prompts}
-        with os_errors_of(self.path):
+        with convert_os_errors(self.path):
             content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         for number, text in enumerate(whole.splitlines(), start=1):
             self._check(number, text, given)
-        with os_errors_of(self.path):
+        with convert_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
             self._file.truncate(len(whole))
@@ -174,12 +170,12 @@ class AnswerFile:
         """Append an answer; ``end`` is stop, max_new_tokens or context."""
         row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
         self.done[prompt.line] = {**row, "settings": self._digest}
-        with os_errors_of(self.path):
+        with convert_os_errors(self.path):
             self._file.write(_json_line(self.done[prompt.line]))
             self._file.flush()
 
     def finish(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
-        """Sort the answers by the lines of their prompts, and add what is noted of each line."""
+        """Sort the answers by the lines of their prompts, and add the notes of each line."""
         self.close()
         for line, note in (notes or {}).items():
             self.done[line] |= note
@@ -188,7 +184,7 @@ class AnswerFile:
 
     def close(self) -> None:
         """Close the file; the answers so far are in it."""
-        with os_errors_of(self.path):
+        with convert_os_errors(self.path):
             if not self._file.closed:
                 os.fsync(self._file.fileno())
             self._file.close()

@@ -1,23 +1,18 @@
 """Batched generation of tokens and their log-probabilities, streaming or whole."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from torchtune.generation._batch import Batch, Request
-from torchtune.generation._errors import GenerationError
-from torchtune.generation._fast_linear import fast_linears
-from torchtune.generation._generation import evaluating
-from torchtune.generation._model_ranks import ModelRanks
-from torchtune.modules.common_utils import _attention_modules
-from torchtune.modules.transformer import TransformerDecoder, text_decoder
+from torchtune.generation._continuous_batch import Request, Row
+from torchtune.generation._decode import decode
+from torchtune.generation._generation_error import GenerationError
+from torchtune.modules.transformer import TransformerDecoder
 
-# Steps of decoding from which on it pays to move weights into another layout and back.
-_WORTH_PACKING = 32
 Prompts = Sequence[Tensor | Sequence[int]]
 
 
@@ -84,23 +79,21 @@ def generate_tokens(
         >>> [len(tokens) for tokens in found.tokens]
         [4, 4]
     """
-    longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
-    with fast_linears(model, pack=use_cache and longest >= _WORTH_PACKING):
-        steps = list(
-            stream_tokens(
-                model,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                num_samples=num_samples,
-                temperature=temperature,
-                top_k=top_k,
-                stop_tokens=stop_tokens,
-                rng=rng,
-                draws=draws,
-                use_cache=use_cache,
-                max_sequences=max_sequences,
-            )
+    steps = list(
+        stream_tokens(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            temperature=temperature,
+            top_k=top_k,
+            stop_tokens=stop_tokens,
+            rng=rng,
+            draws=draws,
+            use_cache=use_cache,
+            max_sequences=max_sequences,
         )
+    )
     rows = torch.cat([step.rows for step in steps])
     order = rows.argsort(stable=True)
     lengths = rows.bincount(minlength=len(prompts) * num_samples).tolist()
@@ -178,31 +171,25 @@ def stream_tokens(
         )
     requests, device = _requests(model, prompts, max_new_tokens, num_samples), _device(model, prompts)
     stop = frozenset(int(token) for token in stop_tokens or ())
-    rows = sum(request.num_samples for request in requests)
-    rows = rows if max_sequences is None else max(num_samples, min(rows, max_sequences))
+    size = sum(request.num_samples for request in requests)
+    size = size if max_sequences is None else max(num_samples, min(size, max_sequences))
+
+    def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        if draws is None:
+            uniform = torch.rand(len(rows), generator=rng, device=device)
+        else:
+            uniform = draws[[row.index for row in rows], [row.count for row in rows]]
+        return _draw(logits, temperature, top_k, uniform)
 
     def ends(index: int, token: int) -> bool:
         over = is_over is not None and is_over(index, token)
         return over or token in stop
 
-    ranks = ModelRanks(model)
-    with ranks, evaluating(model), fast_linears(model, pack=False), _without_caches(model):
-        batch = Batch(model, requests, rows, ranks, device, use_cache)
-        while True:
-            logits, running = batch.forward()
-            if running:
-                if draws is None:
-                    uniform = torch.rand(len(running), generator=rng, device=device)
-                else:
-                    uniform = draws[[row.index for row in running], [row.count for row in running]]
-                drawn, probabilities = _draw(logits, temperature, top_k, uniform)
-                drawn = ranks.agree(drawn)
-                log_probs = probabilities.gather(-1, drawn)[:, 0].log()
-                indices = torch.tensor([row.index for row in running], device=device)
-                batch.append(running, drawn, ends)
-                yield TokenStep(indices, drawn[:, 0], log_probs)
-            if not ranks.any(batch.is_unfinished):
-                return
+    steps = decode(model, requests, size=size, device=device, use_cache=use_cache, draw=draw, ends=ends)
+    with closing(steps):
+        for indices, tokens, probabilities in steps:
+            log_probs = probabilities.gather(-1, tokens)[:, 0].log()
+            yield TokenStep(torch.tensor(indices, device=device), tokens[:, 0], log_probs)
 
 
 def finite_steps(steps: Iterator[TokenStep], model: TransformerDecoder) -> Iterator[TokenStep]:
@@ -283,20 +270,3 @@ def _check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
             raise GenerationError(f"prompts: give token ids, int64 [s], for each: {str(row[0])[:20]!r} is none.")
         if wrong := [token for token in (min(row), max(row)) if not 0 <= token < vocab_size]:
             raise GenerationError(f"prompts: the model has no token {wrong[0]}: give ids of its tokenizer.")
-
-
-@contextmanager
-def _without_caches(model: TransformerDecoder) -> Iterator[None]:
-    """Context manager that takes the model's KV caches away and restores them on exit."""
-    attentions = _attention_modules(model)
-    before = [(module, module.kv_cache, module.cache_enabled) for module in attentions]
-    decoder = text_decoder(model)
-    lengths = decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len
-    for module in attentions:
-        module.kv_cache, module.cache_enabled = None, False
-    try:
-        yield
-    finally:
-        for module, cache, enabled in before:
-            module.kv_cache, module.cache_enabled = cache, enabled
-        decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len = lengths

@@ -1,4 +1,4 @@
-"""What each model is: sizes, weight names, configuration files, and the one builder that makes them all."""
+"""Model families: sizes, weight names, Hugging Face configs, and the builder of all models."""
 
 from torchtune._lazy import attach, packages_in
 

@@ -1,4 +1,4 @@
-"""The one builder: a description in, a module out."""
+"""Build a model from its description."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +17,7 @@ from torchtune.models._rope_scaling import (
 )
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.feed_forward import FeedForward, SquaredReLU
 from torchtune.modules.latent_attention import LatentAttention
@@ -32,7 +33,7 @@ from torchtune.modules.position_embeddings import (
 )
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import Multiplier, OutputScale
-from torchtune.modules.tied_linear import CappedLinear, TiedLinear
+from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -44,12 +45,12 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(description: Description, spec: ModelSpec | None = None) -> TransformerDecoder:
-    """Build a decoder, or a family's composite model, on the device and in the dtype that tensors are being made in.
+    """Build a decoder, or a family's composite model, on the default device and in the default dtype.
 
-    Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` allocates later. All state is in the parameters.
+    Under ``torch.device("meta")`` no memory is allocated; call ``to_empty`` later. All state is in the parameters.
 
     Args:
-        description: what to build.
+        description: the description of the model.
         spec: the model family; checkpoints and parallelism read it from the model.
 
     Returns:
@@ -122,7 +123,7 @@ def _qk_norm(d: Description, width: int, head_dim: int) -> RMSNorm | None:
 
 
 def _added(d: Description, scale: float) -> nn.Module | None:
-    """Module applied to the outputs of attention and feed-forward before the residual addition."""
+    """Norm or scale of the outputs of attention and feed-forward before the residual addition."""
     if d.has_post_norm:
         return _norm(d, d.embed_dim)
     scale *= d.residual_scale
@@ -273,7 +274,7 @@ def _mixture(d: Description) -> MoE:
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
-    """Rotary embeddings of full-attention and of sliding-window layers; one object if they are equal."""
+    """Rotary embeddings of full-attention and of sliding-window layers; the same object if they are equal."""
     rope = _rope(d)
     if d.rope_window_base is None:
         return rope, rope

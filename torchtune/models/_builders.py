@@ -1,4 +1,4 @@
-"""Public builders, made from a family's table of sizes: ``x()``, ``lora_x(...)``, ``qlora_x(...)``."""
+"""Public builders ``x()``, ``lora_x(...)`` and ``qlora_x(...)``, made from a family's table of sizes."""
 
 import inspect
 import re
@@ -8,6 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 from torchtune.models._build import build
 from torchtune.models._description import Description
+from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.transformer import TransformerDecoder
 
@@ -54,14 +55,68 @@ _NUMBERS = {
     "q_norm": "whether queries are normalised per head (before RoPE in Qwen 3, else after it).",
     "k_norm": "whether keys are normalised per head; must equal ``q_norm``.",
 }
+_FLOATS = frozenset("attn_dropout norm_eps rope_base hidden_capping_value final_capping_value scale_factor".split())
 
 
-def from_numbers(builder: Builder) -> Builder:
-    """Add the ``Args`` section to the docstring of a family's builder, and return the builder."""
-    summary, _, rest = (builder.__doc__ or "").partition("\n")
-    arguments = "".join(f"\n        {name}: {_NUMBERS[name]}" for name in inspect.signature(builder).parameters)
-    builder.__doc__ = f"{summary}\n\n    Args:{arguments}\n{rest}"
-    return builder
+def component_builders(
+    name: str,
+    module: str,
+    title: str,
+    spec: ModelSpec,
+    describe: Callable[..., Description],
+    required: str,
+    **defaults: Any,
+) -> tuple[Builder, Builder]:
+    """Make the builders of a family from the sizes of a model.
+
+    Args:
+        name: name of the first function.
+        module: ``__name__`` of the module that exports them.
+        title: name of the family in docstrings.
+        spec: the model family.
+        describe: makes the description from the arguments of the builder.
+        required: names of the arguments without default, first in the signature.
+        **defaults: name -> default of the other arguments.
+
+    Returns:
+        ``name`` and ``lora_name``.
+    """
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(key, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=_type(key, default))
+        for key, default in (dict.fromkeys(required.split(), empty) | defaults).items()
+    ]
+    signature = inspect.Signature(parameters, return_annotation=TransformerDecoder)
+
+    def builder(*args: Any, **kwargs: Any) -> TransformerDecoder:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        sizes = dict(bound.arguments)
+        sizes["intermediate_dim"] = sizes["intermediate_dim"] or scale_hidden_dim_for_mlp(sizes["embed_dim"])
+        return build(describe(**sizes), spec)
+
+    _set_signature(builder, signature)
+    arguments = "".join(f"\n        {key}: {_NUMBERS[key]}" for key in signature.parameters)
+    dress(builder, name, module, f"Build a decoder of the {title} family from its sizes.\n\n    Args:{arguments}\n    ")
+    what = f"a {title} decoder with LoRA adapters from its sizes"
+    return builder, lora_builder(builder, f"lora_{name}", module, what)
+
+
+def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
+    """Make a description with Llama 3.1's RoPE scaling, or with none."""
+    scaling = None if scale_factor is None else Llama3RopeScaling(factor=scale_factor)
+    return Description(rope_scaling=scaling, **sizes)
+
+
+def _type(argument: str, default: Any) -> Any:
+    found = bool if isinstance(default, bool) else float if argument in _FLOATS else int
+    return found | None if default is None else found
+
+
+def _set_signature(function: Builder, signature: inspect.Signature) -> None:
+    function.__signature__ = signature
+    function.__annotations__ = {key: parameter.annotation for key, parameter in signature.parameters.items()}
+    function.__annotations__["return"] = signature.return_annotation
 
 
 def model_builders(
@@ -77,16 +132,16 @@ def model_builders(
     """Make a builder for every row of a family's table.
 
     Args:
-        module: ``__name__`` of the module that exports them.
-        title: the family's name in docstrings, for example ``"Llama 3"``.
-        spec: the family.
+        module: ``__name__`` of the module that exports the builders.
+        title: name of the family in docstrings, for example ``"Llama 3"``.
+        spec: the model family.
         sizes: builder name -> description.
         lora: also make ``lora_*``.
         qlora: also make ``qlora_*``.
-        tie_option: whether the builders take ``tie_word_embeddings``.
+        tie_option: whether the builders have the argument ``tie_word_embeddings``.
 
     Returns:
-        Name -> function, with signature, annotations and docstring.
+        Name -> builder, with signature, annotations and docstring.
     """
     builders: dict[str, Builder] = {}
     for name, description in sizes.items():
@@ -111,9 +166,9 @@ def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_b
 
     Args:
         base: builder without an adapter.
-        name: of the new function.
+        name: name of the new function.
         module: ``__name__`` of the module that exports it.
-        what: what it builds, for its docstring.
+        what: name of the built model, for the docstring.
         quantize_base: default of the argument ``quantize_base``.
     """
     own = inspect.signature(base).parameters
@@ -128,9 +183,7 @@ def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_b
         model = base(**{key: values[key] for key in own})
         return add_lora(model, **{key: values[key] for key in adapter})
 
-    builder.__signature__ = signature
-    builder.__annotations__ = {key: parameter.annotation for key, parameter in signature.parameters.items()}
-    builder.__annotations__["return"] = TransformerDecoder
+    _set_signature(builder, signature)
     numbers = _NUMBERS_DOC.format(base=base.__name__) if required else ""
     tie = _TIE_DOC if "tie_word_embeddings" in own and not required else ""
     return dress(builder, name, module, f"Build {what}.\n{_LORA_DOC.format(numbers=numbers, tie=tie)}")
@@ -166,7 +219,7 @@ def add_lora(
 
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
-    """Width of Llama's feed-forward layers: two thirds of ``4 * dim``, rounded up to a multiple."""
+    """Return the width of Llama's feed-forward layers: two thirds of ``4 * dim``, rounded up to a multiple."""
     hidden = int(2 * (4 * dim) / 3)
     return -(-hidden // multiple_of) * multiple_of
 

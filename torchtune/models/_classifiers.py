@@ -1,4 +1,4 @@
-"""Compatibility: classifiers from numbers, which configs of earlier releases name; deprecated there already."""
+"""Compatibility: classifier builders, which configs of earlier releases use and which were deprecated there."""
 
 import inspect
 import warnings
@@ -14,11 +14,11 @@ _NEW = "Use torchtune.modules.classifier_model instead."
 
 
 def classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
-    """Make the classifier variant of a builder: ``num_classes`` first, and a head with ``num_classes`` outputs.
+    """Make the classifier variant of a builder, with the additional argument ``num_classes``.
 
     Args:
-        base: builder of the language model, ``lora_*`` or not.
-        name: of the new function.
+        base: builder of the language model, with or without LoRA.
+        name: name of the new function.
         module: ``__name__`` of the module that exports it.
     """
     own = inspect.signature(base)

@@ -1,4 +1,4 @@
-"""What a decoder is, in numbers: the one dataclass from which every text model is built."""
+"""Description of a decoder's architecture, from which every text model is built."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +9,10 @@ from torchtune.utils import UserError
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be described, built or found; the message names the field or name at fault."""
+    """Raised when a model cannot be described, built or found; the message names the invalid field or name."""
 
 
-# Larger than in any model, and small enough that a meta-device module of these sizes can be built.
+# Larger than in any model, and small enough to build a module of these sizes on the meta device.
 _LARGEST = {
     "vocab_size": 2**28,
     "num_layers": 2**11,
@@ -36,12 +36,13 @@ _LARGEST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Everything that decides the parameters and the arithmetic of a text decoder.
+    """Complete description of a text decoder's parameters and computation.
 
-    No field's meaning depends on the model's name. Frozen and hashable: ``dataclasses.replace`` makes a variant.
+    The meaning of fields does not depend on the model family. Frozen and hashable: ``dataclasses.replace`` makes a
+    variant.
 
     Raises:
-        ModelError: sizes that do not fit together.
+        ModelError: a field is invalid, or fields are inconsistent.
 
     Example:
         >>> description = torchtune.models.Description(
@@ -69,102 +70,98 @@ class Description:
     v_bias: bool = False
     attn_output_bias: bool = False
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"  # RMSNorm over each head of queries and keys
-    qk_unit_norm: bool = False  # RMSNorm, without weight, over each head of queries and keys after rope, where it is
-    qk_norm_whole: bool = False  # that norm (before rope) spans all heads at once
-    attn_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    qk_unit_norm: bool = False  # RMSNorm without weight over query and key heads after RoPE; not in NoPE layers
+    qk_norm_whole: bool = False  # the norm of qk_norm is over all heads together, before RoPE
+    attn_scale: float | None = None  # scale of the scores; None: head_dim ** -0.5
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    window: int | None = None  # sliding window: positions that a query sees, its own included
+    window: int | None = None  # sliding window in positions, the query's own included
     window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
-    chunk: int | None = None  # attention stays within chunks of so many positions of a document ...
+    chunk: int | None = None  # attention stays within chunks of this many positions of a document ...
     chunk_layers: tuple[int, ...] = ()  # ... in these layers
-    full_head_dim: int = 0  # of layers without a window; 0: head_dim
-    full_num_kv_heads: int = 0  # of layers without a window; 0: num_kv_heads
+    full_head_dim: int = 0  # head_dim of layers without a window; 0: head_dim
+    full_num_kv_heads: int = 0  # num_kv_heads of layers without a window; 0: num_kv_heads
     full_keys_as_values: bool = False  # layers without a window have no v_proj: values are the projected keys
-    v_norm: bool = False  # RMSNorm, without weight, over each head of values
-    shared_kv_layers: int = 0  # the last layers have no keys: they use those of the last one before them of their kind
+    v_norm: bool = False  # RMSNorm without weight over each head of values
+    shared_kv_layers: int = 0  # number of last layers; they reuse keys and values of an earlier layer of their kind
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
     attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
 
-    # Latent attention (MLA): keys and values of all heads are projections of one latent for each position
-    kv_latent_dim: int = 0  # width of that latent; 0: ordinary attention
-    q_latent_dim: int = 0  # queries are projections of a latent of this width; 0: of the input
-    value_dim: int = 0  # size of a value; the last rope_dim channels of a key rotate and are common to all heads
+    # Latent attention (MLA): keys and values of all heads are projections of one latent per position
+    kv_latent_dim: int = 0  # width of the latent of keys and values; 0: no latent attention
+    q_latent_dim: int = 0  # width of the latent of queries; 0: queries are projections of the input
+    value_dim: int = 0  # size of a value; the last rope_dim channels of a key are rotated and shared by all heads
 
     # Layers without attention, or without a feed-forward
-    attnless_layers: tuple[int, ...] = ()  # a feed-forward alone
-    mlpless_layers: tuple[int, ...] = ()  # attention or a mixer alone
+    attnless_layers: tuple[int, ...] = ()  # only a feed-forward
+    mlpless_layers: tuple[int, ...] = ()  # only attention or a mixer
     mixer: Mixer | None = None  # replaces attention in mixer_layers
     mixer_layers: tuple[int, ...] = ()
-    mixer_beside_attn: bool = False  # mixer_layers have attention as well, of the same input; the outputs are added
+    mixer_beside_attn: bool = False  # mixer_layers also have attention with the same input; the outputs are added
 
     # Positions
     rope_base: float = 10_000.0
-    rope_layout: Literal["interleaved", "half"] = (
-        "interleaved"  # which channels rotate as a pair: (2i, 2i + 1) or (i, i + d/2)
-    )
+    rope_layout: Literal["interleaved", "half"] = "interleaved"  # rotated pairs: (2i, 2i + 1) or (i, i + d/2)
     rope_scaling: RopeScaling | None = None
-    rope_dim: int = 0  # partial rotary: only the first rope_dim channels rotate; 0 at construction: head_dim
-    rope_window_base: float | None = None  # base of sliding-window layers, without scaling
-    unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions (NoPE)
+    rope_dim: int = 0  # partial RoPE: only the first rope_dim channels are rotated; 0 at construction: head_dim
+    rope_window_base: float | None = None  # RoPE base of sliding-window layers, without scaling
+    unrotated_layers: tuple[int, ...] = ()  # layers without RoPE (NoPE)
     query_growth: float = 0.0  # queries are scaled by 1 + query_growth * ln(1 + position // query_growth_span)
     query_growth_span: int = 0
-    query_growth_first: int = 0  # number of the first position, in that formula
-    query_growth_layers: tuple[int, ...] = ()  # layers in which they are; (): all
+    query_growth_first: int = 0  # offset added to the position in this formula
+    query_growth_layers: tuple[int, ...] = ()  # layers with scaled queries; (): all
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
-    mlp_gated: bool = True  # w2(activation(w1(x)) * w3(x)), in experts too; else w2(activation(w1(x)))
+    mlp_gated: bool = True  # w2(activation(w1(x)) * w3(x)), also in experts; else w2(activation(w1(x)))
     mlp_bias: bool = False
-    shared_kv_intermediate_dim: int = 0  # in the shared_kv_layers; 0: intermediate_dim
+    shared_kv_intermediate_dim: int = 0  # width of the feed-forward in shared_kv_layers; 0: intermediate_dim
 
     # Mixture of experts
     num_experts: int = 0  # per layer; 0: dense feed-forward layers
     experts_per_token: int = 0
     expert_dim: int = 0  # intermediate width of an expert
-    expert_latent_dim: int = (
-        0  # experts see tokens projected to this width, and their sum is projected back; 0: they do not
-    )
-    expert_limit: float | None = None  # clamped SwiGLU experts with biases (gpt-oss): the clamp's limit
-    expertless_layers: tuple[int, ...] = ()  # layers with a dense feed-forward in spite of num_experts
+    expert_latent_dim: int = 0  # width to which the experts' input is projected, and their sum back; 0: none
+    expert_limit: float | None = None  # limit of clamped SwiGLU experts with biases (gpt-oss)
+    expertless_layers: tuple[int, ...] = ()  # layers with a dense feed-forward instead of experts
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or per expert
-    router_normalize: bool = False  # scores of the chosen experts sum to one
-    router_sum_eps: float = 0.0  # added to that sum
+    router_normalize: bool = False  # scores of the selected experts sum to one
+    router_sum_eps: float = 0.0  # added to the sum for router_normalize
     router_scale: float = 1.0  # factor of the routing weights
     router_bias: bool = False
-    router_selection_bias: bool = False  # added to scores for the top-k choice only; not trained by the loss
-    router_groups: int = 1  # experts form groups of equal size ...
-    router_top_groups: int = 1  # ... and a token selects experts of its best groups only
-    shared_expert_dim: int = 0  # intermediate size of the expert that every token uses; 0: there is none
-    shared_expert_gate: bool = False  # the sigmoid of a projection of the token scales the shared expert's output
-    expert_norms: bool = False  # experts and shared expert have norms of their own, before and after, for mlp_norm
-    router_norm: bool = False  # the router sees tokens of length 1, scaled by channel, and scales each expert's weight
+    router_selection_bias: bool = False  # bias added to scores for the selection only; not trained by the loss
+    router_groups: int = 1  # number of expert groups of equal size ...
+    router_top_groups: int = 1  # ... and of groups in which a token selects experts
+    shared_expert_dim: int = 0  # intermediate width of the shared expert; 0: none
+    shared_expert_gate: bool = False  # scale the shared expert's output by the sigmoid of a projection of the token
+    expert_norms: bool = False  # separate input and output norms of experts and shared expert, instead of mlp_norm
+    router_norm: bool = False  # normalise and scale the router's input; scale the routing weight of each expert
     router_scales_input: bool = False  # routing weights multiply an expert's input, not its output
-    router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
+    router_balance: float = 0.0  # coefficient of the load-balancing loss, if enabled in training
 
     # Norms
     norm_eps: float = 1e-5
     norm_order: Literal["pre", "post", "both"] = "pre"  # before and/or after attention and feed-forward
-    norm_unit_offset: bool = False  # norms scale by 1 + weight, and round to the dtype of their input after that
-    norm_rounds_last: bool = False  # norms scale by the weight, and round after that, not before
-    layer_scale: bool = False  # the output of a layer is scaled by a number, which is not trained
+    norm_unit_offset: bool = False  # norms scale by 1 + weight, then round to the dtype of their input
+    norm_rounds_last: bool = False  # norms scale by the weight, then round to the dtype of their input
+    layer_scale: bool = False  # scale a layer's output by a number that is not trained
 
-    # Embeddings of tokens that each layer adds to its output
-    layer_embed_dim: int = 0  # width; 0: there are none
+    # Per-layer token embeddings, added to each layer's output
+    layer_embed_dim: int = 0  # width; 0: none
     layer_embed_vocab: int = 0  # size of their vocabulary
 
     # Constant factors
-    embed_scale: float = 1.0  # of token embeddings, rounded to their dtype
-    residual_scale: float = 1.0  # of the outputs of attention and feed-forward
-    key_scale: float = 1.0  # of the keys
-    attn_out_scale: float = 1.0  # of the output of attention
-    mlp_gate_scale: float = 1.0  # of the input of the activation in dense feed-forward layers
-    mlp_out_scale: float = 1.0  # of the output of the feed-forward
-    hidden_scale: float = 1.0  # of the output projection's input
+    embed_scale: float = 1.0  # factor of token embeddings, rounded to their dtype
+    residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
+    key_scale: float = 1.0  # factor of the keys
+    attn_out_scale: float = 1.0  # factor of the output of attention
+    mlp_gate_scale: float = 1.0  # factor of the activation's input in dense feed-forward layers
+    mlp_out_scale: float = 1.0  # factor of the output of the feed-forward
+    hidden_scale: float = 1.0  # factor of the output projection's input
 
     # Output
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     num_classes: int = 0  # outputs of a classifier or reward model; 0: the model predicts tokens
-    tie_word_embeddings: bool = False  # the output projection is the embedding matrix; there is no output.weight
+    tie_word_embeddings: bool = False  # the output projection is the embedding matrix, without output.weight
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "intermediate_dim", "max_seq_len", "num_heads"):
@@ -283,45 +280,45 @@ class Description:
             )
 
     def other_numbers(self, layer: int) -> dict[str, int]:
-        """What templates of weight names call a layer that checkpoints number otherwise: placeholder -> number."""
+        """Return further layer numbers for templates of weight names: placeholder -> number."""
         return {}
 
     def attn_heads(self, layer: int) -> tuple[int, int]:
-        """Size of a head, and number of key heads, in a layer's attention."""
+        """Return the head dimension and the number of key heads of a layer."""
         if layer in self.window_layers:
             return self.head_dim, self.num_kv_heads
         return self.full_head_dim or self.head_dim, self.full_num_kv_heads or self.num_kv_heads
 
     def kv_source(self, layer: int) -> int:
-        """The layer whose keys and values one of the ``shared_kv_layers`` uses; -1 if there is none."""
+        """Return the index of the layer that shares its keys and values with this layer; -1 if there is none."""
         kind = layer in self.window_layers
         earlier = range(self.num_layers - self.shared_kv_layers)
         return max((i for i in earlier if (i in self.window_layers) == kind), default=-1)
 
     @property
     def shared_kv(self) -> tuple[int, ...]:
-        """Layers with the keys and values of another."""
+        """Layers that reuse keys and values of an earlier layer."""
         return tuple(range(self.num_layers - self.shared_kv_layers, self.num_layers))
 
     @property
     def key_layers(self) -> tuple[int, ...]:
-        """Layers with a projection of keys."""
+        """Layers with a key projection."""
         without = self.shared_kv_layers if not self.kv_latent_dim else self.num_layers
         return tuple(i for i in self.attn_layers if i < self.num_layers - without)
 
     @property
     def value_layers(self) -> tuple[int, ...]:
-        """Layers with a projection of values."""
+        """Layers with a value projection."""
         return tuple(i for i in self.key_layers if not self.full_keys_as_values or i in self.window_layers)
 
     @property
     def layer_embed_layers(self) -> tuple[int, ...]:
-        """Layers that add embeddings of tokens."""
+        """Layers with per-layer token embeddings."""
         return tuple(range(self.num_layers if self.layer_embed_dim else 0))
 
     @property
     def expert_latent_layers(self) -> tuple[int, ...]:
-        """Layers with experts of another width."""
+        """Layers with ``expert_latent_dim``."""
         return self.expert_layers if self.expert_latent_dim else ()
 
     @property
@@ -341,7 +338,7 @@ class Description:
 
     @property
     def mlp_norm_layers(self) -> tuple[int, ...]:
-        """Layers with one norm before the whole feed-forward."""
+        """Layers with ``mlp_norm``, a norm before the feed-forward."""
         without = {*self.expert_norm_layers, *self.mlpless_layers}
         return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in without)
 
@@ -353,7 +350,7 @@ class Description:
 
     @property
     def mixer_norm_layers(self) -> tuple[int, ...]:
-        """Layers with a mixer that has a norm."""
+        """Mixer layers with a norm inside the mixer."""
         return self.mixer_layers if getattr(self.mixer, "has_norm", True) else ()
 
     @property
@@ -363,17 +360,17 @@ class Description:
 
     @property
     def query_bias_layers(self) -> tuple[int, ...]:
-        """Layers whose queries have a bias; with latent attention, ``q_bias`` is that of the latent of queries."""
+        """Layers with a bias of queries; in latent attention, ``q_bias`` is the bias of the latent of queries."""
         return self.attn_layers if self.q_bias and not self.kv_latent_dim else ()
 
     @property
     def input_query_layers(self) -> tuple[int, ...]:
-        """Layers whose queries are projections of the input."""
+        """Layers with queries that are projections of the input."""
         return () if self.q_latent_dim else self.attn_layers
 
     @property
     def latent_query_layers(self) -> tuple[int, ...]:
-        """Layers whose queries are projections of a latent."""
+        """Layers with queries that are projections of a latent."""
         return self.attn_layers if self.q_latent_dim else ()
 
     @property
@@ -410,17 +407,17 @@ class Description:
 
     @property
     def shared_expert_gate_layers(self) -> tuple[int, ...]:
-        """Layers with a shared expert whose feed-forward is gated."""
+        """Layers with a shared expert with a gated feed-forward (not ``shared_expert_gate``)."""
         return self.shared_expert_layers if self.mlp_gated else ()
 
     @property
     def mlp_bias_layers(self) -> tuple[int, ...]:
-        """``mlp_layers`` if their projections have biases, else empty."""
+        """Layers with a dense feed-forward with biases."""
         return self.mlp_layers if self.mlp_bias else ()
 
     @property
     def q_dim(self) -> int:
-        """Output width of the query projection: ``num_heads * head_dim``, twice that with ``attn_gate``."""
+        """Output width of the query projection: ``num_heads * head_dim``, doubled with ``attn_gate``."""
         return self.num_heads * self.head_dim * (1 + self.attn_gate)
 
     @property

@@ -21,16 +21,16 @@ _STORED = {
 def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = ()) -> TransformerDecoder:
     """Build a model from the ``config.json`` of a Hugging Face checkpoint, without its weights.
 
-    For a composite model (vision, audio, text), build the text decoder. The checkpointer writes the other parts back
-    unchanged.
+    For a composite model (vision, audio, text), only the text decoder is built. The checkpointer writes the other parts
+    back unchanged.
 
     Args:
         checkpoint_dir: folder with ``config.json``, or the file itself.
         ignore_fields: fields of the file to skip.
 
     Raises:
-        ModelError: the file is missing or unreadable, the architecture is unknown, or a description cannot express a
-            field.
+        ModelError: the file is missing or unreadable, the architecture is unknown, or a field has no equivalent in a
+            description.
 
     Example:
         >>> with torch.device("meta"):
@@ -51,13 +51,13 @@ def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = 
 
 
 def stored_dtype(checkpoint_dir: str | Path | None) -> torch.dtype | None:
-    """Return the dtype that the ``config.json`` of a checkpoint names for its weights.
+    """Return the dtype of a checkpoint's weights according to its ``config.json``.
 
     Args:
         checkpoint_dir: folder with ``config.json``.
 
     Returns:
-        a floating dtype of 16 to 64 bits; ``None`` if there is no such file, or if it names no such dtype.
+        A floating-point dtype of 16 to 64 bits, or ``None`` if there is no such file or it has no such dtype.
 
     Raises:
         ModelError: the file is unreadable.

@@ -1,4 +1,4 @@
-"""Reading and writing the ``config.json`` of Hugging Face decoders of the Llama shape."""
+"""Read and write the ``config.json`` of Hugging Face decoders of Llama's architecture."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
-# Field of a description -> field of config.json, for error messages.
+# Field of Description -> field of config.json, for error messages.
 _THEIR_NAMES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -43,39 +43,39 @@ def _no_more(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HFFormat:
-    """How one Hugging Face architecture spells a :class:`Description`.
+    """Mapping between a :class:`Description` and the ``config.json`` of a Hugging Face architecture.
 
     Attributes:
         architecture: entry of ``architectures``.
         model_type: value of ``model_type``.
-        rope_layout: as in a description: the order in which *this library* keeps the rows of queries and keys.
-            ``docs/adding_a_model.rst`` says which goes with which rows of ``hf_names``.
-        biases: which attention projections have a bias: none; always queries, keys and values; or those that
-            ``bias_fields`` enables: queries, keys, values, and with ``output_bias`` the output projection.
-        output_bias: whether the flag of ``biases="attention_bias"`` covers the output projection.
-        has_mlp_bias: whether a flag for biases of the feed-forward exists.
-        bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
+        rope_layout: order of the rows of queries and keys in *this library*, as in a description.
+            ``docs/adding_a_model.rst`` lists the matching rows of ``hf_names``.
+        biases: attention projections with a bias: none; always queries, keys and values; or, if the flag in
+            ``bias_fields`` is set, queries, keys, values, and with ``output_bias`` the output projection.
+        output_bias: whether the flag of ``biases="attention_bias"`` includes the output projection.
+        has_mlp_bias: whether there is a flag for biases of the feed-forward.
+        bias_fields: names of the flags of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
-        mixer_kind: entry of ``layer_types`` of layers without attention, or in chunks, which ``read_more`` reads.
-        windows: whether ``sliding_window`` alone enables sliding windows, ``use_sliding_window`` must be true as well,
+        mixer_kind: entry of ``layer_types`` for layers without attention or with chunks, which ``read_more`` reads.
+        windows: condition of sliding windows: ``sliding_window`` is set, ``use_sliding_window`` must also be true,
             or the architecture has none.
-        window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),
-            all but every n-th, layers from ``max_window_layers`` on, or layers without rotary positions.
-        rotates_windows_only: whether, in a model with windows, the layers without one have no rotary positions.
-        ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"dim"``
-            (``rotary_dim`` counts them), ``"window"`` (a separate base in sliding-window layers), ``"kinds"`` (the
-            same, in ``rope_parameters`` only), ``"sections"`` (of the channels, for images), ``"alpha"`` (a stretched
-            base), ``"growth"`` (queries grow with their position). ``"none"``: the architecture has no positions.
+        window_layers: layers with a sliding window if ``layer_types`` is absent: all (there is no such field), all
+            but every n-th, layers from ``max_window_layers`` on, or layers without RoPE.
+        rotates_windows_only: whether, in a model with windows, the layers without a window have no RoPE.
+        ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head are rotated), ``"dim"``
+            (``rotary_dim`` is their number), ``"window"`` (a separate base in sliding-window layers), ``"kinds"`` (the
+            same, in ``rope_parameters`` only), ``"sections"`` (of the channels, for images), ``"alpha"`` (a scaled
+            base), ``"growth"`` (queries are scaled by position). ``"none"``: the architecture has no RoPE.
         activation: name of the activation field, and its default.
-        eps_field: name of the field of the norms' eps.
-        fixed: (field, value) pairs of a description that the file does not state.
-        own: fields with another name than in a description: (theirs, ours, default, which also gives the type).
-        read_more: reads what the attributes above cannot express: ``read_more(fields) -> values of a description``. It
-            reads fields with ``fields.take(name, default)``; a field that is never read raises an error.
-        write_more: the inverse: ``write_more(description) -> fields``.
+        eps_field: name of the field with the norms' eps.
+        fixed: (field, value) pairs of a description that are not in the file.
+        own: fields with another name than in a description: (their name, our name, default and type).
+        read_more: reads fields that the other attributes cannot express: ``read_more(fields) -> values of a
+            description``. It calls ``fields.take(name, default)``; a field that is never read raises an error.
+        write_more: inverse of ``read_more``: ``write_more(description) -> fields``.
         prepare: rewrites the fields of a file before they are read.
-        defaults: (field, value) pairs that ``transformers`` assumes if the file lacks the field. Copy the defaults of
-            its configuration class that differ from those in :meth:`read`.
+        defaults: (field, value) pairs of ``transformers``' defaults for missing fields. Copy the defaults of its
+            configuration class that differ from those in :meth:`read`.
     """
 
     architecture: str
@@ -101,14 +101,14 @@ class HFFormat:
     defaults: tuple[tuple[str, Any], ...] = ()
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
-        """A description from the contents of a ``config.json``.
+        """Make a description from the contents of a ``config.json``.
 
         Args:
             config: the file's contents.
             ignore_fields: names of fields to skip.
 
         Raises:
-            ModelError: a field is missing or has a value that a description cannot express. The message names it.
+            ModelError: a field is missing, or its value has no equivalent in a description. The message names it.
         """
         try:
             return self._read(config, ignore_fields)
@@ -117,14 +117,14 @@ class HFFormat:
             raise ModelError(f"config.json of {self.architecture}: {zero} is 0, which no such model has.") from error
 
     def _divisor(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> str | None:
-        """The field that may not be 0."""
+        """Name of the field that must not be 0; found by trying other values."""
         zeros = [name for name, value in config.items() if type(value) in (int, float) and value == 0]
         for name, other in product(zeros, (1, 1 << 12)):
             try:
                 self._read({**config, name: other}, ignore_fields)
             except ZeroDivisionError:
                 continue
-            except ModelError:  # the next mistake
+            except ModelError:  # another field is invalid, too
                 pass
             return name
         return None
@@ -178,10 +178,10 @@ class HFFormat:
         return description
 
     def write(self, description: Description) -> dict[str, Any]:
-        """Make a ``config.json`` from which ``transformers`` builds the same model.
+        """Make the ``config.json`` from which ``transformers`` builds the same model.
 
         Raises:
-            ModelError: this architecture cannot express the description. The message names the field.
+            ModelError: the architecture cannot express the description. The message names the field.
         """
         config = {
             "architectures": [self.architecture],
@@ -202,7 +202,7 @@ class HFFormat:
             **self._write_windows(description),
             **{theirs: getattr(description, ours) for theirs, ours, _ in self.own},
         }
-        if isinstance(description.rope_scaling, LongRopeScaling):  # the only place where some architectures read it
+        if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it only here
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
@@ -223,7 +223,6 @@ class HFFormat:
         return config
 
     def _read_windows(self, fields: Fields, num_layers: int, unrotated: Collection[int]) -> dict[str, Any]:
-        """``window`` and ``window_layers`` of a description."""
         window, kinds = fields.take("sliding_window", None), fields.layer_kinds(num_layers)
         late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
         window = window or None
@@ -282,7 +281,7 @@ class HFFormat:
         return config
 
 
-# Of other fields, null is a value.
+# Fields in which null means absent, so that `defaults` apply.
 _NEVER_NULL = (
     "rope_theta",
     "partial_rotary_factor",

@@ -1,17 +1,17 @@
-"""Reading and writing experts, and latent attention, of a ``config.json`` in the words of DeepSeek V3."""
+"""Read and write experts and latent attention of a ``config.json`` with the fields of DeepSeek V3."""
 
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_fields import Fields
 
-# What published files say of things that are fixed here, and fields that no code reads.
+# Fields with a single supported value, and fields that transformers does not read.
 _FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "num_nextn_predict_layers", "num_mtp_layers")
 
 
 def router_fields(*, experts_per_token: int, scale: float = 1.0, groups: int = 1, top: int = 1) -> tuple[Any, ...]:
-    """``own`` of an ``HFFormat``: fields of a router, with what ``transformers`` assumes."""
+    """Return the router's fields for ``HFFormat.own``, with the defaults of ``transformers``."""
     return (
         ("num_experts_per_tok", "experts_per_token", experts_per_token),
         ("norm_topk_prob", "router_normalize", True),
@@ -22,15 +22,15 @@ def router_fields(*, experts_per_token: int, scale: float = 1.0, groups: int = 1
 
 
 def read_experts(fields: Fields, number: int, width: int, *, first_dense: int) -> dict[str, Any]:
-    """Experts and shared experts, as values of a description.
+    """Read experts and shared experts as values of a description.
 
     Args:
-        fields: the file's fields.
-        number: of experts, which ``transformers`` assumes.
-        width: of an expert, likewise.
-        first_dense: how many layers at the beginning have none, likewise.
+        fields: fields of the file.
+        number: default number of experts in ``transformers``.
+        width: default width of an expert.
+        first_dense: default number of first layers without experts.
     """
-    for name in _UNUSED:  # two of them count weights that are not trained
+    for name in _UNUSED:  # two of them are numbers of MTP layers, which are not trained
         fields.take(name, None)
     for name, value in _FIXED.items():
         if fields.take(name, value) != value:
@@ -45,7 +45,7 @@ def read_experts(fields: Fields, number: int, width: int, *, first_dense: int) -
 
 
 def write_experts(d: Description) -> dict[str, Any]:
-    """The inverse of :func:`read_experts`."""
+    """Write the fields of :func:`read_experts`."""
     return {
         "n_routed_experts": d.num_experts,
         "first_k_dense_replace": len(d.expertless_layers),
@@ -56,18 +56,18 @@ def write_experts(d: Description) -> dict[str, Any]:
 
 
 def read_latents(fields: Fields, *, kv: int, queries: int, keys: int, values: int, whole_head: bool) -> dict[str, Any]:
-    """Latent attention, as values of a description.
+    """Read latent attention as values of a description.
 
     Args:
-        fields: the file's fields.
-        kv: width of the latent of keys and values, which ``transformers`` assumes.
-        queries: width of the latent of queries, likewise; ``null`` in the file means that there is none.
-        keys: channels of a key that do not rotate, likewise.
-        values: size of a value, likewise.
-        whole_head: whether ``head_dim``, if the file has it, counts the channels of a key, or those that rotate.
+        fields: fields of the file.
+        kv: default width of the latent of keys and values in ``transformers``.
+        queries: default width of the latent of queries; ``null`` in the file: no latent.
+        keys: default number of unrotated channels of a key.
+        values: default size of a value.
+        whole_head: whether ``head_dim``, if present, is the number of all channels of a key or of the rotated ones.
     """
     turning, fixed = fields.take("qk_rope_head_dim", 64), fields.take("qk_nope_head_dim", keys)
-    for name in ("qk_head_dim", "num_key_value_heads"):  # the sum of both; every head has keys of its own
+    for name in ("qk_head_dim", "num_key_value_heads"):  # redundant: the sum of both, and num_attention_heads
         fields.take(name, None)
     parts = "qk_nope_head_dim + qk_rope_head_dim" if whole_head else "qk_rope_head_dim"
     size = turning + fixed * whole_head
@@ -86,7 +86,7 @@ def read_latents(fields: Fields, *, kv: int, queries: int, keys: int, values: in
 
 
 def write_latents(d: Description, *, whole_head: bool) -> dict[str, Any]:
-    """The inverse of :func:`read_latents`."""
+    """Write the fields of :func:`read_latents`."""
     return {
         "head_dim": d.head_dim if whole_head else d.rope_dim,
         "qk_nope_head_dim": d.head_dim - d.rope_dim,

@@ -59,17 +59,17 @@ _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number within float32's range."""
+    """Return whether ``value`` is a finite number within float32's range."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
 def is_whole(value: Any, most: float) -> bool:
-    """Whether it is a whole number from 0 to ``most``."""
+    """Return whether ``value`` is a whole number from 0 to ``most``."""
     return is_number(value) and 0 <= value <= most and value == int(value)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """The first entry of ``architectures``, or None.
+    """Return the first entry of ``architectures``, or None.
 
     Raises:
         ModelError: ``architectures`` is not a list of names.
@@ -83,13 +83,13 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A value as error messages show it, shortened."""
+    """Format a value for error messages, shortened."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]} …"
 
 
 class Fields:
-    """A ``config.json`` that records which fields were read."""
+    """Fields of a ``config.json``; records which were read."""
 
     _REQUIRED = object()
 
@@ -99,7 +99,7 @@ class Fields:
         self._seen = {*_HARMLESS, *ignored}
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a field's value, or the default if it is absent or ``null``; of a flag, ``null`` is false.
+        """Return a field's value, or the default if it is absent or ``null``; for a flag, ``null`` means false.
 
         Raises:
             ModelError: the field is absent and has no default, or has the wrong type.
@@ -107,7 +107,7 @@ class Fields:
         self._seen.add(name)
         value = self._config.get(name)
         if value is None:
-            if name in _FLAGS and name in self._config:  # as the models of transformers test it
+            if name in _FLAGS and name in self._config:  # as in transformers
                 return False
             if default is self._REQUIRED:
                 raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
@@ -124,14 +124,14 @@ class Fields:
         return value
 
     def list_of(self, name: str, num_layers: int, kind: type) -> list[Any] | None:
-        """A list with one value per layer, or with layer numbers; None if the field is absent."""
+        """Return a list with one value per layer or with layer indices; None if the field is absent."""
         value = self.take(name, None)
         fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
         self._expect(fits, name, value, f"a list for {num_layers} layers")
         return value
 
     def layer_kinds(self, num_layers: int) -> list[str] | None:
-        """``layer_types``, in the words of transformers 5; None if the field is absent."""
+        """Return ``layer_types`` with the names of transformers 5; None if the field is absent."""
         kinds = self.list_of("layer_types", num_layers, str)
         return None if kinds is None else [_KINDS.get(kind, kind) for kind in kinds]
 
@@ -143,22 +143,22 @@ class Fields:
             )
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
-        """A field's value, translated by the choices; raises if it is not among them."""
+        """Return the entry of ``choices`` for a field's value; raises ``ModelError`` if there is none."""
         value = self.take(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.refusal(name, value)
         return choices[value]
 
     def has(self, name: str) -> bool:
-        """Whether the file has the field, even if it is ``null``."""
+        """Return whether the file has the field, even if it is ``null``."""
         return name in self._config
 
     def peek(self, name: str) -> Any:
-        """A field's value, without marking it as read."""
+        """Return a field's value without marking it as read."""
         return self._config.get(name)
 
     def refusal(self, name: str, value: Any, *, is_unread: bool = False) -> ModelError:
-        """The error for a value that a description cannot express; an unread field may also be ignored."""
+        """Make the error for a value that a description cannot express; ``is_unread`` suggests to ignore the field."""
         ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
             f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
@@ -173,7 +173,7 @@ class Fields:
 
 
 def layers_without_experts(fields: Fields) -> tuple[int, ...]:
-    """Layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step`` of Qwen's mixtures of experts."""
+    """Read the layers without experts from ``mlp_only_layers`` and ``decoder_sparse_step`` (Qwen's MoE models)."""
     layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
     dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
     return tuple(i for i in range(layers) if i in dense)

@@ -1,4 +1,4 @@
-"""Reading and writing the linear attention and the Mamba layers of a Hugging Face ``config.json``."""
+"""Read and write linear attention and Mamba layers of a Hugging Face ``config.json``."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from torchtune.models._hf_fields import Fields, is_number, is_whole
 from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
 from torchtune.models._weight_ops import HeadGroups
 
-_NUMBERS = (  # theirs, ours, what transformers assumes
+_NUMBERS = (  # their name, our name, default of transformers
     ("linear_num_key_heads", "num_key_heads", 16),
     ("linear_num_value_heads", "num_value_heads", 32),
     ("linear_key_head_dim", "key_dim", 128),
@@ -16,14 +16,14 @@ _NUMBERS = (  # theirs, ours, what transformers assumes
     ("linear_conv_kernel_dim", "conv_taps", 4),
 )
 
-_MAMBA = (  # likewise
+_MAMBA = (  # the same
     ("mamba_n_heads", "num_heads", 128),
     ("mamba_n_groups", "num_groups", 1),
     ("mamba_d_state", "state_dim", 256),
     ("mamba_d_conv", "conv_taps", 4),
 )
 
-# Names of :class:`DeltaNetMixer` where checkpoints hold fused input projections, key head by key head.
+# Weight names of DeltaNetMixer with fused input projections, which checkpoints order by key head.
 FUSED_DELTA_NET: Names = (
     (
         "linear_attn.in_proj_qkvz.weight",
@@ -36,20 +36,20 @@ FUSED_DELTA_NET: Names = (
 
 
 def require_silu(fields: Fields, name: str = "hidden_act") -> None:
-    """Raise unless an activation field says SiLU: ``transformers`` uses the field in a mixer's convolution as well."""
+    """Raise unless the activation is SiLU: ``transformers`` also uses the field in a mixer's convolution."""
     fields.choice(name, {"silu": None, "swish": None}, "silu")
 
 
 def linear_layers(num_layers: int, interval: int = 4) -> tuple[int, ...]:
-    """All layers but every ``interval``-th."""
+    """Return all layers except every ``interval``-th."""
     return tuple(i for i in range(num_layers) if (i + 1) % interval)
 
 
 def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
-    """The Gated DeltaNet layers of Qwen 3.5 or Qwen3-Next, as values of a description.
+    """Read the Gated DeltaNet layers of Qwen 3.5 or Qwen3-Next as values of a description.
 
     Args:
-        fields: the file's fields.
+        fields: fields of the file.
         fused: whether checkpoints of the architecture hold fused input projections.
     """
     num_layers = fields.take("num_hidden_layers")
@@ -58,7 +58,7 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
     if kinds is not None:
         layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
     for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
-        fields.take(name, None)  # of weights that are not trained, and of caches
+        fields.take(name, None)  # of MTP layers, which are not trained, and of caches
     if not fields.take("attn_output_gate", True):
         raise fields.refusal("attn_output_gate", False)
     if layers:
@@ -68,22 +68,22 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
 
 
 def write_delta_net(d: Description) -> dict[str, Any]:
-    """The inverse of :func:`read_delta_net`."""
+    """Write the fields of :func:`read_delta_net`."""
     kinds = ("full_attention", "linear_attention")
     config = {"layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)]}
     return config | ({theirs: getattr(d.mixer, ours) for theirs, ours, _ in _NUMBERS} if d.mixer else {})
 
 
 def read_mamba(fields: Fields, inner: int, **more: Any) -> Mamba2Mixer:
-    """The Mamba layers of Granite 4 or Falcon-H1.
+    """Read the Mamba layers of Granite 4 or Falcon-H1.
 
     Args:
-        fields: the file's fields.
-        inner: width of all heads.
-        more: further numbers of the mixer.
+        fields: fields of the file.
+        inner: total width of all heads.
+        more: further arguments of the mixer.
     """
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _MAMBA}
-    fields.take("mamba_chunk_size", None)  # of their arithmetic
+    fields.take("mamba_chunk_size", None)  # only affects how transformers computes
     require_silu(fields)
     for name, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
         if bool(fields.take(name, expected)) != expected:
@@ -110,11 +110,11 @@ def _read_limits(fields: Fields) -> tuple[float, float]:
     return float(values[0]), float(values[1])
 
 
-_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+_INFINITE = {"__float__": "Infinity"}  # as written by transformers
 
 
 def write_mamba(mixer: Mamba2Mixer) -> dict[str, Any]:
-    """The inverse of :func:`read_mamba`."""
+    """Write the fields of :func:`read_mamba`."""
     config = {theirs: getattr(mixer, ours) for theirs, ours, _ in _MAMBA} | {"mamba_d_head": mixer.head_dim}
     limits = (mixer.dt_min, mixer.dt_max)
     if limits != (0.0, math.inf):

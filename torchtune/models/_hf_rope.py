@@ -1,4 +1,4 @@
-"""Reading and writing the rotary positions of a Hugging Face ``config.json``."""
+"""Read and write the RoPE settings of a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 
-# rope_type -> class and its fields (their name, our name, type).
+# rope_type -> (class, its fields as (their name, our name, type)).
 _FACTOR = ("factor", "factor", float)
 _ORIGINAL = ("original_max_position_embeddings", "original_max_seq_len", int)
 _MAGNITUDE = ("attention_factor", "attention_factor", float)
@@ -66,21 +66,21 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     """Read RoPE settings from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
     Args:
-        fields: the file's fields.
+        fields: fields of the file.
         allowed: variants that the architecture supports, as in :class:`HFFormat`.
 
     Returns:
         Values of a description.
 
     Raises:
-        ModelError: a description cannot express the settings.
+        ModelError: the settings have no equivalent in a description.
     """
     found: dict[str, Any] = {}
     if "none" in allowed:
         for field in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"):
-            fields.take(field, None)  # written by some, used by none
+            fields.take(field, None)  # present in some files, but unused
         return found
-    # A size of 0 is refused with the description's others.
+    # Description raises for a size of 0.
     width = fields.take("head_dim", 0) or fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1) or 1
     turning = fields.take("rotary_dim", width) if "dim" in allowed else width
     base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", turning / width)
@@ -88,15 +88,15 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
     name = "rope_scaling" if scaling or not together else "rope_parameters"
     for field in ("rope_theta", "rope_scaling", "rope_local_base_freq") if "kinds" in allowed else ():
-        if fields.take(field, None) is not None:  # transformers reads rope_parameters only
+        if fields.take(field, None) is not None:  # transformers reads only rope_parameters
             raise fields.refusal(field, fields.peek(field))
-    if {"window", "kinds"} & set(allowed):  # one set of parameters for each kind of layer
-        if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers reads these only
+    if {"window", "kinds"} & set(allowed):  # one set of parameters per kind of layer
+        if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers reads only these
             raise fields.refusal("rope_parameters", together)
         whole, windowed = (_object(fields, "rope_parameters", together.get(kind)) for kind in _KINDS_OF_LAYERS)
         local = windowed.get("rope_theta", local)
         for kind, found_rope in zip(_KINDS_OF_LAYERS, (whole, windowed), strict=True):
-            if "kinds" in allowed and found_rope.get("rope_theta") is None:  # transformers needs it of both
+            if "kinds" in allowed and found_rope.get("rope_theta") is None:  # transformers requires it for both kinds
                 raise fields.refusal(f"rope_parameters.{kind}.rope_theta", None)
         if windowed.get("rope_type", "default") != "default":
             raise fields.refusal("rope_parameters", together)
@@ -105,11 +105,11 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         raise fields.refusal("rope_parameters", together)
     else:
         together = dict(scaling or together)
-    if "sections" in allowed:  # of the channels, for images: the three positions of a text token are equal
+    if "sections" in allowed:  # for images; the three positions of a text token are equal
         together = {key: value for key, value in together.items() if not key.startswith("mrope_")}
     growth = _growth(fields, name, together) if "growth" in allowed else {}
     base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
-    if together.get("rope_type") != "proportional":  # of which it is a parameter
+    if together.get("rope_type") != "proportional":  # there it is a parameter of the scaling
         share = together.pop("partial_rotary_factor", None)
         partial = partial if "kinds" in allowed else _number(fields, "partial_rotary_factor", share, partial)
     if partial != 1.0 and "partial" not in allowed:
@@ -120,15 +120,15 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         found["rope_dim"] = int(width * partial)
     if "alpha" in allowed and together.get("alpha") and "dynamic" in (together.get("rope_type"), together.get("type")):
         alpha = _number(fields, f"{name}.alpha", together["alpha"])
-        base, together = base * alpha ** (width / (width - 2)), {}  # NTK-aware, for sequences of any length
+        base, together = base * alpha ** (width / (width - 2)), {}  # NTK-aware base for all sequence lengths
     if local is not None:
         found["rope_window_base"] = _number(fields, "rope_theta", local)
     return {"rope_base": base, "rope_scaling": _read_scaling(fields, name, together), **growth, **found}
 
 
 def _growth(fields: Fields, name: str, together: dict[str, Any]) -> dict[str, Any]:
-    """How queries grow with their position, which transformers requires beside the scaling."""
-    together.pop("max_position_embeddings", None)  # as in the config itself
+    """Read the scaling of queries by position; transformers requires it."""
+    together.pop("max_position_embeddings", None)  # repeats the field of the config
     beta = together.pop("llama_4_scaling_beta", None)
     if not is_number(beta):
         raise fields.refusal(f"{name}.llama_4_scaling_beta", beta)
@@ -148,7 +148,7 @@ def _object(fields: Fields, name: str, value: Any) -> dict[str, Any]:
 
 
 def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> float:
-    """A number above 0."""
+    """Check that the value, or the default, is a number above 0."""
     value = default if value is None else value
     if not is_number(value) or value <= 0:
         raise fields.refusal(name, value)
@@ -156,7 +156,6 @@ def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> floa
 
 
 def _convert(fields: Fields, name: str, value: Any, kind: type) -> Any:
-    """A parameter of RoPE scaling, converted to its type."""
     if kind is tuple and isinstance(value, list | tuple) and 0 < len(value) < 2**14 and all(map(is_number, value)):
         return tuple(map(float, value))
     if (kind is float and is_number(value)) or (kind is int and is_whole(value, 2**40) and value):
@@ -199,13 +198,13 @@ def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeSca
 
 
 def write_growth(d: Description) -> dict[str, Any]:
-    """``rope_scaling`` of a ``config.json`` that also says how queries grow with their position."""
+    """Make ``rope_scaling`` of a ``config.json``, including the scaling of queries by position."""
     growth = {"original_max_position_embeddings": d.query_growth_span, "llama_4_scaling_beta": d.query_growth}
     return {"rope_scaling": {**(write_scaling(d.rope_scaling) or {"rope_type": "default"}), **growth}}
 
 
 def write_kinds(base: float, scaling: RopeScaling | None, window_base: float | None) -> dict[str, Any]:
-    """``rope_parameters`` of a ``config.json`` with one set for each kind of layer."""
+    """Make ``rope_parameters`` of a ``config.json``, with one set per kind of layer."""
     found = {"full_attention": {"rope_theta": base, **(write_scaling(scaling) or {"rope_type": "default"})}}
     if window_base is not None:
         found["sliding_attention"] = {"rope_theta": window_base, "rope_type": "default"}
@@ -213,7 +212,7 @@ def write_kinds(base: float, scaling: RopeScaling | None, window_base: float | N
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """The inverse: ``rope_scaling`` of a ``config.json``."""
+    """Make ``rope_scaling`` of a ``config.json``; None without scaling."""
     for kind, (scaling_type, rows) in _KINDS.items():
         if isinstance(scaling, scaling_type):
             values = {theirs: getattr(scaling, ours) for theirs, ours, _ in rows}

@@ -1,4 +1,4 @@
-"""The numbers of mixers that replace attention in some layers, and the names of their weights."""
+"""Settings and weight names of mixers that replace attention in some layers."""
 
 import math
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-# Of every parameter: Hugging Face's name within a layer, ours within ``attn``, and how its rows are reordered, if so.
+# Rows (Hugging Face's name within a layer, our name within the mixer, optional op that reorders rows).
 Names = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetMixer:
-    """Numbers of :class:`torchtune.modules.mixers.GatedDeltaNet`.
+    """Settings of :class:`torchtune.modules.mixers.GatedDeltaNet`.
 
     Attributes:
-        num_key_heads: heads of queries and keys.
-        num_value_heads: heads of values, a multiple of ``num_key_heads``.
+        num_key_heads: number of query and key heads.
+        num_value_heads: number of value heads, a multiple of ``num_key_heads``.
         key_dim: size of a query or key head.
         value_dim: size of a value head.
         conv_taps: kernel size of the convolution.
-        fused: queries, keys, values and gates are one projection, and so are the two of decay and correction.
+        fused: use one projection for queries, keys, values and gates, and one for decay and beta.
     """
 
     num_key_heads: int
@@ -42,7 +42,7 @@ class DeltaNetMixer:
     )
 
     def problem(self) -> str | None:
-        """What is wrong with the numbers, in words of this library's fields."""
+        """Return an error message if the settings are invalid, else None."""
         if (
             min(vars(self)[name] for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_taps"))
             < 1
@@ -56,16 +56,16 @@ class DeltaNetMixer:
 
     @property
     def group_dim(self) -> int:
-        """Width of the value heads that share a key head."""
+        """Total width of the value heads that share a key head."""
         return self.group_heads * self.value_dim
 
     @property
     def group_heads(self) -> int:
-        """Value heads that share a key head."""
+        """Number of value heads that share a key head."""
         return self.num_value_heads // self.num_key_heads
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
-        """The module of one layer."""
+        """Build the module of one layer."""
         from torchtune.modules.mixers import GatedDeltaNet
 
         return GatedDeltaNet(embed_dim=embed_dim, norm_eps=norm_eps, **vars(self))
@@ -73,7 +73,7 @@ class DeltaNetMixer:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvMixer:
-    """Numbers of :class:`torchtune.modules.mixers.ShortConv`.
+    """Settings of :class:`torchtune.modules.mixers.ShortConv`.
 
     Attributes:
         conv_taps: kernel size of the convolution.
@@ -87,11 +87,11 @@ class ShortConvMixer:
     )
 
     def problem(self) -> str | None:
-        """What is wrong with the numbers, in words of this library's fields."""
+        """Return an error message if the settings are invalid, else None."""
         return f"conv_taps must be at least 1, got {self.conv_taps}" if self.conv_taps < 1 else None
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
-        """The module of one layer."""
+        """Build the module of one layer."""
         from torchtune.modules.mixers import ShortConv
 
         return ShortConv(embed_dim=embed_dim, conv_taps=self.conv_taps)
@@ -99,18 +99,18 @@ class ShortConvMixer:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Mixer:
-    """Numbers of :class:`torchtune.modules.mixers.Mamba2`, which describes them.
+    """Settings of :class:`torchtune.modules.mixers.Mamba2`.
 
     Attributes:
-        num_heads: heads.
+        num_heads: number of heads.
         head_dim: size of a head.
-        num_groups: groups of heads; divides ``num_heads``.
-        state_dim: size of the state, beside ``head_dim``.
+        num_groups: number of groups of heads; divides ``num_heads``.
+        state_dim: state size; a head's state is ``[state_dim, head_dim]``.
         conv_taps: kernel size of the convolution.
         has_norm: whether the gated output is normalised.
-        dt_min: smallest step size.
-        dt_max: largest step size.
-        scales: factors of the parts of the input's projection.
+        dt_min: minimum step size.
+        dt_max: maximum step size.
+        scales: factors of z, x, b, c and dt.
         out_scale: factor of the output.
     """
 
@@ -136,7 +136,7 @@ class Mamba2Mixer:
     )
 
     def problem(self) -> str | None:
-        """What is wrong with the numbers, in words of this library's fields."""
+        """Return an error message if the settings are invalid, else None."""
         if min(self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_taps) < 1:
             return f"the sizes of Mamba must be at least 1, got {self}"
         if self.num_heads % self.num_groups:
@@ -144,7 +144,7 @@ class Mamba2Mixer:
         return None
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
-        """The module of one layer."""
+        """Build the module of one layer."""
         from torchtune.modules.mixers import Mamba2
 
         return Mamba2(embed_dim=embed_dim, norm_eps=norm_eps, **vars(self))

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a decoder."""
+"""Tensor-parallel plan of decoders."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # DTensor is slow to import
 
 
 def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
-    """The tensor-parallel plan of a decoder: heads, MLP channels and the vocabulary are sharded.
+    """Make the tensor-parallel plan of a decoder, which shards heads, MLP channels and the vocabulary.
 
     Args:
         model: a :class:`torchtune.modules.TransformerDecoder`.
@@ -18,11 +18,19 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
         Module name pattern -> style, for ``torch.distributed.tensor.parallel.parallelize_module``.
 
     Raises:
-        ParallelError: the model has experts.
+        ParallelError: the model has experts, mixers, latent attention, per-layer embeddings, or shared keys and
+            values.
     """
     from torchtune.modules.moe import MoE
-    from torchtune.modules.parallel import ByColumns, ByRows, ByVocabulary, GatherInput, ReplicatedNorm, SplitNorm
-    from torchtune.modules.parallel._styles import ParallelError
+    from torchtune.modules.parallel import (
+        ByColumns,
+        ByRows,
+        ByVocabulary,
+        GatherInput,
+        ParallelError,
+        ReplicatedNorm,
+        SplitNorm,
+    )
 
     layer = model.layers[0]
     if any(isinstance(module, MoE) for module in model.modules()):
@@ -57,7 +65,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     }
     if layer.mlp.w3 is not None:
         block["mlp.w3"] = ByColumns()
-    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):  # absent, or a scale, in some models
+    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):  # not in all models
         module = getattr(layer, name, None)
         if module is not None and any(True for _ in module.parameters()):
             block[name] = ReplicatedNorm()

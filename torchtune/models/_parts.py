@@ -1,4 +1,4 @@
-"""Composite models (vision, audio, text): the names and the config of their text decoder."""
+"""Composite models (vision, audio, text): weight names and config of their text decoder."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from torchtune.models._description import ModelError
 from torchtune.models._hf_fields import architecture_of, shown
 
-# model_type of text_config -> architecture of the text decoder alone.
+# model_type of text_config -> architecture of the text-only model.
 _TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
@@ -21,7 +21,7 @@ _TEXT_ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
-# Composite models that are built whole.
+# Composite models that are built completely.
 _WHOLE = ("MllamaForConditionalGeneration",)
 # Fields of the composite config that also apply to the text decoder.
 _SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
@@ -40,8 +40,8 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
         names: all tensor names of the checkpoint.
 
     Returns:
-        name prefix in a text-only checkpoint -> prefix here; empty if the checkpoint is text-only, or its decoder has
-        cross-attention to the other parts, so that it is no model of its own.
+        Name prefix in a text-only checkpoint -> prefix here. Empty if the checkpoint is text-only, or if its decoder
+        has cross-attention to the other parts and so cannot be used alone.
     """
     names = list(names)
     if any(".cross_attn." in name for name in names):
@@ -54,10 +54,10 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
-    """Prefixes of the modules that ``transformers`` builds, which peft's names start with.
+    """Return the module prefixes in ``transformers``, with which peft's names begin.
 
     Args:
-        prefixes: of the checkpoint's tensors, from :func:`text_prefixes`; older checkpoints name them otherwise.
+        prefixes: prefixes of the checkpoint's tensors, from :func:`text_prefixes`; they differ in older checkpoints.
     """
     decoder = "text_model" if "text_model." in prefixes["model."] else "language_model"
     return {"model.": f"model.{decoder}.", "lm_head.": "lm_head."}
@@ -75,10 +75,10 @@ def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of what is built: ``text_config`` of a composite model, else ``config`` itself.
+    """Return the config of the model to build: ``text_config`` of a composite ``config``, else ``config`` itself.
 
     Raises:
-        ModelError: no model family reads the text decoder, or ``architectures`` is not a list of names.
+        ModelError: the text decoder is not supported, or ``architectures`` is not a list of names.
     """
     architecture = architecture_of(config)
     inner, quantization = config.get("text_config"), config.get("quantization_config")
@@ -96,7 +96,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_readable(quantization: object) -> bool:
-    """Whether checkpoints of this ``quantization_config`` are read as the values that their weights stand for."""
+    """Whether checkpoints with this ``quantization_config`` can be dequantised when they are loaded."""
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return method == "compressed-tensors" or (
         method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
@@ -104,7 +104,7 @@ def _is_readable(quantization: object) -> bool:
 
 
 def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`text_config`: replace the text decoder's config in a composite ``config``.
+    """Replace the text decoder's config in a composite ``config``; the inverse of :func:`text_config`.
 
     Args:
         config: composite ``config.json``.

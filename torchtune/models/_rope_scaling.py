@@ -12,7 +12,7 @@ class Llama3RopeScaling:
         factor: divisor of frequencies with wavelengths above ``original_max_seq_len / low_freq_factor``.
         low_freq_factor: see ``factor``.
         high_freq_factor: frequencies with wavelengths below ``original_max_seq_len / high_freq_factor`` are unchanged;
-            those in between are interpolated.
+            frequencies in between are interpolated.
         original_max_seq_len: pre-training context length.
 
     Example:
@@ -69,8 +69,8 @@ class YarnRopeScaling:
         beta_slow: channels with at most this many rotations are divided by ``factor``; others are interpolated.
         truncate: whether the interpolation range is rounded to whole channels.
         attention_factor: factor of cosine and sine; None: computed from ``factor``, ``mscale`` and ``mscale_all_dim``.
-        mscale: numerator's coefficient of the computed factor, if ``mscale_all_dim`` is given too.
-        mscale_all_dim: denominator's coefficient; see ``mscale``.
+        mscale: coefficient in the numerator of the computed factor; used only with ``mscale_all_dim``.
+        mscale_all_dim: coefficient in the denominator; see ``mscale``.
 
     Example:
         >>> torchtune.models.YarnRopeScaling(factor=4.0, original_max_seq_len=4096).beta_fast
@@ -88,7 +88,7 @@ class YarnRopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """Factor of cosine and sine."""
         if self.attention_factor is not None:
             return self.attention_factor
         grown = math.log(max(self.factor, 1.0)) / 10
@@ -98,7 +98,7 @@ class YarnRopeScaling:
 
     @property
     def latent_magnitude(self) -> float:
-        """What latent attention's scores are multiplied by beside ``magnitude``."""
+        """Additional factor of latent attention's scores."""
         return ((self.mscale_all_dim or 0.0) * math.log(max(self.factor, 1.0)) / 10 + 1.0) ** 2
 
 
@@ -134,7 +134,7 @@ class LongRopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """Factor of cosine and sine."""
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_max_seq_len))
@@ -142,12 +142,12 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ProportionalRopeScaling:
-    """Only the pairs of channels with the highest frequencies rotate (``rope_type: proportional``).
+    """Partial RoPE that rotates the pairs of channels with the highest frequencies (``rope_type: proportional``).
 
-    Unlike with ``rope_dim``, the frequencies are those of the whole head.
+    Unlike with ``rope_dim``, the frequencies are those of the full head.
 
     Attributes:
-        fraction: of the pairs of a head.
+        fraction: fraction of a head's pairs that are rotated.
         factor: divisor of the positions.
     """
 

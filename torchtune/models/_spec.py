@@ -21,26 +21,26 @@ ENTRY_POINT_GROUP = "torchtune.models"
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """What all models of a family share: names, weight maps, config format, parallel plan.
+    """Specification of a model family: names, weight maps, config format, parallel plan.
 
     Attributes:
         name: name in the registry, for example ``"qwen3"``.
-        architectures: ``architectures`` entries of a Hugging Face ``config.json`` that it reads; it writes the first.
+        architectures: supported ``architectures`` entries of a Hugging Face ``config.json``; exports write the first.
         from_hf_config: converts a ``config.json`` (a dict) to a description; raises :class:`ModelError` for the first
             field that a description cannot express. The second argument lists fields to skip.
-        to_hf_config: the inverse: a ``config.json`` from which ``transformers`` builds the same model.
-        weight_maps: by format: ``"hf"``, ``"meta"``, ``"gguf"``; other keys are other spellings of ``"hf"``, which are
-            read and not written.
-        untrained: prefixes of Hugging Face names of weights that the model lacks and an export copies (multi-token
-            prediction).
-        untrained_modules: (start of a name within a layer, attribute of a description that lists layers): further
-            weights of this kind.
-        untrained_layers: end of a name by which layers after the model's last one are known to be such weights.
-        builder: builds a model that is more than a text decoder: ``builder(description, spec) -> model``. Checkpoints
-            then hold the whole model, and ``config.json`` describes it.
-        not_in_peft: ends of Hugging Face names of modules that ``peft`` refuses to adapt.
-        model_types: names that ``model_type:`` in YAML may give for it.
-        parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of
+        to_hf_config: inverse: makes a ``config.json`` from which ``transformers`` builds the same model.
+        weight_maps: weight maps by format: ``"hf"``, ``"meta"``, ``"gguf"``; other keys are variants of ``"hf"`` that
+            are read but not written.
+        untrained: prefixes of Hugging Face names of weights that the model does not have and an export copies, such as
+            multi-token prediction.
+        untrained_modules: further weights of this kind: (prefix of the name within a layer, attribute of a description
+            that lists the layers).
+        untrained_layers: suffix of a name that identifies layers after the model's last one as such weights.
+        builder: builds a composite model: ``builder(description, spec) -> model``. Checkpoints then hold the full
+            model, and ``config.json`` describes it.
+        not_in_peft: suffixes of Hugging Face names of modules that ``peft`` cannot adapt.
+        model_types: values of ``model_type:`` in YAML for this family.
+        parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default the plan of
             :class:`~torchtune.modules.TransformerDecoder`.
         meshes: modules with parameters sharded over another mesh than the data-parallel one: module name pattern (as
             in ``parallel_plan``) -> mesh dimension, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
@@ -65,33 +65,33 @@ class ModelSpec:
     builder: Callable[..., nn.Module] | None = None
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
-        """Select the names of a Hugging Face checkpoint that ``untrained`` and ``untrained_layers`` describe."""
+        """Select the names of untrained weights in a Hugging Face checkpoint; see the attributes ``untrained…``."""
         layers = [f"model.layers.{layer}." for layer in _layers_beyond(names, description, self.untrained_layers)]
         for start, where in self.untrained_modules:
             layers += [f"model.layers.{layer}.{start}" for layer in getattr(description, where)]
         return {name for name in names if name.startswith((*self.untrained, *layers))}
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
-        """The weight map of a format. Raises :class:`ModelError` if the family has none."""
+        """Return the weight map of a format. Raises :class:`ModelError` if the family has none."""
         if kind not in self.weight_maps:
             known = ", ".join(sorted(self.weight_maps))
             raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
         return self.weight_maps[kind]
 
     def as_part(self, prefixes: Mapping[str, str]) -> "ModelSpec":
-        """The family as the text decoder of a composite model.
+        """Return this spec for the text decoder of a composite model.
 
         Args:
             prefixes: name prefix in a text-only Hugging Face checkpoint -> prefix in the composite checkpoint, for
                 example from :func:`torchtune.models.text_prefixes`.
 
         Returns:
-            this spec with the composite checkpoint's names, for the Hugging Face format only.
+            The spec with the composite checkpoint's names, for the Hugging Face format only.
         """
         return replace(self, weight_maps={"hf": self.weight_map("hf").prefixed(prefixes)})
 
     def refused_by_peft(self, paths: Collection[str], description: Description) -> list[str]:
-        """Select the paths of modules that ``not_in_peft`` describes."""
+        """Select the paths of modules that match ``not_in_peft``."""
         if not self.not_in_peft:
             return []
         names = self.weight_maps["hf"]
@@ -105,7 +105,7 @@ class ModelSpec:
         return [path for path in paths if names is not None and names.named_like_experts(path, description)]
 
     def fused_with(self, paths: Collection[str], description: Description) -> list[str]:
-        """Modules that are not of ``paths``, but that checkpoints and peft hold in one projection with one of these."""
+        """Return the other modules that checkpoints and peft fuse with modules of ``paths`` into one projection."""
         if "hf" not in self.weight_maps:
             return []
         names = self.weight_maps["hf"]
@@ -116,7 +116,7 @@ class ModelSpec:
         """Check before training that PEFT's format can express the adapters.
 
         Raises:
-            ModelError: a module has no name in checkpoints.
+            ModelError: ``peft`` cannot adapt a module, or checkpoints have no separate module for it.
         """
         if "hf" not in self.weight_maps:
             return
@@ -142,7 +142,7 @@ def _layers_beyond(names: Collection[str], description: Description, mark: str |
     return {int(match[1]) for match in found if match and int(match[1]) >= description.num_layers}
 
 
-# Architectures that several families list -> the family that reads them. Others belong to the one that lists them.
+# Architectures of several families -> the family that reads them.
 _READERS = {"LlamaForCausalLM": "llama3", "Phi3ForCausalLM": "phi3", "Qwen2ForCausalLM": "qwen2"}
 
 _registered: dict[str, ModelSpec] = {}
@@ -150,11 +150,11 @@ _registered: dict[str, ModelSpec] = {}
 
 @cache
 def _builtin() -> Mapping[str, ModelSpec]:
-    """Built-in families by name: the packages beside this file with a ``SPEC`` of the package's name."""
+    """Built-in families by name: packages in this folder with a ``SPEC`` of the package's name."""
     specs = {}
     for name in packages_in([str(Path(__file__).parent)]):
         spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)
-        # Else the package is a part of other families, or re-exports sizes of another one.
+        # Other packages are parts of families, or re-export sizes of another family.
         if spec is not None and spec.name == name:
             specs[name] = spec
     return specs
@@ -176,7 +176,7 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def list_specs() -> list[str]:
-    """Names of all families: built-in, registered, and from entry points of installed packages.
+    """Return the names of all families: built-in, registered, and from entry points of installed packages.
 
     Example:
         >>> "qwen3" in torchtune.models.list_specs()
@@ -223,7 +223,7 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
     for spec in _registered.values():
         if architecture in spec.architectures:
             return spec
-    language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")  # every family has classifiers
+    language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")  # all families have classifiers
     if language_model in _READERS:
         return get_spec(_READERS[language_model])
     for spec in _builtin().values():

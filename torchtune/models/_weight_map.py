@@ -1,11 +1,11 @@
-"""Weight maps: names and layouts of weights in other formats, as data that is read in both directions.
+"""Weight maps: names and layouts of weights in other formats, as tables for both directions.
 
-A :class:`WeightMap` is a table of :class:`Row`: template of the external names, template of ours, and a reversible
-:class:`Op`. Templates hold ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a given
-:class:`~torchtune.models.Description` the rows expand into :class:`Group` objects: the smallest sets of tensors that
-can be converted alone. Usually a group is one tensor on either side; a fused projection is one external tensor and
-several of ours; stacked experts are several external tensors and one of ours. Conversion streams: at most one group is
-in memory at a time.
+A :class:`WeightMap` is a table of :class:`Row`: template of the external names, template of our names, and a
+reversible :class:`Op`. Templates have the placeholder ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a
+given :class:`~torchtune.models.Description` the rows expand into :class:`Group` objects, the smallest sets of tensors
+that can be converted separately. Usually a group is one tensor on either side; a fused projection is one external
+tensor and several of ours; stacked experts are several external tensors and one of ours. Conversion is streamed: only
+incomplete groups are in memory.
 
 Reading::
 
@@ -17,7 +17,7 @@ or, with random access to the source, group by group::
         for name, tensor in zip(group.tune, group.to_tune([read(n) for n in group.external])):
             ...
 
-Writing is the same with ``to_external``. Adapters: ``weight_map.peft()`` is the map between our adapter names and
+Writing works the same with ``to_external``. For adapters, ``weight_map.peft()`` maps between our adapter names and
 PEFT's, derived from the same rows.
 """
 
@@ -34,31 +34,31 @@ from torchtune.models._parts import rename_prefix
 from torchtune.models._weight_ops import ExternalSlice, FusedAdapter, Identity, Op, Slices, Split, Stack
 from torchtune.utils import UserError
 
-# Placeholder in a template -> attribute of the description with its count.
+# Placeholder in a template -> attribute of the description with its number of values.
 _PLACEHOLDERS = {
     "layer": "num_layers",
     "expert": "num_experts",
     "clip": "num_clip_layers",
     "head": "num_projection_layers",
 }
-_LAYERS = ("layer", "clip", "head")  # of each, a group of tensors has one
+_LAYERS = ("layer", "clip", "head")  # a group has tensors of one layer only
 
 _PEFT_PREFIX = "base_model.model."
 
 
 class WeightMapError(UserError, ValueError):
-    """The names or tensors of a checkpoint do not fit the model; the message names the tensor."""
+    """Raised when names or tensors of a checkpoint do not match the model; the message names the tensor."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a weight map.
+    """Row of a weight map.
 
     Attributes:
-        external: template, or templates, of the names in the other format.
-        tune: template, or templates, of the names in ours.
-        op: turns the external tensors into ours and back.
-        when: attribute, or attributes, of the description that say where the row applies: bools, or layer indices.
+        external: template or templates of the external names.
+        tune: template or templates of our names.
+        op: converts the external tensors to ours and back.
+        when: attribute or attributes of the description with the condition: a bool, or the indices of layers.
     """
 
     external: str | tuple[str, ...]
@@ -69,15 +69,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Tied:
-    """A tensor that other formats may repeat although the model shares it with another parameter.
+    """Tied tensor that other formats may store as a copy.
 
-    Reading drops it; it must equal its source. Writing copies the source if ``write`` is True.
+    Reading skips the copy after checking that it equals its source. Writing adds it if ``write`` is True.
 
     Attributes:
-        external: name in the other format, for example ``lm_head.weight``.
+        external: external name, for example ``lm_head.weight``.
         source: our name of the shared tensor, for example ``tok_embeddings.weight``.
-        when: attribute of the description that says whether the weights are tied.
-        write: whether the copy is written.
+        when: attribute of the description that is True if the weights are tied.
+        write: whether to write the copy.
     """
 
     external: str
@@ -88,11 +88,11 @@ class Tied:
 
 @dataclass(frozen=True)
 class Group:
-    """External tensors and ours that are converted together, with concrete names.
+    """External tensors and our tensors that are converted together, with concrete names.
 
     Attributes:
-        external: names in the other format, in the order that :meth:`to_tune` takes.
-        tune: our names, in the order that :meth:`to_tune` returns.
+        external: external names, in the order of the argument of :meth:`to_tune`.
+        tune: our names, in the order of the result of :meth:`to_tune`.
 
     Example:
         >>> group = torchtune.models.Group(("a.weight",), ("b.weight",), torchtune.models.Identity(), None)
@@ -106,11 +106,11 @@ class Group:
     description: Description
 
     def to_tune(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Our tensors, in the order of ``tune``, from the external ones, in the order of ``external``."""
+        """Convert external tensors, in the order of ``external``, to ours, in the order of ``tune``."""
         return self.op.to_tune(tensors, self.description)
 
     def to_external(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The external tensors, in the order of ``external``, from ours, in the order of ``tune``."""
+        """Convert our tensors, in the order of ``tune``, to external ones, in the order of ``external``."""
         return self.op.to_external(tensors, self.description)
 
     def read(
@@ -121,25 +121,25 @@ class Group:
         shapes: Sequence[Sequence[int]],
         source: Callable[[str, Slices], Tensor],
     ) -> None:
-        """Fill ``target`` with a slice of one of our tensors, and read nothing else.
+        """Fill ``target`` with a slice of one of our tensors, reading only the required data.
 
         Args:
-            name: of our tensor.
+            name: name of our tensor.
             slices: the slice.
-            target: of the shape of the slice.
-            shapes: of the external tensors, in the order of ``external``.
+            target: tensor with the shape of the slice.
+            shapes: shapes of the external tensors, in the order of ``external``.
             source: reads a slice of an external tensor.
         """
         for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
             part.fill(target, source(self.external[part.external], part.slices))
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
-        """Which slices of the external tensors make up a slice of one of our tensors.
+        """Return the slices of external tensors that form a slice of one of our tensors.
 
         Args:
-            name: of our tensor.
-            slices: a slice of it, such as the shard of a rank.
-            shapes: of the external tensors, in the order of ``external``.
+            name: name of our tensor.
+            slices: slice of our tensor, for example the shard of a rank.
+            shapes: shapes of the external tensors, in the order of ``external``.
         """
         return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
 
@@ -149,10 +149,10 @@ class WeightMap:
     """Names and layouts of one external format for one kind of model. Immutable and hashable.
 
     Attributes:
-        rows: the table.
-        tied: tensors that the format may repeat.
-        ignore: templates of external names without weights (for example cached rotary frequencies).
-        modules: pairs (start of external names, start of the names of transformers' modules, by which ``peft`` goes).
+        rows: rows of the table.
+        tied: tied tensors that the format may store as copies.
+        ignore: templates of external names that are no weights, for example cached RoPE frequencies.
+        modules: pairs (prefix of external names, prefix of the module names in transformers, which ``peft`` uses).
 
     Example:
         >>> model.spec.weight_map("hf").tune_name("model.norm.weight", model.description)
@@ -165,16 +165,16 @@ class WeightMap:
     modules: tuple[tuple[str, str], ...] = (("", ""),)
 
     def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
-        """The map of a composite checkpoint with this model as one part.
+        """Return the map for a composite checkpoint with this model as one part.
 
         Args:
-            prefixes: prefix of an external name here -> prefix in the composite checkpoint; the longest match counts.
+            prefixes: prefix of an external name -> prefix in the composite checkpoint; the longest match is replaced.
                 ``{"": "language_model."}`` adds a prefix to every name.
         """
         return _prefixed(self, tuple(sorted(prefixes.items())))
 
     def groups(self, description: Description) -> tuple[Group, ...]:
-        """All groups of the model, ordered by row, then by layer."""
+        """Return all groups of the model, ordered by row, then by layer."""
         return _expand(self, description).groups
 
     def select(
@@ -183,16 +183,16 @@ class WeightMap:
         description: Description,
         owns: Callable[[str], bool] = lambda name: True,
     ) -> list[Group]:
-        """The groups to read from a checkpoint that holds ``external_names``, in the order of these names.
+        """Return the groups to read from a checkpoint with ``external_names``, in the order of these names.
 
         Args:
             external_names: all tensor names of the checkpoint.
-            description: the description of the whole model.
-            owns: filter on our parameter names, for example those of a pipeline stage; by default, all. A group is
-                selected if the filter accepts one of its parameters.
+            description: the description of the full model.
+            owns: filter on our parameter names, for example of a pipeline stage; by default all. A group is selected if
+                the filter accepts one of its parameters.
 
         Raises:
-            WeightMapError: a name is unknown, or the checkpoint lacks a selected parameter.
+            WeightMapError: a name is unknown, or a selected parameter is missing from the checkpoint.
         """
         table, names = _expand(self, description), list(external_names)
         present = set(names)
@@ -208,11 +208,11 @@ class WeightMap:
     def to_tune(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Convert a stream of external tensors into a stream of ours; only incomplete groups stay in memory.
+        """Convert a stream of external tensors to a stream of ours; only incomplete groups stay in memory.
 
         Args:
             tensors: (external name, tensor) pairs in any order.
-            description: of the model.
+            description: the description of the model.
             partial: allow missing groups (an adapter, one shard file).
 
         Raises:
@@ -243,11 +243,11 @@ class WeightMap:
     def to_external(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Convert a stream of our tensors into a stream of external ones; the inverse of :meth:`to_tune`.
+        """Convert a stream of our tensors to a stream of external ones; the inverse of :meth:`to_tune`.
 
         Args:
             tensors: (our name, tensor) pairs in any order.
-            description: of the model.
+            description: the description of the model.
             partial: allow missing groups.
 
         Raises:
@@ -276,44 +276,49 @@ class WeightMap:
                 raise WeightMapError(f"The parameter '{lacking[0]}' is missing from what is to be written.")
 
     def tune_name(self, external_name: str, description: Description) -> str:
-        """Our name of an external tensor (the first, if it becomes several). Raises ``WeightMapError``."""
+        """Return our name of an external tensor, the first one if it becomes several tensors.
+
+        Raises ``WeightMapError`` if there is none.
+        """
         group = self._group_of_external(external_name, description)
         if group is None:
             raise WeightMapError(f"The tensor '{external_name}' has no parameter of its own in this model.")
         return group.tune[0]
 
     def external_module(self, tune_module: str, description: Description) -> str:
-        """External name of a module that has a ``weight``: ``layers.0.attn.output_proj`` ->
-        ``model.layers.0.self_attn.o_proj``. Raises ``WeightMapError`` if there is no such module of its own."""
+        """Return the external name of a module: ``layers.0.attn.output_proj`` -> ``model.layers.0.self_attn.o_proj``.
+
+        Raises ``WeightMapError`` if the other format has no separate module with a ``weight`` for it.
+        """
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         if group is None or len(group.external) != 1 or len(group.tune) != 1:
             raise WeightMapError(f"The module '{tune_module}' is no single module in the other format.")
         return rename_prefix(group.external[0].removesuffix(".weight"), dict(self.modules))
 
     def peft(self) -> "WeightMap":
-        """The map between our adapter names and PEFT's files, derived from the weight rows of this map.
+        """Return the map between our adapter names and PEFT's files, derived from the weight rows of this map.
 
         ``X.lora_a.weight``, ``X.lora_b.weight`` and ``X.magnitude`` of a linear layer X become
-        ``base_model.model.Y.lora_A.weight``, ``….lora_B.weight`` and ``….lora_magnitude_vector``. What reorders
-        the rows of a weight reorders those of ``lora_b`` and of the magnitude. Use it with ``partial=True``.
+        ``base_model.model.Y.lora_A.weight``, ``….lora_B.weight`` and ``….lora_magnitude_vector``. An op that reorders
+        the rows of a weight also reorders the rows of ``lora_b`` and of the magnitude. Use it with ``partial=True``.
         """
         return _derive_peft(self.prefixed(dict(self.modules)))
 
     def adapted_modules(self, description: Description) -> frozenset[str]:
-        """Our names of the modules that have adapters in PEFT's format."""
+        """Return our names of the modules that can have adapters in PEFT's format."""
         return frozenset(name.partition(".lora_")[0] for name in _expand(self.peft(), description).by_tune)
 
     def named_like_experts(self, tune_module: str, description: Description) -> bool:
-        """Whether a linear layer has the name of a matrix of experts in the other format: ``mlp.gate_proj``.
+        """Return whether a linear layer has the external name of an expert matrix, for example ``mlp.gate_proj``.
 
-        ``peft`` takes target modules of such a name for the experts, so that files name the weight as a parameter.
+        ``peft`` interprets such target modules as experts, so adapter files list the weight as a target parameter.
         """
         matrices = {_leaf(_templates(row.external)[0]) for row in self.rows if isinstance(row.op, Stack)}
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         return group is not None and _leaf(group.external[0]) in matrices
 
     def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
-        """Our names of all modules that a checkpoint fuses with this one, itself included."""
+        """Return our names of all modules that a checkpoint fuses with this one, including itself."""
         group = _expand(self.peft(), description).by_tune.get(f"{tune_module}.lora_a.weight")
         end = ".lora_a.weight"
         return tuple(name.removesuffix(end) for name in group.tune if name.endswith(end)) if group else (tune_module,)
@@ -344,7 +349,7 @@ class WeightMap:
 
 
 class _TiedCheck:
-    """Compares tied tensors with their sources while a stream passes."""
+    """Comparison of tied tensors with their sources in a stream."""
 
     def __init__(self, weight_map: WeightMap, description: Description) -> None:
         table = _expand(weight_map, description)
@@ -384,7 +389,7 @@ def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _fill(template: str, description: Description, **fixed: int) -> list[str]:
-    """All names of a template: placeholders in ``fixed`` have one value, others take every value."""
+    """All names of a template; placeholders that are not in ``fixed`` take every value."""
     free = [key for key in _PLACEHOLDERS if f"{{{key}}}" in template and key not in fixed]
     counts = [range(getattr(description, _PLACEHOLDERS[key])) for key in free]
     return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]
@@ -463,7 +468,7 @@ def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: t
 
 
 def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
-    """Adapters of stacked experts ``X.gate_proj`` are ``X.lora_gate_a`` and ``X.lora_gate_b``, stacked likewise."""
+    """Adapters of stacked experts ``X.gate_proj`` are ``X.lora_gate_a`` and ``X.lora_gate_b``, also stacked."""
     theirs, (path, _, name) = _PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
     return [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, row.when) for side in "AB"]

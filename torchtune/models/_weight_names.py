@@ -1,4 +1,4 @@
-"""Weight names that families share: Hugging Face's Llama shape, Meta's files, llama.cpp's GGUF."""
+"""Weight names shared by families: Hugging Face's Llama architecture, Meta's files, llama.cpp's GGUF."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from torchtune.models._mixers import Names
 from torchtune.models._weight_map import Row, Tied, WeightMap
 from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
 
-# Modules of a layer: their name in each format, and the attribute of the description that says where they exist.
+# Modules of a layer: name in each format, and attribute of the description with the condition.
 _LINEARS = (
     # ours, Hugging Face, Meta, GGUF, bias
     ("attn.q_proj", "self_attn.q_proj", "attention.wq", "attn_q", "q_bias"),
@@ -41,7 +41,7 @@ _FUSED = {
     ),
     "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, ("mlp_layers", "mlp_bias")),
 }
-# Projections that not every attention or feed-forward has.
+# Conditions of projections that some layers lack.
 _WHERE = {
     "attn.q_proj": "input_query_layers",
     "attn.k_proj": "key_layers",
@@ -76,16 +76,16 @@ def hf_names(
     qk_norms: Mapping[str, str] | None = None,
     fused: tuple[str, ...] = (),
 ) -> WeightMap:
-    """The weight map of a Llama-shaped Hugging Face decoder.
+    """Make the weight map of a Hugging Face decoder with Llama's architecture.
 
     Args:
         qk: reorders the rows of query and key projections: ``InterleaveRope()`` if the checkpoint rotates the channel
-            pairs (i, i + d/2) and the description says "interleaved", ``Identity()`` if both use the same layout.
-        norms: names of the norms of a layer, ours (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> theirs;
-            by default Llama's two.
-        qk_norms: names of the norms of queries and keys, ours (``attn.q_norm``, ``attn.k_norm``) -> theirs; by
+            pairs (i, i + d/2) and the description has "interleaved", ``Identity()`` if both use the same layout.
+        norms: our name (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> external name of a layer's norms; by
+            default Llama's two.
+        qk_norms: our name (``attn.q_norm``, ``attn.k_norm``) -> external name of the norms of queries and keys; by
             default ``self_attn.q_norm`` and ``self_attn.k_norm``.
-        fused: which projections the checkpoint keeps in one matrix: ``"qkv"``, ``"gate_up"``.
+        fused: projections that the checkpoint fuses: ``"qkv"``, ``"gate_up"``.
     """
     rows = [*_rows(_HF, qk), Row("score.weight", "output.weight", when="is_classifier")]
     for ours, theirs in (qk_norms or {}).items():
@@ -116,15 +116,15 @@ def hf_names(
 
 
 def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bias: str | None = None) -> WeightMap:
-    """Add mixtures of experts to a weight map; the checkpoint has one tensor per expert and matrix.
+    """Add mixtures of experts to a weight map, for checkpoints with one tensor per expert and matrix.
 
     Args:
         weight_map: Hugging Face map of all other weights.
-        block: their name of the mixture in a layer, the parent of ``gate`` and ``experts``.
-        gate: their name of an expert's ``gate_proj``.
-        up: their name of an expert's ``up_proj``.
-        down: their name of an expert's ``down_proj``.
-        bias: their name, in the mixture, of what routers add to scores for the selection.
+        block: external name of the mixture in a layer, the parent of ``gate`` and ``experts``.
+        gate: external name of an expert's ``gate_proj``.
+        up: external name of an expert's ``up_proj``.
+        down: external name of an expert's ``down_proj``.
+        bias: external name, in the mixture, of the router's selection bias.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
     rows = [Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers")]
@@ -138,12 +138,12 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
 
 
 def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = True) -> WeightMap:
-    """The map of checkpoints that hold the experts of a layer in two tensors, from one that names them one by one.
+    """Convert a weight map with one tensor per expert to checkpoints with two fused tensors per layer.
 
     Args:
         weight_map: Hugging Face map.
-        block: their name of the mixture in a layer, the parent of ``experts``.
-        transpose: whether their matrices are ``[out, in]``, else ``[in, out]`` as ours.
+        block: external name of the mixture in a layer, the parent of ``experts``.
+        transpose: whether the external matrices are ``[out, in]``; else ``[in, out]`` like ours.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
@@ -158,8 +158,8 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
 
     Args:
         weight_map: Hugging Face map of all other weights.
-        block: name of the shared expert within a layer in the checkpoint.
-        gate: name of its gate, if it has one.
+        block: external name of the shared expert in a layer.
+        gate: external name of its gate, if it has one.
     """
     ours = "layers.{layer}.mlp."
     rows = [
@@ -176,12 +176,12 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
 
 
 def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMap:
-    """Add the mixers that replace attention in some layers, or stand beside it, to a weight map.
+    """Add mixers, which replace or accompany attention in some layers, to a weight map.
 
     Args:
         weight_map: Hugging Face map of all other weights.
-        names: their name within a layer and ours within the mixer, of each of its parameters.
-        place: our name of the mixer: ``attn``, or ``mixer`` beside attention.
+        names: (external name within a layer, our name within the mixer) of each parameter of the mixer.
+        place: our name of the mixer: ``attn``, or ``mixer`` if parallel to attention.
     """
     rows = []
     for theirs, ours, *op in names:
@@ -210,11 +210,11 @@ def latent_attention(weight_map: WeightMap) -> WeightMap:
 
 
 def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
-    """A weight map of a checkpoint that calls some modules otherwise.
+    """Replace parts of the external names in a weight map.
 
     Args:
         weight_map: Hugging Face map, each row with one external name.
-        names: part of an external name -> what replaces it.
+        names: part of an external name -> replacement.
     """
 
     def rename(external: str) -> str:
@@ -231,15 +231,15 @@ def _when_norm(ours: str) -> str:
 
 # Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2) …
 HF_INTERLEAVED = hf_names(InterleaveRope())
-# … and of families with rope_layout "half", as Hugging Face has it (Qwen).
+# … and of families with rope_layout "half", Hugging Face's own layout (Qwen).
 HF_HALF = hf_names(Identity())
-# Meta's consolidated files hold queries and keys interleaved, as we do, and repeat a shared output matrix.
+# Meta's consolidated files have interleaved queries and keys, like ours, and a copy of a tied output projection.
 META = WeightMap(
     _rows(_META, Identity()),
     tied=(Tied("output.weight", "tok_embeddings.weight", write=True),),
     ignore=("rope.freqs",),
 )
-# llama.cpp interleaves the rows of Llama's queries and keys, and leaves Qwen's as they are: as we do, both times.
+# llama.cpp interleaves the rows of Llama's queries and keys, but not of Qwen's: both like ours.
 GGUF = WeightMap(
     _rows(_GGUF, Identity()),
     tied=(Tied("output.weight", "tok_embeddings.weight"),),

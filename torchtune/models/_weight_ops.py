@@ -1,4 +1,4 @@
-"""Reversible rearrangements of tensors, the third column of a weight map."""
+"""Ops of a weight map: reversible rearrangements of tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from torchtune.models._description import Description, ModelError
 
-# A slice of a tensor: a range in each of its dimensions.
+# Slice of a tensor: a range per dimension.
 Slices = tuple[slice, ...]
 
 
 def is_empty(slices: Slices) -> bool:
-    """Whether a slice has no element, as the shard of a rank if there are more ranks than rows."""
+    """Return whether a slice is empty, for example a rank's shard if there are more ranks than rows."""
     return any(part.stop <= part.start for part in slices)
 
 
 @dataclass(frozen=True, eq=False)
 class ExternalSlice:
-    """A slice of an external tensor, and the rows of a slice of our tensor that it corresponds to.
+    """Slice of an external tensor, and the corresponding rows in a slice of our tensor.
 
     Attributes:
         external: index of the external tensor in its group.
-        slices: which slice of it.
-        rows: which of our rows: indices int64 [rows], a range, one index (the dimension is dropped), or None for all.
-        transposed: the last two dimensions are swapped.
+        slices: slice of the external tensor.
+        rows: rows of our slice: indices int64 [rows], a range, one index (the dimension is dropped), or None for all.
+        transposed: whether the last two dimensions are swapped.
     """
 
     external: int
@@ -37,12 +37,12 @@ class ExternalSlice:
     transposed: bool = False
 
     def of(self, ours: Tensor) -> Tensor:
-        """The values of the external slice, from our slice."""
+        """Return the values of the external slice from our slice."""
         found = ours if self.rows is None else ours[self.rows]
         return found.transpose(-1, -2) if self.transposed else found
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Copy the values of the external slice into our slice."""
+        """Copy the values of the external slice to our slice."""
         value = value.transpose(-1, -2) if self.transposed else value
         if isinstance(self.rows, Tensor):
             ours[self.rows.to(ours.device)] = value.to(ours)
@@ -51,35 +51,35 @@ class ExternalSlice:
 
 
 class Op(ABC):
-    """Turns the external tensors of a group into ours and back, exactly (no arithmetic, only placement).
+    """Base class of exact, reversible conversions between the external tensors of a group and ours, without arithmetic.
 
     Attributes:
-        rowwise: whether it only reorders the first dimension of one tensor, so that it fits biases, ``lora_b`` and
-            magnitudes as it fits the weight.
+        rowwise: whether the op only reorders the first dimension of one tensor, so that it also applies to biases,
+            ``lora_b`` and magnitudes.
     """
 
     rowwise: ClassVar[bool] = False
 
     @abstractmethod
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Our tensors from the external ones."""
+        """Convert external tensors to ours."""
 
     @abstractmethod
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """The external tensors from ours."""
+        """Convert our tensors to external ones."""
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """Which slices of the external tensors make up a slice of one of our tensors.
+        """Return the slices of external tensors that form a slice of one of our tensors.
 
-        The default is for ops that only move rows: :meth:`to_tune` of the row indices tells where each row goes.
+        The default implementation is for ops that only move rows: it applies :meth:`to_tune` to the row indices.
 
         Args:
             which: index of our tensor in its group.
-            slices: a slice of it.
-            shapes: of the external tensors.
-            description: of the model.
+            slices: slice of our tensor.
+            shapes: shapes of the external tensors.
+            description: the description of the model.
         """
         if is_empty(slices):
             return []
@@ -93,7 +93,7 @@ class Op(ABC):
         for start, stop in pairwise(cuts):
             number, ours = int(tensors[start]), order[start:stop]
             first = int(rows[start]) - (ends[number] - shapes[number][0])
-            kept = bool((ours.diff() == 1).all())  # in the same order: a plain range
+            kept = bool((ours.diff() == 1).all())  # contiguous rows in the same order
             index = slice(int(ours[0]), int(ours[0]) + len(ours)) if kept else ours
             found.append(ExternalSlice(number, (slice(first, first + stop - start), *slices[1:]), index))
         return found
@@ -101,7 +101,7 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Identity(Op):
-    """The tensor as it is.
+    """Op that changes nothing.
 
     Example:
         >>> torchtune.models.Identity().to_tune([torch.ones(2)], None)
@@ -111,23 +111,23 @@ class Identity(Op):
     rowwise: ClassVar[bool] = True
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """The same tensors."""
+        """Return the same tensors."""
         return list(tensors)
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """The same tensors."""
+        """Return the same tensors."""
         return list(tensors)
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """The same slice."""
+        """Return the same slice."""
         return [] if is_empty(slices) else [ExternalSlice(which, slices)]
 
 
 @dataclass(frozen=True)
 class InterleaveRope(Op):
-    """Query or key rows: Hugging Face keeps the two channels of a rotation half a head apart, we side by side.
+    """Op between Hugging Face's order of query or key rows (rotated pairs half a head apart) and interleaved pairs.
 
     Acts on the first dimension, ``[heads * head_dim, …]``; the number of heads follows from the tensor.
     """
@@ -135,11 +135,11 @@ class InterleaveRope(Op):
     rowwise: ClassVar[bool] = True
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Half-split rows to interleaved rows."""
+        """Convert half-split rows to interleaved rows."""
         return [self._regroup(tensor, 2, description.head_dim // 2) for tensor in tensors]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Interleaved rows to half-split rows."""
+        """Convert interleaved rows to half-split rows."""
         return [self._regroup(tensor, description.head_dim // 2, 2) for tensor in tensors]
 
     @staticmethod
@@ -152,31 +152,31 @@ class InterleaveRope(Op):
 
 @dataclass(frozen=True)
 class Split(Op):
-    """One external tensor whose rows are several of ours, one after the other (fused projections).
+    """Op that splits the rows of a fused projection into several of our tensors.
 
     Attributes:
-        sizes: attributes of the description that give the number of rows of each part.
+        sizes: attributes of the description with the number of rows of each part.
     """
 
     sizes: tuple[str, ...]
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """One fused tensor to its parts."""
+        """Split a fused tensor into its parts."""
         (fused,) = tensors
         return list(fused.split([getattr(description, size) for size in self.sizes]))
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """The parts to one fused tensor."""
+        """Concatenate the parts to a fused tensor."""
         return [torch.cat(list(tensors))]
 
 
 @dataclass(frozen=True)
 class HeadGroups(Op):
-    """Rows of a fused projection of a mixer: theirs head group by head group, ours part by part.
+    """Op for fused projections of a mixer: external rows are ordered by head group, our rows by part.
 
     Attributes:
-        sizes: attributes of the description's ``mixer`` that give the number of rows of each part in a group.
-        groups: attribute of ``mixer`` that counts the groups.
+        sizes: attributes of the description's ``mixer`` with the number of rows of each part in a group.
+        groups: attribute of ``mixer`` with the number of groups.
     """
 
     sizes: tuple[str, ...]
@@ -184,14 +184,14 @@ class HeadGroups(Op):
     rowwise: ClassVar[bool] = True
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Groups of parts to parts of groups."""
+        """Reorder rows from groups of parts to parts of groups."""
         (grouped,) = tensors
         groups, sizes = self._numbers(description)
         parts = grouped.unflatten(0, (groups, sum(sizes))).split(sizes, dim=1)
         return [torch.cat([part.flatten(0, 1) for part in parts])]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Parts of groups to groups of parts."""
+        """Reorder rows from parts of groups to groups of parts."""
         (ours,) = tensors
         groups, sizes = self._numbers(description)
         parts = ours.split([groups * size for size in sizes])
@@ -204,13 +204,14 @@ class HeadGroups(Op):
 
 @dataclass(frozen=True)
 class FusedAdapter(Op):
-    """LoRA of a fused projection, ``A [n * r, in]`` and ``B [out, n * r]``, that is n adapters of rank r of its parts.
+    """Op between n adapters of rank r and one adapter of their fused projection.
 
-    Ours are the n matrices ``lora_a [r, in]``, then the n ``lora_b [part, r]``. ``A`` holds the first one below the
-    other, ``B`` the second on its block diagonal and zeros elsewhere: the same sum, exactly.
+    The fused adapter is ``A [n * r, in]`` and ``B [out, n * r]``; ours are n matrices ``lora_a [r, in]``, then n
+    matrices ``lora_b [part, r]``. ``A`` is the concatenation of the ``lora_a``, ``B`` has the ``lora_b`` on its block
+    diagonal and zeros elsewhere, so the product is the same.
 
     Attributes:
-        sizes: attributes of the description that give the number of rows of each part.
+        sizes: attributes of the description with the number of rows of each part.
 
     Example:
         >>> torchtune.models.FusedAdapter(("q", "k", "v")).sizes
@@ -220,7 +221,7 @@ class FusedAdapter(Op):
     sizes: tuple[str, ...]
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """A fused adapter to its parts; raises ``ModelError`` if ``B`` has numbers off its block diagonal."""
+        """Split a fused adapter; raises ``ModelError`` if ``B`` has nonzero elements off its block diagonal."""
         first, second = tensors
         parts = len(self.sizes)
         blocks = self._rows(second, description)
@@ -232,12 +233,12 @@ class FusedAdapter(Op):
         return [*first.chunk(parts), *(columns[i][i] for i in range(parts))]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """The parts to one fused adapter."""
+        """Fuse the adapters."""
         parts = len(self.sizes)
         return [torch.cat(list(tensors[:parts])), torch.block_diag(*tensors[parts:])]
 
     def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """``A`` and ``B`` of one adapter of rank r that all parts share, as those of n adapters of rank r."""
+        """Convert an ordinary adapter of rank r of the fused projection to the block-diagonal form of rank n · r."""
         first, second = tensors
         return [first.repeat(len(self.sizes), 1), torch.block_diag(*self._rows(second, description))]
 
@@ -247,7 +248,7 @@ class FusedAdapter(Op):
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """Rows of ``A``; rows of ``B`` with their zeros, or columns of its diagonal where only these are held."""
+        """Return rows of ``A``, or rows of ``B`` with their zeros; for a column slice, columns of its diagonal."""
         if is_empty(slices):
             return []
         parts = len(self.sizes)
@@ -264,39 +265,39 @@ class FusedAdapter(Op):
 
 
 class _OnDiagonal(ExternalSlice):
-    """Columns of ours among zeros; ``rows`` says which columns they become."""
+    """Slice of rows of ``B``, in which our columns are at ``rows`` and all other columns are zero."""
 
     def of(self, ours: Tensor) -> Tensor:
-        """The values of the external slice, from our slice."""
+        """Return the values of the external slice from our slice."""
         found = ours.new_zeros(ours.shape[0], self.slices[1].stop)
         found[:, self.rows] = ours
         return found
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Copy the values of the external slice into our slice."""
+        """Copy the values of the external slice to our slice."""
         ours.copy_(value[:, self.rows])
 
 
 @dataclass(frozen=True)
 class FusedExperts(Op):
-    """One external tensor ``[experts, parts * out, in]`` with several of ours, each ``[experts, in, out]``.
+    """Op that splits an external tensor ``[experts, parts * out, in]`` into our tensors ``[experts, in, out]``.
 
     Attributes:
-        parts: how many.
-        transpose: whether it is so; else it is ``[experts, in, parts * out]``.
+        parts: number of our tensors.
+        transpose: if False, the external tensor is ``[experts, in, parts * out]``.
     """
 
     parts: int = 1
     transpose: bool = True
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """One fused tensor to its parts."""
+        """Split a fused tensor into its parts."""
         (fused,) = tensors
         fused = fused.transpose(1, 2) if self.transpose else fused
         return [part.contiguous() for part in fused.chunk(self.parts, dim=2)]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """The parts to one fused tensor."""
+        """Concatenate the parts to a fused tensor."""
         if not self.transpose:
             return [torch.cat(list(tensors), dim=2)]
         return [torch.cat([part.transpose(1, 2) for part in tensors], dim=1)]
@@ -304,7 +305,7 @@ class FusedExperts(Op):
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """One slice of the fused tensor."""
+        """Return one slice of the fused tensor."""
         experts, inner, outer = slices
         start = which * shapes[0][1 if self.transpose else 2] // self.parts
         whole = slice(start + outer.start, start + outer.stop)
@@ -314,28 +315,28 @@ class FusedExperts(Op):
 
 @dataclass(frozen=True)
 class Stack(Op):
-    """Several external matrices ``[out, in]`` that are slices of one tensor of ours (experts).
+    """Op that stacks external matrices ``[out, in]`` to one of our tensors (experts).
 
     Attributes:
-        transpose: ours holds each slice as ``[in, out]``.
+        transpose: whether our tensor is ``[experts, in, out]`` instead of ``[experts, out, in]``.
     """
 
     transpose: bool = False
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Matrices to one tensor ``[experts, …]``."""
+        """Stack matrices to a tensor ``[experts, …]``."""
         stacked = torch.stack(list(tensors))
         return [stacked.transpose(1, 2).contiguous() if self.transpose else stacked]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """One tensor ``[experts, …]`` to its matrices."""
+        """Split a tensor ``[experts, …]`` into its matrices."""
         (stacked,) = tensors
         return [part.contiguous() for part in (stacked.transpose(1, 2) if self.transpose else stacked).unbind()]
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """One matrix for each expert of the slice."""
+        """Return a slice of one matrix per expert."""
         experts, *inner = slices
         inside = tuple(reversed(inner)) if self.transpose else tuple(inner)
         numbers = () if is_empty(slices) else range(experts.start, experts.stop)

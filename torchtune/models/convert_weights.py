@@ -1,7 +1,7 @@
-"""Compatibility: functions that convert whole state dicts.
+"""Compatibility: functions that convert complete state dicts.
 
-They call the weight maps (:class:`torchtune.models.WeightMap`), which convert tensor by tensor and read the model's
-description. New code should use weight maps.
+They use weight maps (:class:`torchtune.models.WeightMap`), which convert tensor by tensor and read the model's
+description. New code should use weight maps directly.
 """
 
 import re
@@ -19,10 +19,10 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def get_mapped_key(key: str, mapping_dict: dict[str, str]) -> str:
-    """Translate a name by a table; ``{}`` in its entries stands for the layer number.
+    """Translate a name with a table; ``{}`` in its entries is the layer number.
 
     Raises:
-        WeightMapError: the table lacks the name.
+        WeightMapError: the name is not in the table.
     """
     number = re.search(r"\.(\d+)\.", key)
     template = key if number is None else key[: number.start(1)] + "{}" + key[number.end(1) :]
@@ -41,7 +41,7 @@ def describe_state_dict(
     intermediate_dim: int = 1,
     biases: bool = True,
 ) -> Description:
-    """Make the description that renaming needs: layers are counted from the names; norms and biases are optional."""
+    """Make a description for renaming, with the number of layers in ``names``; norms and biases are optional."""
     layers = [int(found[1]) for found in map(_LAYER_NUMBER.search, names) if found]
     return Description(
         vocab_size=1,
@@ -69,7 +69,7 @@ def hf_to_tune(
     dim: int = 4096,
     head_dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """Llama-shaped weights under Hugging Face names to ours, queries and keys reordered."""
+    """Convert weights of Llama's architecture from Hugging Face names to ours, with queries and keys reordered."""
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
     return dict(HF_INTERLEAVED.to_tune(state_dict.items(), description, partial=True))
 
@@ -81,7 +81,7 @@ def tune_to_hf(
     dim: int = 4096,
     head_dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`hf_to_tune`."""
+    """Convert weights from our names to Hugging Face names; the inverse of :func:`hf_to_tune`."""
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
     return dict(HF_INTERLEAVED.to_external(state_dict.items(), description, partial=True))
 
@@ -96,7 +96,7 @@ def meta_to_tune(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tune_to_meta(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :func:`meta_to_tune`."""
+    """Convert weights and adapters from our names to Meta's; the inverse of :func:`meta_to_tune`."""
     description = describe_state_dict(state_dict)
     theirs = {group.tune[0]: group.external[0] for group in META.groups(description)}
     weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
@@ -107,10 +107,10 @@ def tune_to_meta(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def tune_to_peft_adapter_config(
     adapter_config: dict[str, Any], base_model_name_or_path: str | None = None
 ) -> dict[str, Any]:
-    """Complete an adapter's settings (``r``, ``lora_alpha``, ``target_modules`` by our names) for PEFT.
+    """Convert an adapter config (``r``, ``lora_alpha``, ``target_modules`` with our names) for PEFT.
 
     Raises:
-        ValueError: a setting is missing, or a module has no name in PEFT.
+        ValueError: a field is missing, or a module has no name in PEFT.
     """
     missing = [key for key in ("target_modules", "r", "lora_alpha") if key not in adapter_config]
     if missing:
@@ -133,7 +133,7 @@ def tune_to_peft_adapter_weights(
     dim: int = 4096,
     head_dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """Adapters of a Llama-shaped model under PEFT's names.
+    """Convert adapters of a model of Llama's architecture to PEFT's names.
 
     For models with unchanged query and key layouts (Qwen), use ``spec.weight_map("hf").peft()``.
     """
@@ -144,7 +144,7 @@ def tune_to_peft_adapter_weights(
 def convert_by(
     weight_map: WeightMap, state_dict: dict[str, Tensor], description: Description, *, to_tune: bool
 ) -> dict[str, Tensor]:
-    """Convert a whole state dict by a weight map, in either direction; missing tensors are no error."""
+    """Convert a complete state dict with a weight map, in either direction; tensors may be missing."""
     convert = weight_map.to_tune if to_tune else weight_map.to_external
     return dict(convert(state_dict.items(), description, partial=True))
 

@@ -56,3 +56,5 @@ __all__ = [
     "swiglu",
     "text_decoder",
 ]
+
+from torchtune.modules._tiles import Tiles as Tiles

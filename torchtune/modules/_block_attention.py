@@ -1,8 +1,8 @@
-"""Causal attention for the CPU in blocks of queries, with matrix products; scores and probabilities are float32.
+"""Causal attention on CPU, computed block by block over the queries; scores and probabilities are float32.
 
 For documents of up to about 1,000 tokens it takes 50 to 75 % of the time of torch's fused CPU kernel, which has a slow
-backward pass in bfloat16. Like that kernel it rounds normalised probabilities to the dtype of the values. It saves
-only queries, keys and values for the backward pass, which recomputes the probabilities block by block.
+backward pass in bfloat16. Like that kernel, it rounds normalised probabilities to the dtype of the values. It saves
+only queries, keys and values; the backward pass recomputes the probabilities block by block.
 """
 
 import functools
@@ -14,8 +14,8 @@ from torch import Tensor
 _BLOCK = 128  # queries at a time; measured best from 32 to 192
 
 
-def suits_blocks(length: int, dtype: torch.dtype) -> bool:
-    """Whether blocks are faster for a document of ``length`` tokens on CPU (measured on x86 with AVX-512)."""
+def is_faster_in_blocks(length: int, dtype: torch.dtype) -> bool:
+    """Return whether blocks are faster for a document of ``length`` tokens (measured on x86 with AVX-512)."""
     return 128 <= length <= 2048 if dtype == torch.float32 else length <= 1024
 
 
@@ -28,20 +28,20 @@ def block_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Causal attention of each row. Queries are the last s of t positions, keys are all of them.
+    """Compute causal attention of each row. Queries are the last s of t positions, keys are all t.
 
     Args:
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, t, n_kv, h]``.
         v: values ``[b, t, n_kv, h]``.
         out: receives the result ``[b, s, n, h]``.
-        window: sliding window in positions, the query's own included; 0: none. Keys outside of it are not computed.
+        window: sliding window in positions, the query's own included; 0: none. Scores outside of it are not computed.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: no soft cap.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
     """
     queries, out_heads = (_split_queries(t, k.shape[2]) for t in (q, out))
     values = _by_kv_head(v, v.dtype)
-    for block, seen, _, weights, _ in _blocks(queries, _by_kv_head(k, torch.float32), window, softcap, sinks):
+    for block, seen, _, weights, _ in _iter_blocks(queries, _by_kv_head(k, torch.float32), window, softcap, sinks):
         product = torch.bmm(weights.to(v.dtype), values[:, seen])
         out_heads[:, :, :, block] = product.view(out_heads[:, :, :, block].shape)
 
@@ -59,13 +59,15 @@ def block_attention_backward(
     sinks: Tensor | None = None,
     grad_sinks: Tensor | None = None,
 ) -> None:
-    """Backward pass of :func:`block_attention` for the output gradient ``[b, s, n, h]``: writes ``grad_q``, ``grad_k``
-    and ``grad_v``, and adds to ``grad_sinks``."""
+    """Run the backward pass of :func:`block_attention` for the output gradient ``[b, s, n, h]``.
+
+    Writes ``grad_q``, ``grad_k`` and ``grad_v``, and adds to ``grad_sinks``.
+    """
     queries, grad_heads, grad_queries = (_split_queries(t, k.shape[2]) for t in (q, grad, grad_q))
     keys, values = _by_kv_head(k, k.dtype), _by_kv_head(v, v.dtype)
     grad_keys, grad_values = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)
-    for block, seen, queries_now, weights, slope in _blocks(queries, keys.float(), window, softcap, sinks):
-        grad_now = _block_of(grad_heads, block, grad.dtype)
+    for block, seen, queries_now, weights, slope in _iter_blocks(queries, keys.float(), window, softcap, sinks):
+        grad_now = _take_block(grad_heads, block, grad.dtype)
         grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_now)
         grad_weights = torch.bmm(grad_now, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
@@ -92,34 +94,34 @@ def _by_kv_head(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-def _block_of(x: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
+def _take_block(x: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
     """A block of positions of ``[b, n_kv, n / n_kv, s, h]`` as ``[b * n_kv, n / n_kv * block, h]`` of ``dtype``."""
     view = x[:, :, :, block]
     return view.to(dtype, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
 
 
 @functools.cache
-def _future(device: torch.device) -> Tensor:
-    """Causal mask of a diagonal block: -inf above the diagonal, float32 ``[_BLOCK, _BLOCK]``."""
+def _causal_mask(device: torch.device) -> Tensor:
+    """Return the causal mask of a diagonal block: -inf above the diagonal, float32 ``[_BLOCK, _BLOCK]``."""
     return torch.full((_BLOCK, _BLOCK), float("-inf"), device=device).triu(1)
 
 
-def _blocks(
+def _iter_blocks(
     queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
     """Yield for each block of queries: its slice, the slice of visible keys, queries
     ``[b * n_kv, n / n_kv * block, h]``, probabilities ``[b * n_kv, n / n_kv * block, visible]`` and the derivative of
     the soft cap. ``keys`` and results are float32."""
     group, s, h = queries.shape[2:]
-    before = keys.shape[1] - s  # positions that have keys and no queries
-    future = _future(queries.device)
+    before = keys.shape[1] - s  # positions with keys and without queries
+    future = _causal_mask(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
         block = slice(start, min(start + _BLOCK, s))
         size = block.stop - start
         own = start + before
         seen = slice(max(0, own - window + 1) if window else 0, own + size)
-        queries_now = _block_of(queries, block, torch.float32)
+        queries_now = _take_block(queries, block, torch.float32)
         scores, slope = torch.bmm(queries_now, scaled_keys[:, seen].transpose(1, 2)), None
         if softcap:
             bounded = scores.div_(softcap).tanh_()

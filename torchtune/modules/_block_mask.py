@@ -16,16 +16,16 @@ def document_block_mask(
 ) -> "BlockMask":
     """Make the ``BlockMask`` of causal attention within documents, without a ``t × t`` mask and without a host sync.
 
-    A block of queries sees a contiguous range of key blocks: from the block where the keys of its first document (or
-    the window of its first query) begin to that of its last query. Key blocks in the same document and inside all
-    windows are full blocks.
+    A block of queries attends to a contiguous range of key blocks: from the first key of its first document (or of its
+    first query's window) to the position of its last query. Key blocks in the same document and inside all windows are
+    full blocks.
 
     Args:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to ``num_tokens``.
         num_tokens: t, total number of positions.
         window: sliding window in positions, the query's own included; 0: none.
-        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, where documents have more of them than queries,
-            which are the last positions then; by default ``cu_seqlens``.
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, for documents with more keys than queries; the
+            queries are then the last positions. By default ``cu_seqlens``.
         num_keys: k, total number of keys; by default t.
 
     Returns:
@@ -41,7 +41,7 @@ def document_block_mask(
     own_key = positions + (cu_keys - cu_seqlens)[1:].long()[document]  # the key of the query's own position
     starts = torch.arange(0, num_tokens, BLOCK, device=device)
     ends = (starts + BLOCK).clamp(max=num_tokens) - 1  # the last position of every block
-    begin = cu_keys[document[starts]].long()  # where the keys of the first document of the block begin
+    begin = cu_keys[document[starts]].long()  # first key of the block's first document
     seen = begin if not window else torch.maximum(begin, own_key[starts] - window + 1)
     first, last = seen // BLOCK, own_key[ends] // BLOCK
     # Full blocks: after the document's beginning, inside the window of the last query, up to the first query.
@@ -64,7 +64,7 @@ def document_block_mask(
     def counts(x: Tensor) -> Tensor:
         return x.to(torch.int32)[None, None]
 
-    def indices(x: Tensor) -> Tensor:  # what lies beyond the count is not read, but must be a block
+    def indices(x: Tensor) -> Tensor:  # entries beyond the count are not read, but must be valid
         return counts(x.clamp(max=len(order) - 1))
 
     return BlockMask.from_kv_blocks(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune.data._documents import Documents, SharedPrefixes
-from torchtune.modules._block_attention import block_attention, block_attention_backward, suits_blocks
+from torchtune.data import Documents, SharedPrefixes
+from torchtune.modules._block_attention import block_attention, block_attention_backward, is_faster_in_blocks
 from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._sinks import add_sinks, sinks_gradient
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Document boundaries as kernels take them, without values that the compiler would specialise on.
+    """Document boundaries for kernels, without Python values that the compiler would specialise on.
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
-        max_length: upper bound of the numbers of keys, rounded up so that it takes few values.
+        max_length: upper bound of a document's number of keys, rounded up so that it takes few values.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
-        chunks: size -> boundaries of the documents' chunks of that size.
-        shared: what documents share.
+        chunks: chunk size -> boundaries of the documents' chunks.
+        shared: prefixes that documents share.
     """
 
     cu_seqlens: Tensor
@@ -51,12 +51,12 @@ class Boundaries:
         shared, sizes = documents.shared, (documents.cu_seqlens, documents.num_tokens)
         keys = () if shared is None else (shared.cu_keys, len(shared.keys))
         masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
-        parts = {size: cls.of(documents.in_chunks(size), step, block_masks) for size in chunks}
+        parts = {size: cls.of(documents.split_into_chunks(size), step, block_masks) for size in chunks}
         return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks, shared, parts)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a tensor by index, some several times; their gradients are added up in float32 or wider."""
+    """``index_select`` of rows; the gradients of a row selected several times are summed in float32 or wider."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
@@ -72,13 +72,13 @@ class _Gather(torch.autograd.Function):
         return sums.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 
 
-def keys_that_are_read(shared: SharedPrefixes | None, keys: Tensor) -> Tensor:
-    """Keys or values ``[t, n_kv, h]`` of every document with those of its prefix before them ``[k, n_kv, h]``."""
+def prepend_shared_prefix(shared: SharedPrefixes | None, keys: Tensor) -> Tensor:
+    """Insert the shared prefix before each document's keys or values: ``[t, n_kv, h]`` to ``[k, n_kv, h]``."""
     return keys if shared is None else _Gather.apply(keys, shared.keys)
 
 
 def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Causal attention of documents of equal length, as a batch ``[count, length, n, h]``; they are flattened."""
+    """Causal attention of documents of equal length ``[count, length, n, h]``; the result is ``[t, n, h]``."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
@@ -88,11 +88,11 @@ def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> T
 _Rows = tuple[Tensor, ...]
 
 
-def _pieces(
+def _split_by_length(
     cu_seqlens: Tensor, cu_keys: Tensor | None, of_queries: _Rows, of_keys: _Rows
 ) -> Iterator[tuple[_Rows, _Rows]]:
-    """Yield every run of documents with as many queries and as many keys: its views ``[count, length, …]`` of the
-    tensors by query ``[t, …]`` and of those by key ``[k, …]``."""
+    """Yield views ``[count, length, …]`` of the tensors by query ``[t, …]`` and of the tensors by key ``[k, …]``, for
+    each run of consecutive documents with equal numbers of queries and of keys."""
     queries = cu_seqlens.diff().tolist()
     keys = queries if cu_keys is None else cu_keys.diff().tolist()
     start = [0, 0]
@@ -108,11 +108,11 @@ def _pieces(
         raise ValueError(f"The documents cover {start[0]} positions, the batch has {of_queries[0].shape[0]}.")
 
 
-def _in_blocks(q: Tensor, k: Tensor, window: int, softcap: float) -> bool:
-    """Whether documents ``[count, length, …]`` run in blocks: no other kernel supports it, or blocks are faster."""
+def _should_use_blocks(q: Tensor, k: Tensor, window: int, softcap: float) -> bool:
+    """Whether documents ``[count, length, …]`` run in blocks: the only supported kernel, or the faster one."""
     if window or softcap or q.device.type != "cpu" or q.shape[1] != k.shape[1]:
         return True
-    return suits_blocks(q.shape[1], q.dtype)
+    return is_faster_in_blocks(q.shape[1], q.dtype)
 
 
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
@@ -128,9 +128,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for (q_run, out_run, lse_run), (k_run, v_run) in _pieces(cu_seqlens, cu_keys, (q, out, lse), (k, v)):
+    for (q_run, out_run, lse_run), (k_run, v_run) in _split_by_length(cu_seqlens, cu_keys, (q, out, lse), (k, v)):
         here = window if window < k_run.shape[1] else 0
-        if _in_blocks(q_run, k_run, here, softcap):
+        if _should_use_blocks(q_run, k_run, here, softcap):
             block_attention(q_run, k_run, v_run, out_run, here, softcap, sinks)
         else:
             heads = (t.transpose(1, 2) for t in (q_run, k_run, v_run))
@@ -159,12 +159,12 @@ def _backward(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     of_queries, of_keys = (grad, q, out, lse, grads[0]), (k, v, *grads[1:])
-    for (grad_run, q_run, out_run, lse_run, of_q), (k_run, v_run, *of_kv) in _pieces(
+    for (grad_run, q_run, out_run, lse_run, of_q), (k_run, v_run, *of_kv) in _split_by_length(
         cu_seqlens, cu_keys, of_queries, of_keys
     ):
         results = (of_q, *of_kv)
         here = window if window < k_run.shape[1] else 0
-        if _in_blocks(q_run, k_run, here, softcap):
+        if _should_use_blocks(q_run, k_run, here, softcap):
             more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
             block_attention_backward(grad_run, q_run, k_run, v_run, *results, here, softcap, **more)
             continue
@@ -233,7 +233,7 @@ def document_attention(
     sinks: Tensor | None = None,
     cu_keys: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document.
+    """Compute causal attention within each document.
 
     Args:
         q: queries ``[t, n, h]``, packed documents.
@@ -243,8 +243,8 @@ def document_attention(
         window: sliding window in positions, the query's own included; 0: none.
         softcap: soft cap of the scores; 0: none.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
-        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, where they are more than the queries, which are
-            the last positions then (:func:`keys_that_are_read`).
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, for documents with more keys than queries
+            (:func:`prepend_shared_prefix`); the queries are then the last positions.
 
     Returns:
         Tensor ``[t, n, h]``.
@@ -256,6 +256,6 @@ def document_attention(
 
 
 def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:
-    """:func:`document_attention` with dropout of attention weights."""
-    pieces = _pieces(cu_seqlens, None, (q,), (k, v))
+    """Compute :func:`document_attention` with dropout of attention weights."""
+    pieces = _split_by_length(cu_seqlens, None, (q,), (k, v))
     return torch.cat([_run_attention(*queries, *keys, dropout_p) for queries, keys in pieces])

@@ -1,4 +1,4 @@
-"""What layers share that compute as their quantised selves would."""
+"""Base class of linear layers that simulate quantisation."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchtune.modules import _torchao
+from torchtune.modules import torchao_formats
 
 
 class FakeQuantSwitch:
-    """Whether the layers of a model simulate quantisation now.
+    """Switch shared by all fake-quantised layers of a model.
 
     Attributes:
-        on: see above.
+        on: whether the layers simulate quantisation.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class FakeQuantSwitch:
 
 
 class FakeQuantized(nn.Module):
-    """A layer with fake quantizers of its input and its weight; mixed into the class of a linear layer.
+    """Mixin for linear layers that fake-quantises the input and the weight.
 
     Attributes:
-        activation_fake_quantizer: of the input, or None.
-        weight_fake_quantizer: of the weight, or None.
-        fake_quant: shared by all layers of a model.
+        activation_fake_quantizer: fake quantizer of the input, or None.
+        weight_fake_quantizer: fake quantizer of the weight, or None.
+        fake_quant: switch shared by all layers of a model.
     """
 
     activation_fake_quantizer: nn.Module | None
@@ -35,22 +35,22 @@ class FakeQuantized(nn.Module):
     fake_quant: FakeQuantSwitch
 
     def set_up_fake_quant(self, base_config: Any, switch: FakeQuantSwitch) -> None:
-        """Add what :meth:`forward` needs."""
-        found = _torchao.fake_quantizers(base_config, self.weight.shape)
+        """Add the fake quantizers and the switch that :meth:`forward` needs."""
+        found = torchao_formats.fake_quantizers(base_config, self.weight.shape)
         self.activation_fake_quantizer, self.weight_fake_quantizer = found
         self.fake_quant = switch
 
     def quantized_weight(self) -> Tensor:
-        """The weight ``[out, in]`` that is quantised: what a checkpoint will hold, adapters merged."""
+        """Return the weight ``[out, in]`` to quantise, as an exported checkpoint holds it: with adapters merged."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Apply the layer: ``[..., in]`` to ``[..., out]``."""
         if not self.fake_quant.on:
             return super().forward(x)
         if not torch.is_grad_enabled():
             return self._simulate(x)
-        # Autograd would keep a quantised copy of every weight of the model; it keeps the input, and makes it again.
+        # Autograd would save a quantised copy of every weight: save only the input and recompute.
         return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
 
     def _simulate(self, x: Tensor) -> Tensor:

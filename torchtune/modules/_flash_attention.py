@@ -91,7 +91,7 @@ def _setup_context(ctx, inputs: tuple[Tensor | int, ...], output: tuple[Tensor, 
 
 
 def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: activation checkpointing lets go of them
+    saved = ctx.saved_tensors  # read once: activation checkpointing frees them
     *grads, grad_sinks = _backward(grad, *saved, ctx.max_length, ctx.window)
     return *grads, None, grad_sinks.to(saved[4].dtype), None, None, None
 
@@ -109,18 +109,18 @@ def flash_attention_with_sinks(
     window: int = 0,
     cu_keys: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document, on CUDA in float16 or bfloat16, without a host sync.
+    """Compute causal attention within each document, on CUDA in float16 or bfloat16, without a host sync.
 
     Args:
         q: queries ``[t, n, h]``, packed documents.
         k: keys ``[t, n_kv, h]``.
         v: values ``[t, n_kv, h]``.
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to t.
-        max_length: upper bound of the numbers of keys.
+        max_length: upper bound of a document's number of keys.
         sinks: attention sinks ``[n]``.
         window: sliding window in positions, the query's own included; 0: none.
-        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, where they are more than the queries, which are
-            the last positions then.
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, for documents with more keys than queries; the
+            queries are then the last positions.
 
     Returns:
         Tensor ``[t, n, h]``.

@@ -1,4 +1,4 @@
-"""Newer flash attention kernels, for those who installed one."""
+"""Conversion that uses a separately installed FlashAttention-3 or -4 kernel."""
 
 import importlib
 from typing import ClassVar
@@ -12,8 +12,8 @@ from torchtune.modules.attention_utils import Kernel, choose_kernel
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.utils import is_simulated
 
-# Name for torch -> the module with the kernel, its folder in github.com/Dao-AILab/flash-attention, and compute
-# capabilities (major).
+# Torch's name -> (module of the kernel, its folder in github.com/Dao-AILab/flash-attention, supported compute
+# capabilities (major)).
 _KERNELS = {
     "FA3": ("flash_attn_interface", "hopper", (9,)),
     "FA4": ("flash_attn.cute.interface", "flash_attn/cute", (9, 10)),
@@ -21,10 +21,10 @@ _KERNELS = {
 
 
 class FlashAttentionKernel(Conversion):
-    """Conversion that runs flash attention by FlashAttention-3 or -4 instead of torch's own kernel.
+    """Conversion that runs flash attention with FlashAttention-3 or -4 instead of torch's own kernel.
 
-    It calls ``torch.nn.attention.activate_flash_attention_impl``, which holds for the whole process. Layers that flash
-    attention does not run (soft caps, float32, heads wider than 256) keep their kernel. Not tested on a GPU.
+    It calls ``torch.nn.attention.activate_flash_attention_impl``, which affects the whole process. Layers that flash
+    attention does not support (soft caps, float32, heads wider than 256) keep their kernel. Not tested on a GPU.
 
     Args:
         kernel: ``"FA3"`` (compute capability 9.0) or ``"FA4"`` (9.0 or 10.0).
@@ -48,7 +48,8 @@ class FlashAttentionKernel(Conversion):
         """Activate the kernel.
 
         Raises:
-            ConversionError: the model has attention sinks or no layer that uses it, or this machine cannot run it.
+            ConversionError: the model has attention sinks, no layer uses flash attention, or this machine cannot run
+                the kernel.
         """
         layers = {path: module for path, module in model.named_modules() if isinstance(module, MultiHeadAttention)}
         with_sinks = [path for path, layer in layers.items() if layer.sinks is not None]

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Apply ``torch.compiler.disable`` at the first call: as a decorator it would import the compiler.
+    """Apply ``torch.compiler.disable`` at the first call, because applying it at import time imports the compiler.
 
     Optimizers import the compiler as well, so a training run pays nothing extra; a dry run never imports it.
     """

@@ -1,11 +1,11 @@
 """Attention sinks for kernels without support for them.
 
-A sink is a learned logit per head that is added to the softmax's denominator and has no value (Xiao et al. 2023,
+A sink is a learned logit per head in the softmax's denominator, without a value (Xiao et al. 2023,
 arXiv:2309.17453). With ``lse`` the log-sum-exp of the scores, the new one is ``log(exp(lse) + exp(sink))``, and the
 output is multiplied by ``sigmoid(lse - sink)``.
 
-The backward pass of a flash attention kernel recomputes probabilities from the log-sum-exp and uses the output for
-their mean gradient. With the log-sum-exp and the output of attention with sinks, its gradients are those with sinks.
+The backward pass of a flash attention kernel recomputes probabilities from the log-sum-exp and takes their mean
+gradient from the output. Called with both as computed with sinks, it returns the gradients of attention with sinks.
 """
 
 import torch
@@ -25,7 +25,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient of the sinks, float32 ``[n]``.
+    """Return the gradient of the sinks, float32 ``[n]``.
 
     Args:
         grad: gradient of the output ``[…, n, t, h]``.

@@ -1,4 +1,4 @@
-"""Attention among the tiles of images, some of which are padding."""
+"""Batches of image tiles: their layout, padding and attention mask."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ from torchtune.modules._outside_graphs import outside_graphs
 
 @dataclass(frozen=True)
 class TileMask:
-    """Which positions of an image attend to which, without a mask in memory.
+    """Attention mask of image tiles that is not materialised.
 
-    The positions of an image are real ones first, then padding. Real positions attend to all, padding attends to
-    the real ones alone: Llama 3.2 Vision was trained with these, and its features depend on them.
+    An image's real positions come before its padding. Real positions attend to all positions, padding only to real
+    ones: Llama 3.2 Vision was trained this way, and its features depend on it.
 
     Attributes:
-        groups: (images, real positions of each), in the order of the batch.
+        groups: (number of images, real positions of each), in the order of the batch.
     """
 
     groups: tuple[tuple[int, int], ...]
 
-    @outside_graphs  # a new set of images compiles nothing
+    @outside_graphs  # so that new image sizes do not recompile
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-        """Attention ``[b, s, n, h]`` of queries, keys and values of this shape."""
+        """Compute attention of queries, keys and values ``[b, s, n, h]``; the result has the same shape."""
         found, start = [], 0
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         for images, real in self.groups:
@@ -40,19 +40,19 @@ class TileMask:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the tiles of a batch of images lie in the sequences of an encoder.
+    """Layout of a batch of image tiles as encoder sequences.
 
-    A sequence ``[max_num_tiles * (tokens + padding), d]`` has the tokens of every tile, then the padding of every
-    tile. Images with equally many tiles are neighbours.
+    A sequence ``[max_num_tiles * (tokens + padding), d]`` has the tokens of all tiles, then the padding of all tiles.
+    Images are sorted by their number of tiles.
 
     Attributes:
-        shape: (batch size, images of a row, tiles of an image) as given.
-        max_num_tiles: tiles of a sequence; those that an image lacks are padding.
-        tokens: positions of a tile.
-        padding: positions that are added to a tile.
-        order: int64 ``[b * images]``: which image comes first, second …; None: as given.
-        mask: of the sequences.
-        ratios: int64 ``[b * images, 2]``: tiles of each image as (height, width), in this order.
+        shape: (batch size, images per row, tiles per image) of the input.
+        max_num_tiles: tiles per sequence; missing tiles of an image are padding.
+        tokens: tokens per tile.
+        padding: padding positions per tile.
+        order: int64 ``[b * images]``, indices of the sorted images; None: the order of the input.
+        mask: attention mask of the sequences.
+        ratios: int64 ``[b * images, 2]``: (height, width) of each sorted image in tiles.
     """
 
     shape: tuple[int, int, int]
@@ -65,18 +65,17 @@ class Tiles:
 
     @classmethod
     def of(cls, images: Tensor, aspect_ratio: Tensor, max_num_tiles: int, tokens: int, multiple: int = 1) -> "Tiles":
-        """Arrange images.
+        """Compute the layout of a batch of images.
 
         Args:
             images: ``[b, images, tiles, c, h, w]``.
-            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; 0 of images that are
-                padding.
-            max_num_tiles: see above.
-            tokens: see above.
-            multiple: that the positions of a tile are padded to.
+            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; 0 for padding images.
+            max_num_tiles: tiles per sequence.
+            tokens: tokens per tile.
+            multiple: pad the positions of a tile to a multiple of this.
 
         Raises:
-            ValueError: an image has more tiles than ``images`` or the encoder.
+            ValueError: an image has more tiles than ``images`` or than ``max_num_tiles``.
         """
         b, per_row, tiles = images.shape[:3]
         if tiles > max_num_tiles:
@@ -96,26 +95,26 @@ class Tiles:
         return cls((b, per_row, tiles), max_num_tiles, tokens, -tokens % multiple, order, TileMask(groups), ratios)
 
     def pad(self, x: Tensor) -> Tensor:
-        """Patches ``[b * images * tiles, n, d]`` to ``[b * images, max_num_tiles, n, d]``, in the order of sequences.
+        """Pad and sort patches ``[b * images * tiles, n, d]``: ``[b * images, max_num_tiles, n, d]``.
 
-        Tiles that are padding are zero.
+        Padding tiles are zero.
         """
         x = x.unflatten(0, (-1, self.shape[2]))
         x = F.pad(x, (0, 0, 0, 0, 0, self.max_num_tiles - self.shape[2]))
         return x if self.order is None else x[self.order]
 
     def join(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Sequences of tokens ``[n, max_num_tiles, tokens, d]`` and of padding, by default of zeros."""
+        """Concatenate tokens ``[n, max_num_tiles, tokens, d]`` and padding, by default zeros, to ``[n, s, d]``."""
         if padding is None:
             padding = tokens.new_zeros(*tokens.shape[:2], self.padding, tokens.shape[3])
         return torch.cat([tokens.flatten(1, 2), padding.flatten(1, 2)], dim=1)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse: tokens and padding of sequences ``[n, s, d]``."""
+        """Split sequences ``[n, s, d]`` into tokens and padding; the inverse of :meth:`join`."""
         sizes = self.max_num_tiles * self.tokens, self.max_num_tiles * self.padding
         return tuple(part.unflatten(1, (self.max_num_tiles, -1)) for part in x.split(sizes, dim=1))
 
     def unpad(self, x: Tensor) -> Tensor:
-        """The tokens ``[b, images, tiles, tokens, d]`` of sequences ``[n, s, d]``."""
+        """Return the tokens ``[b, images, tiles, tokens, d]`` of sequences ``[n, s, d]``, in the input's order."""
         x = self.split(x)[0][:, : self.shape[2]]
         return (x if self.order is None else x[self.order.argsort()]).unflatten(0, self.shape[:2])

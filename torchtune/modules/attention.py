@@ -1,9 +1,9 @@
-"""Multi-head attention, grouped-query attention included."""
+"""Multi-head and grouped-query attention."""
 
 import torch
 from torch import Tensor, nn
 
-from torchtune.data._documents import Documents
+from torchtune.data import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention_utils import _MaskType, attention
 from torchtune.modules.kv_cache import KVCache
@@ -28,13 +28,13 @@ class MultiHeadAttention(nn.Module):
         pos_embeddings: rotary embedding of queries and keys ``[b, s, n, h]``, called with ``input_pos=``.
         q_norm: norm of each query head.
         k_norm: norm of each key head; required with ``q_norm`` and ``k_proj``.
-        v_norm_eps: eps of an RMSNorm, without weight, of each value head; by default there is none.
-        kv_cache: KV cache, which every call extends and reads.
+        v_norm_eps: eps of an RMSNorm without weight on each value head; by default there is none.
+        kv_cache: KV cache that every call extends and reads.
         max_seq_len: informational.
         is_causal: whether attention is causal without mask and documents.
         attn_dropout: dropout probability of attention weights in training.
         qk_norm_before_rope: whether the norms come before RoPE.
-        qk_norm_whole: the norms act on the whole projection, ``n * h`` wide, instead of each head; before RoPE.
+        qk_norm_whole: apply the norms to the whole projection of width ``n * h`` instead of to each head; before RoPE.
         scale: scale of the scores; by default ``h ** -0.5``.
         softcap: soft cap of the scores, ``softcap * tanh(score / softcap)``.
         window: sliding window in positions, the query's own included.
@@ -42,13 +42,12 @@ class MultiHeadAttention(nn.Module):
             output of the head.
         growth: (beta, span, first): queries are scaled by ``1 + beta * ln(1 + (position + first) // span)`` (Llama 4,
             Ministral 3).
-        chunk: attention stays within chunks of this many positions of a document.
-        qk_norm_eps: eps of an RMSNorm, without weight, of each query and key head, after RoPE; by default there is
-            none.
+        chunk: chunk size in positions of a document; attention stays within a chunk.
+        qk_norm_eps: eps of an RMSNorm without weight on each query and key head, after RoPE; by default there is none.
         sinks: add attention sinks: a parameter ``sinks`` ``[n]``, a logit per head in the softmax's denominator.
 
     Raises:
-        ValueError: arguments that do not fit together.
+        ValueError: arguments are inconsistent.
 
     Example:
         >>> attention = model.layers[0].attn
@@ -120,7 +119,7 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = k_norm
         self.pos_embeddings = pos_embeddings
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
-        # Context parallelism replaces it by a function of the same arguments.
+        # Context parallelism replaces it by a function with the same signature.
         self.attention = attention
 
     def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
@@ -130,7 +129,7 @@ class MultiHeadAttention(nn.Module):
             self.cache_enabled = True
 
     def _has_keys(self) -> bool:
-        """Whether keys are of this layer, not of an earlier one."""
+        """Whether this layer computes keys, instead of reusing an earlier layer's."""
         return self.k_proj is not None
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> KVCache:
@@ -164,9 +163,9 @@ class MultiHeadAttention(nn.Module):
             mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``. With a KV cache, t is the cache's length.
             input_pos: positions ``[b, s]``, for ``pos_embeddings``.
             documents: document boundaries, instead of a mask.
-            rope: precomputed cosine and sine of the positions.
-            keys: keys and values of another layer, if this one has none.
-            returns_keys: also return the keys and values that attention read, for other layers.
+            rope: precomputed cosine and sine of the positions' angles.
+            keys: keys and values of another layer, for a layer without ``k_proj``.
+            returns_keys: also return the keys and values, for other layers.
 
         Returns:
             Tensor ``[b, s, d]``; with ``returns_keys``, a tuple of it and of keys and values ``[b, t, n_kv, h]``.
@@ -179,7 +178,7 @@ class MultiHeadAttention(nn.Module):
         if self.query_factor != 1.0:
             q = q * self.query_factor
         if self.growth is not None:
-            q = self._grown(q, input_pos)
+            q = self._scale_queries(q, input_pos)
         k, v = self._keys(y, input_pos, rope) if keys is None else keys
         q = q.to(k.dtype)
         out = self.attention(
@@ -200,7 +199,7 @@ class MultiHeadAttention(nn.Module):
         return (out, (k, v)) if returns_keys else out
 
     def _keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
-        """Keys and values ``[b, t, n_kv, h]`` of the input, after those in the cache."""
+        """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""
         if self.k_proj is None:
             raise ValueError("This layer has no keys and values: give it those of another, keys=.")
         projected = self.k_proj(y)
@@ -212,8 +211,8 @@ class MultiHeadAttention(nn.Module):
             k, v = (t.transpose(1, 2) for t in self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2)))
         return k, v
 
-    def _grown(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
-        """Queries ``[b, s, n, h]``, scaled by their positions."""
+    def _scale_queries(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
+        """Scale queries ``[b, s, n, h]`` by ``growth``."""
         beta, span, first = self.growth
         positions = torch.arange(q.shape[1], device=q.device) if input_pos is None else input_pos
         factors = 1 + beta * ((positions + first) // span).float().log1p()
@@ -222,7 +221,7 @@ class MultiHeadAttention(nn.Module):
     def _heads(
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Projected queries or keys ``[b, s, n * h]``, normalised and rotated ``[b, s, n, h]``."""
+        """Normalise and rotate projected queries or keys: ``[b, s, n * h]`` to ``[b, s, n, h]``."""
         if norm is not None and self.qk_norm_whole:
             x, norm = norm(x), None
         x = x.unflatten(-1, (-1, self.head_dim))

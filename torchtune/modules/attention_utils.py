@@ -1,4 +1,4 @@
-"""Attention with document masks and other masks: selects the kernel."""
+"""Scaled dot-product attention with document masks or other masks, and the choice of its kernel."""
 
 import functools
 import inspect
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune.data._documents import Documents
+from torchtune.data import Documents
 from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._document_attention import (
     Boundaries,
     document_attention,
     document_attention_with_dropout,
-    keys_that_are_read,
+    prepend_shared_prefix,
 )
 from torchtune.modules._flash_attention import flash_attention_with_sinks
 from torchtune.modules._tiles import TileMask
@@ -44,7 +44,7 @@ def attention(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped-query support.
+    """Compute scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped-query support.
 
     Give at most one of ``documents`` and ``mask``. With neither, attention is causal in each row, or full if
     ``is_causal`` is False.
@@ -53,35 +53,35 @@ def attention(
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, t, n_kv, h]``; n is a multiple of n_kv.
         v: values ``[b, t, n_kv, h]``.
-        documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document and what
-            it goes on from.
-        mask: bool ``[b, s, t]`` (True: attend), a FlexAttention ``BlockMask``, or what a
-            :class:`VisionTransformer` makes of the tiles of images.
-        is_causal: ignored with ``mask`` or ``documents``. A single query comes after all keys.
+        documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document and its
+            shared prefix.
+        mask: bool ``[b, s, t]`` (True: attend), a FlexAttention ``BlockMask``, or the tile mask of a
+            :class:`VisionTransformer`.
+        is_causal: causal attention; ignored with ``mask`` or ``documents``. A single query attends to all keys.
         dropout_p: dropout probability of attention weights.
         window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
             own position.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator (Xiao et al. 2023,
             arXiv:2309.17453).
-        chunk: positions of a document form chunks of this size, and a query sees those of its own chunk (Llama 4).
-            With a mask, the number of visible keys tells a query's position.
+        chunk: chunk size; a query attends only within its own chunk of the document (Llama 4). With a mask, a query's
+            position follows from its number of visible keys.
 
     Returns:
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask`` are given, dropout with a window, chunks, a soft cap or sinks, or
-            chunks with a ``BlockMask``.
+        ValueError: both ``documents`` and ``mask``, dropout with a window, chunks, a soft cap or sinks, or chunks
+            with a ``BlockMask``.
 
     Example:
-        >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, n, s, h]
+        >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, s, n, h]
         >>> torchtune.modules.attention(q, k, v).shape
         torch.Size([1, 2, 3, 4])
     """
     if dropout_p > 0.0 and (window or chunk or softcap or sinks is not None):
         raise ValueError("Attention with a window, chunks, a soft cap or sinks has no dropout: set attn_dropout to 0.")
-    scored = softcap is not None or sinks is not None  # the kernel must change the scores
+    scored = softcap is not None or sinks is not None  # SDPA cannot compute these
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
@@ -96,7 +96,7 @@ def attention(
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
         heads = (t.transpose(1, 2) for t in (q, k, v))
         return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
-    if q.shape[1] == 1 < k.shape[1] and mask is None and is_causal:  # a token after all cached keys
+    if q.shape[1] == 1 < k.shape[1] and mask is None and is_causal:  # decoding: one token after all cached keys
         is_causal = False
         window = window if chunk is None else (k.shape[1] - 1) % chunk + 1
         if window is not None:
@@ -109,7 +109,7 @@ def attention(
         and q.shape[1] == k.shape[1]
         and (special or q.device.type == "cpu" or (chunk is not None and chunk < q.shape[1]))
     ):
-        b, s = q.shape[:2]  # every row is a document
+        b, s = q.shape[:2]  # run every row as a document
         if chunk is not None and chunk < s:
             rows = _chunks_of(Documents.from_lengths([s] * b, q.device), chunk)
             return _packed_attention(q, k, v, rows, 0.0, window or 0, softcap or 0.0, sinks)
@@ -124,11 +124,11 @@ def attention(
     return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
 
 
-attention.shares_prefixes = True  # it reads Documents.shared
+attention.shares_prefixes = True  # supports Documents.shared
 
 
 class Kernel(Enum):
-    """What computes attention within documents; the value says it in the log."""
+    """Kernels for attention within documents; the values are descriptions for the log."""
 
     VARLEN = "torch's varlen_attn (flash attention over documents)"
     FLASH_WITH_SINKS = "torch's flash attention over documents, sinks added by its log-sum-exp"
@@ -145,15 +145,15 @@ def choose_kernel(
     softcap: float = 0.0,
     sinks: bool = False,
 ) -> Kernel:
-    """The kernel of attention within documents, without dropout.
+    """Choose the kernel for attention within documents, without dropout.
 
     Args:
-        device: of the queries.
-        dtype: of the queries.
+        device: device of the queries.
+        dtype: dtype of the queries.
         head_dim: h.
-        window: how many positions a query sees; 0: all before it.
-        softcap: bound of the scores; 0: none.
-        sinks: whether there are sinks.
+        window: sliding window in positions; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: whether there are attention sinks.
     """
     if device.type != "cuda":
         return Kernel.PER_DOCUMENT
@@ -161,7 +161,7 @@ def choose_kernel(
     if softcap or dtype not in _FLASH_DTYPES or head_dim > 256 or _VARLEN is None:
         return Kernel.FLEX
     if sinks:
-        return Kernel.FLEX if torch.version.hip else Kernel.FLASH_WITH_SINKS  # ROCm lays log-sum-exps out differently
+        return Kernel.FLEX if torch.version.hip else Kernel.FLASH_WITH_SINKS  # ROCm's log-sum-exps have another layout
     return Kernel.VARLEN if not window or "window_size" in _VARLEN[1] else Kernel.FLEX
 
 
@@ -175,12 +175,11 @@ def _packed_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention ``[b, s, n, h]`` within each document."""
     has_sinks = sinks is not None
     kernel = choose_kernel(q.device, q.dtype, head_dim=q.shape[-1], window=window, softcap=softcap, sinks=has_sinks)
     if dropout_p or kernel is Kernel.PER_DOCUMENT:
         return per_document_attention(q, k, v, documents, dropout_p, window, softcap, sinks)
-    flat = [q.flatten(0, 1), *(keys_that_are_read(documents.shared, t.flatten(0, 1)) for t in (k, v))]
+    flat = [q.flatten(0, 1), *(prepend_shared_prefix(documents.shared, t.flatten(0, 1)) for t in (k, v))]
     cu_seqlens, longest = documents.cu_seqlens, documents.max_length
     cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
@@ -198,14 +197,14 @@ def _packed_attention(
 
 def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
     if isinstance(documents, Documents):
-        return Boundaries.of(documents.in_chunks(size))
+        return Boundaries.of(documents.split_into_chunks(size))
     if size not in documents.chunks:
         raise ValueError(f"These boundaries do not say where chunks of {size} begin: give the documents.")
     return documents.chunks[size]
 
 
 def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
-    """bool ``[b, s, t]``: the ``window`` keys that end with the last one a query sees in ``mask``."""
+    """bool ``[b, s, t]``: the window of keys that ends with the last visible key of ``mask``."""
     index = torch.arange(mask.shape[-1], device=mask.device)
     last = (mask * index).amax(-1, keepdim=True)
     return index > last - window
@@ -214,7 +213,7 @@ def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
 def _scored_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with all scores at once, in float32: for masks, so for generation."""
+    """Attention with materialised float32 scores, for masks and so for generation."""
     n_kv = k.shape[2]
     queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5
     scores = torch.einsum("bsgmh,btgh->bgmst", queries, k.float())
@@ -233,7 +232,7 @@ def _scored_attention(
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
     """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
     b, s, n, h = q.shape
-    if s == 1 and n != k.shape[2]:  # the queries of a group as positions, so that no kernel repeats keys
+    if s == 1 and n != k.shape[2]:  # the queries of a group become positions, so that no kernel repeats keys
         groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
         visible = None if mask is None else mask[:, None]
         return F.scaled_dot_product_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
@@ -259,20 +258,20 @@ def per_document_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document: one call of the kernel per run of documents of equal length.
+    """Compute causal attention within each document, with one kernel call per run of documents of equal length.
 
-    No mask exists, and the work is the sum of the squares of the lengths. Compiled layers see a single operator, so
-    that a new set of lengths compiles nothing.
+    There is no mask; the work is the sum of the squared lengths. Without dropout it is a custom operator, so that
+    compiled layers do not recompile for new lengths.
 
     Args:
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, s, n_kv, h]``.
         v: values ``[b, s, n_kv, h]``.
-        documents: cover the flattened ``b * s`` positions.
-        dropout_p: probability of dropping an attention weight; not with a shared prefix.
-        window: how many positions a query sees at most; 0: all of its document before it.
-        softcap: bound of the scores; 0: none.
-        sinks: see :func:`attention`.
+        documents: boundaries in the flattened ``b * s`` positions.
+        dropout_p: dropout probability of attention weights; must be 0 with a shared prefix.
+        window: sliding window in positions, the query's own included; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: attention sinks ``[n]``.
 
     Returns:
         Tensor ``[b, s, n, h]``.
@@ -280,7 +279,7 @@ def per_document_attention(
     q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
     shared = documents.shared
     if dropout_p == 0.0:
-        k_flat, v_flat = (keys_that_are_read(shared, t) for t in (k_flat, v_flat))
+        k_flat, v_flat = (prepend_shared_prefix(shared, t) for t in (k_flat, v_flat))
         cu_keys = None if shared is None else shared.cu_keys
         out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks, cu_keys)
     elif shared is not None:
@@ -293,14 +292,14 @@ def per_document_attention(
 def attention_backend(
     device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False, **kind: Any
 ) -> str:
-    """Name of the kernel that :func:`attention` uses for layers of this kind, without dropout.
+    """Return a description of the kernel that :func:`attention` uses, without dropout.
 
     Args:
-        device: of the queries.
-        dtype: of the queries.
+        device: device of the queries.
+        dtype: dtype of the queries.
         documents: whether attention stays within documents.
-        mask: whether it is given a mask.
-        kind: ``head_dim``, ``window``, ``softcap`` and ``sinks``, as of :func:`choose_kernel`.
+        mask: whether there is a mask.
+        kind: ``head_dim``, ``window``, ``softcap`` and ``sinks`` of :func:`choose_kernel`.
     """
     scored = kind.get("softcap") or kind.get("sinks")
     if mask:
@@ -313,7 +312,7 @@ def attention_backend(
 
 
 def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: Any) -> None:
-    """Say once which kernel attention uses in layers of a kind; ``options`` as of :func:`attention_backend`."""
+    """Log once the kernel that attention uses, with the ``options`` of :func:`attention_backend`."""
     name = attention_backend(device, dtype, **options)
     special = {"window": "a window", "softcap": "a soft cap", "sinks": "sinks"}
     given = " and ".join(word for option, word in special.items() if options.get(option))
@@ -322,9 +321,9 @@ def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: A
 
 @functools.cache
 def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
-    """(function, arguments that make it causal, whether it groups queries), by what this release of torch has.
+    """Return (varlen_attn, arguments that make it causal, whether it supports GQA), or None in older torch.
 
-    Importing it loads the compiler, so that it happens when the first layer attends on CUDA and not before.
+    Importing it loads the compiler, so it is imported at the first attention on CUDA.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -344,7 +343,7 @@ _VARLEN: tuple[Callable[..., Tensor], dict[str, Any], bool] | None = None
 
 
 def _load_varlen() -> None:
-    """Look the kernel up while nothing is being compiled: compiled layers cannot import."""
+    """Import the kernel, except while compiling: compiled layers cannot import."""
     global _VARLEN
     if _VARLEN is None and not torch.compiler.is_compiling():
         _VARLEN = _find_varlen()
@@ -367,7 +366,7 @@ def _varlen_attention(
 
 
 def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
-    """bool mask ``[b, s, s]`` in which every packed document is causal and sees only itself.
+    """Return the bool mask ``[b, s, s]`` of causal attention within each packed document.
 
     Args:
         seq_lens: for each row of the batch, the lengths of its documents; they sum to s.
@@ -386,9 +385,9 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
 
 
 def packed_block_causal_mask(seq_lens: list[Tensor]) -> _MaskType:
-    """The same as :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialised.
+    """Return the mask of :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialised.
 
-    Batches that carry :class:`torchtune.data.Documents` need neither.
+    Batches with :class:`torchtune.data.Documents` need no mask.
 
     Example:
         >>> torchtune.modules.packed_block_causal_mask([torch.tensor([1, 2])]).int()
@@ -413,14 +412,14 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> _MaskType:
 
 @functools.cache
 def compile_flex_attention() -> Callable[..., Tensor]:
-    """The compiled kernel of flex attention."""
+    """Return the compiled ``flex_attention``."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "flex_attention_compiled":  # as older code knows it; nothing is compiled before it is called
+    if name == "flex_attention_compiled":  # the name in older releases; compiled at the first call
         return compile_flex_attention()
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
@@ -434,9 +433,9 @@ def compile_friendly_flex_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Flex attention on ``[b, n, s, h]``, compiled on its own unless it is being compiled with what surrounds it.
+    """Compute flex attention on ``[b, n, s, h]``, compiled on CUDA unless the caller is being compiled.
 
-    ``window``, ``softcap`` and ``sinks`` as in :func:`attention`; queries and keys begin at the same position.
+    ``window``, ``softcap`` and ``sinks`` are as in :func:`attention`; queries and keys begin at the same position.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -455,10 +454,10 @@ def compile_friendly_flex_attention(
 
 
 def kv_offset_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, offset: int) -> Tensor:
-    """Flex mask for queries that start ``offset`` positions into the cache."""
+    """Return the causal mask (a flex ``mask_mod``) for queries that start ``offset`` positions into the cache."""
     return kv_idx <= q_idx + offset
 
 
 def causal_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Causal flex mask."""
+    """Return the causal mask (a flex ``mask_mod``)."""
     return q_idx >= kv_idx

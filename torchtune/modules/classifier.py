@@ -1,4 +1,4 @@
-"""A language model with a head of classes, or of one reward, instead of its vocabulary."""
+"""Models with a classification or reward head instead of the vocabulary's output projection."""
 
 import importlib
 from dataclasses import replace
@@ -10,11 +10,11 @@ from torchtune.utils import UserError
 
 
 class ClassifierHead(nn.Linear):
-    """Output layer of classes, ``[..., d]`` to ``[..., num_classes]``, without a bias.
+    """Classification head without a bias, ``[..., d]`` to ``[..., num_classes]``.
 
     Args:
         width: d.
-        num_classes: outputs.
+        num_classes: number of classes.
     """
 
     def __init__(self, width: int, num_classes: int) -> None:
@@ -26,7 +26,7 @@ class ClassifierHead(nn.Linear):
 
 
 def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs: Any) -> nn.Module:
-    """Build a model and give it an output layer of classes, ``nn.Linear(d, num_classes)`` without a bias.
+    """Build a model with a classification head, ``nn.Linear(d, num_classes)`` without a bias, as its output layer.
 
     Args:
         num_classes: number of classes; 1 for a reward model.
@@ -34,7 +34,7 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
         **base_model_kwargs: arguments of the builder.
 
     Returns:
-        The model, on the device and in the dtype that tensors are being made in.
+        The model, on the default device and in the default dtype.
 
     Raises:
         UserError: there is no such builder, or ``num_classes`` is below 1.

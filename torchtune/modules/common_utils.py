@@ -1,4 +1,4 @@
-"""Key-value caches switched on and off, and small helpers on modules."""
+"""Context managers for key-value caches, and small helpers."""
 
 import contextlib
 from collections.abc import Generator
@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtune.modules.low_precision import reparametrize_as_dtype_state_dict_post_hook
 
-# Compatibility: LoRA recipes copied from earlier releases set it; state dicts of this library need no such switch.
+# Compatibility: LoRA recipes copied from earlier releases set it; it has no effect.
 _use_low_cpu_ram = False
 _low_ram_reparametrize_as_dtype_state_dict_post_hook = reparametrize_as_dtype_state_dict_post_hook
 
@@ -17,17 +17,17 @@ _low_ram_reparametrize_as_dtype_state_dict_post_hook = reparametrize_as_dtype_st
 def _register_reparametrize_state_dict_hooks(
     module: nn.Module, dtype: torch.dtype = torch.bfloat16, offload_to_cpu: bool = True
 ) -> None:
-    """Let ``module.state_dict()`` return dequantised weights."""
+    """Make ``module.state_dict()`` return dequantised weights."""
     hook = partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=offload_to_cpu)
     module._register_state_dict_hook(hook)
 
 
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
+def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled")]
 
 
 def _require_caches(model: nn.Module, action: str) -> list[nn.Module]:
-    attentions = _attention_modules(model)
+    attentions = attention_modules(model)
     if not any(module.kv_cache is not None for module in attentions):
         raise ValueError(f"The model has no key-value caches to {action}: call setup_caches() first.")
     return attentions
@@ -43,15 +43,15 @@ def local_kv_cache(
     encoder_max_seq_len: int | None = None,
     decoder_max_seq_len: int | None = None,
 ) -> Generator[None, None, None]:
-    """Give the model key-value caches inside the block, and take them away after it.
+    """Set up the model's key-value caches inside the block and delete them after it.
 
     Args:
-        model: has ``setup_caches``.
-        batch_size: rows of the largest batch.
-        device: of the caches.
-        dtype: of the caches.
-        encoder_max_seq_len: positions of the encoder's cache.
-        decoder_max_seq_len: positions of the decoder's cache; by default the model's ``max_seq_len``.
+        model: model with ``setup_caches``.
+        batch_size: size of the largest batch.
+        device: device of the caches.
+        dtype: dtype of the caches.
+        encoder_max_seq_len: length of the encoder's cache.
+        decoder_max_seq_len: length of the decoder's cache; by default the model's ``max_seq_len``.
 
     Raises:
         ValueError: the model has caches already.
@@ -77,10 +77,10 @@ def local_kv_cache(
 
 @contextlib.contextmanager
 def disable_kv_cache(model: nn.Module) -> Generator[None, None, None]:
-    """Ignore the model's key-value caches inside the block; they keep what they hold.
+    """Disable the model's key-value caches inside the block, without changing their contents.
 
     Raises:
-        ValueError: the model has no caches, or they are ignored already.
+        ValueError: the model has no caches, or they are disabled already.
 
     Example:
         >>> model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
@@ -116,10 +116,10 @@ def delete_kv_caches(model: nn.Module) -> None:
 
 
 def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
-    """Which of ``length`` items a string selects: ``"0,2"``, ``"1:3"``, ``":-1"``, ``"::2"``, or a mix by commas.
+    """Parse indices and slices, such as ``"0,2"``, ``"1:3"``, ``":-1"`` or ``"0,::2"``, to a mask of ``length`` items.
 
     Raises:
-        ValueError: no number or slice, or an index outside the list.
+        ValueError: a part is neither an index nor a slice, or an index is out of range.
     """
     chosen = [False] * length
     for part in slice_str.split(","):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
-if TYPE_CHECKING:  # DTensor takes its time to import
+if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = [
@@ -38,11 +38,11 @@ __all__ = [
 
 
 class ConversionError(UserError, ValueError):
-    """A conversion that does not fit the model, or conversions that do not fit each other."""
+    """Raised when a conversion does not support the model, or when conversions exclude each other."""
 
 
 class Phase(IntEnum):
-    """When a conversion runs: lower phases first.
+    """Order in which conversions run: lower phases first.
 
     Example:
         >>> from torchtune.modules.conversion import Phase
@@ -55,10 +55,10 @@ class Phase(IntEnum):
     ADAPTER = 2
     FAKE_QUANT = 3
     FLOAT8_TRAINING = 4
-    OBJECTIVE = 5  # changes no weight: what a model is trained for besides its loss
+    OBJECTIVE = 5  # changes no weight: training objectives besides the loss
 
 
-# Pairs of phases that may not meet on one model, with the reason. A phase paired with itself: at most one of its kind.
+# Pairs of phases that exclude each other on one model -> reason. A phase paired with itself allows one conversion.
 _FORBIDDEN: dict[tuple[Phase, Phase], str] = {
     (Phase.QUANTIZED_BASE, Phase.QUANTIZED_BASE): "a base weight is quantised once",
     (Phase.ADAPTER, Phase.ADAPTER): "a model has one adapter",
@@ -76,10 +76,10 @@ class ConversionReport:
     """The result of a conversion, for the log.
 
     Attributes:
-        name: what the log line calls it, for example ``"LoRA"``.
+        name: name of the conversion in the log, for example ``"LoRA"``.
         replaced: paths of the modules that were replaced or changed.
-        num_parameters: number of parameters that it added.
-        note: anything else worth a few words.
+        num_parameters: number of added parameters.
+        note: further information for the log.
 
     Example:
         >>> from torchtune.modules.conversion import ConversionReport
@@ -102,13 +102,13 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight stored in another form than in checkpoints.
+    """A weight that the model stores in another format than checkpoints do.
 
     Attributes:
         shape: shape of the full weight, as checkpoints hold it.
         dtype: dtype of the full weight when it is saved.
-        names: parameters that store it. Their names may include that of the full weight.
-        by_rows: whether row i of every stored tensor depends on row i of the full weight alone. A rank then converts
+        names: names of the parameters that store it; the name of the full weight may be one of them.
+        by_rows: whether row i of every stored tensor depends only on row i of the full weight. A rank then converts
             only the rows of its shard; otherwise it converts the full weight and keeps its shard.
 
     Example:
@@ -125,15 +125,15 @@ class StoredWeight:
 class Conversion(ABC):
     """Base class of conversions. Every method but :meth:`convert` has a default that does nothing.
 
-    Names of parameters are those of ``model.named_parameters()``. Methods that take a model find their modules by type,
-    so that one conversion may be applied to several models.
+    Parameters are named as in ``model.named_parameters()``. Methods that take a model find their modules by type, so
+    that one conversion can be applied to several models.
 
-    An object that is no subclass but has ``phase`` and ``convert`` is a conversion too, also for ``isinstance``; where
-    it lacks a method, the default holds. Of such objects ``is_own_key(name) -> bool`` and ``moves(name) -> bool`` stand
-    for :meth:`owned_parameters` and :meth:`moved_parameters`.
+    Any object with ``phase`` and ``convert`` is a conversion, also for ``isinstance``; missing methods have the
+    defaults. Such an object may have ``is_own_key(name) -> bool`` and ``moves(name) -> bool`` instead of
+    :meth:`owned_parameters` and :meth:`moved_parameters`.
 
     Attributes:
-        phase: when it is applied.
+        phase: position in the order of conversions.
 
     Example:
         >>> from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
@@ -157,78 +157,78 @@ class Conversion(ABC):
 
     @abstractmethod
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Rewrite ``model`` in place; its parameters may be on the meta device."""
+        """Convert ``model`` in place; its parameters may be on the meta device."""
 
     def revert(self, model: nn.Module) -> None:
         """Undo :meth:`convert` while the parameters are on the meta device.
 
-        A conversion that can be undone may be applied before conversions of an earlier phase, as builders do.
+        A conversion with this method may be applied before conversions of an earlier phase, as builders do.
 
         Raises:
-            NotImplementedError: it cannot be undone, which is the default.
+            NotImplementedError: the conversion cannot be undone (the default).
         """
         raise NotImplementedError
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
-        """Names of the parameters that are saved separately from the base weights, such as those of an adapter."""
+        """Return the names of parameters that are saved separately from the base weights, such as an adapter's."""
         return set()
 
     def moved_parameters(self, model: nn.Module) -> set[str]:
-        """Names of the parameters that the optimizer hooks change without a gradient, so that every save has them."""
+        """Return the names of parameters that optimizer hooks change without a gradient; every save includes them."""
         return set()
 
     def stored_weights(self, model: nn.Module) -> Mapping[str, StoredWeight]:
-        """The weights that this conversion stores in another form, by the name of the full weight."""
+        """Return the weights that this conversion stores in another format, by the name of the full weight."""
         return {}
 
     def from_full(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Turn a full weight into the stored tensors, while a checkpoint is read.
+        """Convert a full weight to the stored tensors when a checkpoint is loaded.
 
         Args:
-            name: of the full weight, a key of :meth:`stored_weights`.
+            name: name of the full weight, a key of :meth:`stored_weights`.
             tensor: the full weight, or some of its rows if it is stored ``by_rows``.
 
         Returns:
-            stored tensors by the names of their parameters.
+            Stored tensors by the names of their parameters.
         """
         return {name: tensor}
 
     def to_full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Turn stored tensors into the full weight, while a checkpoint is written: inverse of :meth:`from_full`.
+        """Convert stored tensors to the full weight when a checkpoint is saved; the inverse of :meth:`from_full`.
 
         Args:
-            name: of the full weight.
+            name: name of the full weight.
             tensors: stored tensors by the names of their parameters, or some rows of them.
 
         Returns:
-            the full weight, or these rows of it, in any floating dtype.
+            The full weight, or these rows of it, in any floating-point dtype.
         """
         return tensors[name]
 
     @property
     def can_merge(self) -> bool:
-        """Whether :meth:`merged` adds the owned parameters to the base weights; False unless it is overridden."""
+        """Whether :meth:`merged` is implemented."""
         return getattr(self.merged, "__func__", self.merged) is not Conversion.merged
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
-        """The weight called ``name`` with the owned parameters merged in; other weights are returned as they are.
+        """Return the merged weight: ``weight`` with the owned parameters merged in; other weights are unchanged.
 
         Args:
-            name: of the full base weight.
-            weight: its value, whole. The result has the same shape and dtype.
-            model: the converted model, its parameters whole.
+            name: name of the full base weight.
+            weight: value of the full base weight. The result has the same shape and dtype.
+            model: the converted model with unsharded parameters.
         """
         return weight
 
     def peft_config(self, model: nn.Module) -> dict[str, Any]:
-        """Fields of ``adapter_config.json`` for the owned parameters."""
+        """Return the fields of ``adapter_config.json`` for the owned parameters."""
         return {}
 
     def new_rows(self, model: nn.Module) -> dict[str, tuple[str, list[int]]]:
-        """Trained rows of frozen weights (PEFT's ``trainable_token_indices``).
+        """Return the trained rows of frozen weights (PEFT's ``trainable_token_indices``).
 
         Returns:
-            name of the weight -> name of the parameter with the rows, and their token ids.
+            Weight name -> (name of the parameter with the rows, their token ids).
         """
         return {}
 
@@ -239,31 +239,31 @@ class Conversion(ABC):
         """Called after every optimizer step, except skipped ones."""
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
-        """How a module that this conversion made or changed is sharded over a tensor-parallel group.
+        """Return the tensor-parallel style of a module that this conversion made or changed.
 
-        Under data parallelism all parameters of a module are sharded alike, so that there is nothing to say.
+        Data parallelism needs no such method, because it shards all parameters of a module alike.
 
         Args:
-            module: any module that the plan of the model names.
-            style: style for the module that it was before.
+            module: any module in the model's parallel plan.
+            style: style of the original module.
         """
         return style
 
     def post_shard_hook(self, model: nn.Module, *, cpu_offload: bool) -> None:  # noqa: B027 - the default does nothing
-        """Called when FSDP has sharded the parameters of ``model``, which may be on the meta device.
+        """Called after FSDP sharded the parameters of ``model``, which may be on the meta device.
 
         Args:
-            model: the converted model, of which FSDP is the root.
-            cpu_offload: whether the shards are kept in host memory.
+            model: the converted model, FSDP's root module.
+            cpu_offload: whether the shards are in host memory.
         """
 
 
-# Older names of methods -> those of `Conversion` that they stand for.
+# Older method names -> methods of `Conversion`.
 _OLDER_NAMES = {"is_own_key": "owned_parameters", "moves": "moved_parameters"}
 
 
 class _CompletedConversion(Conversion):
-    """Adds the default methods to a conversion that is no subclass of :class:`Conversion`."""
+    """Adapter that adds the default methods to an object that does not subclass :class:`Conversion`."""
 
     def __init__(self, conversion: Any) -> None:
         self._conversion = conversion
@@ -272,29 +272,28 @@ class _CompletedConversion(Conversion):
                 setattr(self, name, getattr(conversion, name))
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        raise NotImplementedError  # replaced by the conversion's own
+        raise NotImplementedError  # replaced in __init__
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
-        return self._chosen("owned_parameters", "is_own_key", model)
+        return self._call_or_select("owned_parameters", "is_own_key", model)
 
     def moved_parameters(self, model: nn.Module) -> set[str]:
-        return self._chosen("moved_parameters", "moves", model)
+        return self._call_or_select("moved_parameters", "moves", model)
 
-    def _chosen(self, method: str, older: str, model: nn.Module) -> set[str]:
-        if _has_own(self._conversion, method):
+    def _call_or_select(self, method: str, older: str, model: nn.Module) -> set[str]:
+        if _overrides(self._conversion, method):
             return getattr(self._conversion, method)(model)
         test = getattr(self._conversion, older, lambda name: False)
         return {name for name, _ in model.named_parameters() if test(name)}
 
 
-def _has_own(conversion: Any, method: str) -> bool:
-    """Whether a conversion has a method other than the default."""
+def _overrides(conversion: Any, method: str) -> bool:
     found = getattr(conversion, method, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(Conversion, method)
 
 
-def _complete(conversion: Any) -> Conversion:
-    older = any(hasattr(conversion, old) and not _has_own(conversion, new) for old, new in _OLDER_NAMES.items())
+def _with_default_methods(conversion: Any) -> Conversion:
+    older = any(hasattr(conversion, old) and not _overrides(conversion, new) for old, new in _OLDER_NAMES.items())
     is_subclass = Conversion in type(conversion).__mro__
     return conversion if is_subclass and not older else _CompletedConversion(conversion)
 
@@ -317,7 +316,7 @@ def _check_members(conversion: object) -> None:
 
 
 def _check_pairs(conversions: Sequence[Conversion]) -> None:
-    """Raise if conversions exclude each other; they are sorted by phase."""
+    """Raise if conversions, sorted by phase, exclude each other."""
     for position, first in enumerate(conversions):
         for second in conversions[position + 1 :]:
             reason = _FORBIDDEN.get((first.phase, second.phase))
@@ -328,14 +327,14 @@ def _check_pairs(conversions: Sequence[Conversion]) -> None:
                 )
 
 
-def _undo_later(done: Sequence[Conversion], conversions: Sequence[Conversion], model: nn.Module) -> list[Conversion]:
-    """Undo the conversions in ``done`` that belong after one of ``conversions``; return them, to be applied again."""
+def _revert_later(done: Sequence[Conversion], conversions: Sequence[Conversion], model: nn.Module) -> list[Conversion]:
+    """Undo and return the conversions in ``done`` of a later phase than one of ``conversions``."""
     earliest = min((conversion.phase for conversion in conversions), default=max(Phase))
     later = [conversion for conversion in done if conversion.phase > earliest]
     first = next((conversion for conversion in conversions if conversion.phase == earliest), None)
     for conversion in reversed(later):
         try:
-            _complete(conversion).revert(model)
+            _with_default_methods(conversion).revert(model)
         except NotImplementedError as error:
             raise ConversionError(
                 f"model_converters: {_name(first)} must come before {_name(conversion)}, which the model already has "
@@ -346,21 +345,21 @@ def _undo_later(done: Sequence[Conversion], conversions: Sequence[Conversion], m
 
 
 def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> list[ConversionReport]:
-    """Apply conversions in the order of their phases, log one line each and record them as ``model.conversions``.
+    """Apply conversions in the order of their phases, log each and record them as ``model.conversions``.
 
-    A conversion that was applied before and belongs after a new one, such as the LoRA of a ``lora_*`` builder beside
-    a kernel swap, is undone and applied again.
+    Earlier conversions of a later phase are undone and applied again, for example the LoRA of a ``lora_*`` builder
+    when a kernel is swapped.
 
     Args:
         model: the model, usually on the meta device.
-        conversions: what to apply, in any order; within a phase the given order holds. May be empty.
+        conversions: conversions in any order, possibly none; within a phase they run in this order.
 
     Returns:
-        one report per conversion that was applied, in order of application.
+        One report per applied conversion, in order of application.
 
     Raises:
-        ConversionError: a forbidden pair, an object that is no conversion, a conversion that would have to be undone
-            and cannot be, or a target that the model does not have; all but the last before anything is changed.
+        ConversionError: conversions exclude each other, an object is no conversion, an earlier conversion cannot be
+            undone, or the model lacks a target module. Only the last one can leave the model changed.
 
     Example:
         >>> from torchtune.modules.conversion import apply_conversions, get_conversions
@@ -373,7 +372,7 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         _check_members(conversion)
     done = get_conversions(model)
     _check_pairs(sorted([*done, *conversions], key=lambda conversion: conversion.phase))
-    again = _undo_later(done, conversions, model)
+    again = _revert_later(done, conversions, model)
     done, reports = get_conversions(model), []
     for conversion in sorted([*again, *conversions], key=lambda conversion: conversion.phase):
         report = conversion.convert(model)
@@ -392,7 +391,7 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
 
 
 def get_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order, as they were given.
+    """Return the conversions that were applied to ``model``, in order, as the original objects.
 
     Example:
         >>> from torchtune.modules.conversion import get_conversions
@@ -403,21 +402,20 @@ def get_conversions(model: nn.Module) -> list[Conversion]:
 
 
 def complete_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`.
+    """Return the conversions that were applied to ``model``, in order, with all methods of :class:`Conversion`.
 
     Example:
         >>> from torchtune.modules.conversion import complete_conversions
         >>> complete_conversions(model)
         []
     """
-    return [_complete(conversion) for conversion in get_conversions(model)]
+    return [_with_default_methods(conversion) for conversion in get_conversions(model)]
 
 
 def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The shape of every parameter in a checkpoint.
+    """Return the shape of every parameter in a checkpoint.
 
-    Of the parameters that store a weight in another form the first one has the shape of that weight, and the others
-    have none, ``(0,)``.
+    If several parameters store a weight, the first one has the shape of the full weight and the others ``(0,)``.
 
     Example:
         >>> from torchtune.modules.conversion import full_shapes
@@ -436,14 +434,14 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
 
 
 def _models_of(model: nn.Module) -> list[nn.Module]:
-    """The models that are trained together in a ``ModuleDict``, or the one that is trained alone."""
+    """The models of a ``ModuleDict`` (trained together), or the model itself."""
     return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
     """Call ``pre_optimizer_hook(model)`` of every conversion, in order of application.
 
-    It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
+    Call it before every step; for a skipped step, no post hook follows.
 
     Example:
         >>> from torchtune.modules.conversion import run_pre_optimizer_hooks
@@ -466,17 +464,17 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
             conversion.post_optimizer_hook(part)
 
 
-# Names that transformers and peft have for linear layers -> names here.
+# Names of linear layers in transformers and peft -> names here.
 _OF_TRANSFORMERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "o_proj": "output_proj"}
 
 
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:
-    """The module names most like ``wanted``, for an error message; layer numbers are shown as ``*``.
+    """Return the module names most similar to ``wanted``, for an error message; layer numbers become ``*``.
 
     Args:
         wanted: a module name or a pattern that matched nothing.
-        paths: paths of the modules that could have been meant.
-        count: how many to return at most.
+        paths: paths of the candidate modules.
+        count: maximum number of names.
 
     Example:
         >>> from torchtune.modules.conversion import nearest_module_names

@@ -1,4 +1,4 @@
-"""The layer through which text attends to the output of an encoder."""
+"""Cross-attention of text to the output of an encoder."""
 
 from typing import Any
 
@@ -11,21 +11,20 @@ from torchtune.modules.kv_cache import EncoderCache
 
 
 class TransformerCrossAttentionLayer(nn.Module):
-    """A pre-norm layer of cross-attention, then feed-forward, each with a residual connection.
+    """Pre-norm layer of cross-attention and feed-forward, each with a residual connection.
 
-    A position that sees nothing of the encoder's output passes the layer unchanged, and so does text without an
-    encoder's output.
+    Positions that attend to no encoder output are unchanged, and so is text without encoder output.
 
     Args:
-        attn: attention without positions, ``is_causal=False``.
+        attn: attention with ``pos_embeddings=None`` and ``is_causal=False``.
         mlp: feed-forward ``[b, s, d] -> [b, s, d]``.
         ca_norm: norm before attention; by default none.
-        mlp_norm: norm before the feed-forward.
-        ca_scale: applied to the output of attention before the residual addition.
-        mlp_scale: applied to the output of the feed-forward before the residual addition.
+        mlp_norm: norm before the feed-forward; by default none.
+        ca_scale: scale of attention's output before the residual addition; by default none.
+        mlp_scale: scale of the feed-forward's output before the residual addition; by default none.
 
     Raises:
-        ValueError: attention has positions.
+        ValueError: ``attn`` has position embeddings.
 
     Example:
         >>> projections = {name: torch.nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "output_proj")}
@@ -59,16 +58,16 @@ class TransformerCrossAttentionLayer(nn.Module):
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int | None
     ) -> None:
-        """Keep keys and values of the encoder's output from now on. They are as large as that, so no size matters."""
+        """Set up the cache of the encoder's keys and values, which takes its size from the encoder's output."""
         if self.attn.kv_cache is None:
             self.attn.kv_cache, self.attn.cache_enabled = EncoderCache(), True
 
     def caches_are_setup(self) -> bool:
-        """Whether the layer has a cache."""
+        """Return whether the layer has a cache."""
         return self.attn.kv_cache is not None
 
     def caches_are_enabled(self) -> bool:
-        """Whether the cache is enabled."""
+        """Return whether the cache is enabled."""
         return self.attn.cache_enabled
 
     def reset_cache(self) -> None:
@@ -82,9 +81,9 @@ class TransformerCrossAttentionLayer(nn.Module):
 
         Args:
             x: ``[b, s, d]``.
-            encoder_input: output of the encoder ``[b, t, d]``. With a cache, ``None`` means the one before.
+            encoder_input: output of the encoder ``[b, t, d]``. With a cache, ``None`` reads the cached one.
             encoder_mask: bool ``[b, s, t]`` (True: attend); by default every position attends to all.
-            kwargs: what self-attention layers take; ignored.
+            kwargs: arguments of self-attention layers; ignored.
 
         Returns:
             Tensor ``[b, s, d]``.
@@ -96,7 +95,7 @@ class TransformerCrossAttentionLayer(nn.Module):
         blind = None
         if encoder_mask is not None:
             blind = ~encoder_mask.any(-1, keepdim=True)
-            encoder_mask = encoder_mask | blind  # a softmax over nothing is not a number
+            encoder_mask = encoder_mask | blind  # a softmax without visible keys is NaN
         with fast_products(x):
             attended = self.attn(self.ca_norm(x), encoder_input, mask=encoder_mask, keys=keys)
             h = x + self.ca_scale(attended if blind is None else attended.masked_fill(blind, 0.0))

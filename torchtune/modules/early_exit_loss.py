@@ -1,4 +1,4 @@
-"""Compatibility: says what became of an experiment that a recipe copied from earlier releases imports."""
+"""Compatibility: explains to recipes copied from earlier releases that early exit was removed."""
 
 raise ImportError(
     "torchtune.modules.early_exit_loss (early_exit_loss, EarlyExitCurriculum) is not part of this library: early exit "

@@ -8,13 +8,13 @@ from torch import nn
 
 @torch.no_grad()
 def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
-    """Resize embedding and output projection in place.
+    """Resize the token embedding and the output projection in place.
 
-    Existing rows are kept; new rows are initialised with the mean of the old rows. A tied output shares the new
-    embedding. Embeddings of layers are resized too.
+    Existing rows are unchanged; new rows are initialised with the mean of the old rows. A tied output shares the new
+    embedding. Per-layer embeddings are resized too.
 
     Args:
-        model: has ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
+        model: model with ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
         num_embeddings: new size of the vocabulary, at least 1.
 
     Raises:
@@ -29,13 +29,13 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
     of_layers = getattr(model, "layer_embeddings", None)
     for embedding in (model.tok_embeddings, *(() if of_layers is None else (of_layers.embeddings,))):
-        embedding.weight = _resized(embedding.weight, num_embeddings)
+        embedding.weight = _resize_parameter(embedding.weight, num_embeddings)
         embedding.num_embeddings = num_embeddings
     output = model.output
     if isinstance(output, nn.Module):
-        output.weight = _resized(output.weight, num_embeddings)
+        output.weight = _resize_parameter(output.weight, num_embeddings)
         if getattr(output, "bias", None) is not None:
-            output.bias = _resized(output.bias, num_embeddings)
+            output.bias = _resize_parameter(output.bias, num_embeddings)
         output.out_features = num_embeddings
     description = getattr(model, "description", None)
     if description is not None:
@@ -43,7 +43,7 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
         model.description = dataclasses.replace(description, vocab_size=num_embeddings, **more)
 
 
-def _resized(parameter: nn.Parameter, rows: int) -> nn.Parameter:
+def _resize_parameter(parameter: nn.Parameter, rows: int) -> nn.Parameter:
     old = parameter.data
     new = old.new_empty((rows, *old.shape[1:]))
     kept = min(rows, old.shape[0])

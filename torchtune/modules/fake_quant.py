@@ -1,35 +1,35 @@
-"""Quantisation-aware training: linear layers that compute as their quantised selves would."""
+"""Quantisation-aware training (QAT): linear layers with fake-quantised weights and inputs."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from torchtune.modules import _torchao
+from torchtune.modules import torchao_formats
+from torchtune.modules._change_class import change_class
 from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
-from torchtune.modules._recast import recast
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.peft.qat_lora import QATLoRALinear, check_dropout
 
-if TYPE_CHECKING:  # DTensor takes its time to import
+if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class FakeQuantLinear(FakeQuantized, nn.Linear):
-    """Linear layer whose weight and input are rounded as in its quantised form; gradients pass the rounding.
+    """Linear layer with fake-quantised weight and input; the gradient is a straight-through estimate.
 
-    Where a value is clipped its gradient is zero. The parameters are those of ``nn.Linear``, under the same names.
+    The gradient of a clipped value is zero. Parameters have the names of ``nn.Linear``.
     """
 
 
 def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that quantisation changes, by path: all of the transformer layers, never the output projection.
+    """Return the linear layers to quantise, by path: all of the transformer layers, but not the output projection.
 
-    The output projection keeps its precision, as in the published checkpoints of vLLM: it is often tied to the
-    embedding, and errors there reach the logits at once.
+    The output projection stays in high precision, as in vLLM's published checkpoints: it is often tied to the
+    embedding, and its errors affect the logits directly.
 
     Raises:
         ConversionError: the model has experts, or no linear layer.
@@ -52,10 +52,10 @@ def _is_inside_adapter(path: str) -> bool:
 
 
 def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
-    """Compare the width of every layer with the number of neighbours that share a scale.
+    """Check that the group size divides the input width of every layer.
 
     Raises:
-        ConversionError: one is not divided by it.
+        ConversionError: the group size does not divide the width of a layer.
     """
     for path, layer in layers.items():
         width = layer.weight.shape[1]
@@ -72,19 +72,19 @@ def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
 
 
 class FakeQuantize(Conversion):
-    """Conversion that makes the linear layers of a model compute as torchao would quantise them.
+    """Conversion that fake-quantises the linear layers of a model as torchao would quantise them.
 
-    Weights stay as they are, and are what is trained and saved; each forward pass rounds them (and inputs, if the
-    configuration says so) to the values that the quantised model will have.
+    Training updates and saves high-precision weights. Each forward pass rounds them, and the inputs if the
+    configuration quantises these, to the values of the quantised model.
 
     Args:
         base_config: configuration of torchao for the quantised model, for example ``IntxWeightOnlyConfig()``.
-        after_n_steps: compute as usual for so many steps first.
-        step: returns the number of steps taken so far; needed with ``after_n_steps``.
-        total_steps: of the run.
+        after_n_steps: number of steps before fake quantisation starts.
+        step: returns the number of steps taken so far; required with ``after_n_steps``.
+        total_steps: number of steps of the run.
 
     Raises:
-        ConversionError: nothing would be quantised in ``total_steps``.
+        ConversionError: fake quantisation would start after ``total_steps``, or ``step`` is missing.
     """
 
     phase: ClassVar[Phase] = Phase.FAKE_QUANT
@@ -110,14 +110,14 @@ class FakeQuantize(Conversion):
         self._switch = FakeQuantSwitch()
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace linear layers by :class:`FakeQuantLinear`, those with adapters by :class:`QATLoRALinear`.
+        """Replace linear layers by :class:`FakeQuantLinear`, and LoRA layers by :class:`QATLoRALinear`.
 
         Raises:
-            ConversionError: a layer that cannot be quantised; nothing has been changed then.
+            ConversionError: a layer cannot be quantised; the model is then unchanged.
         """
         layers = quantizable_layers(model)
-        check_group_size(layers, _torchao.group_size(self._base_config))
-        new = {path: self._converted(path, layer) for path, layer in layers.items()}
+        check_group_size(layers, torchao_formats.group_size(self._base_config))
+        new = {path: self._convert_layer(path, layer) for path, layer in layers.items()}
         for path, layer in new.items():
             _replace(model, path, layer)
         if self._after:
@@ -125,16 +125,16 @@ class FakeQuantize(Conversion):
         when = f"from step {self._after + 1} on" if self._after else "from the first step on"
         return ConversionReport("Fake quantisation", list(new), note=f"{type(self._base_config).__name__}, {when}")
 
-    def _converted(self, path: str, layer: nn.Module) -> nn.Module:
+    def _convert_layer(self, path: str, layer: nn.Module) -> nn.Module:
         if isinstance(layer, DoRALinear):
             raise ConversionError(
                 f"quantizer: '{path}' has a DoRA adapter, which has no fake quantisation: set use_dora to False."
             )
         if isinstance(layer, LoRALinear):
             check_dropout(layer.dropout.p)
-            new = recast(layer, QATLoRALinear)
+            new = change_class(layer, QATLoRALinear)
         elif type(layer).forward is nn.Linear.forward:
-            new = recast(layer, FakeQuantLinear)
+            new = change_class(layer, FakeQuantLinear)
         else:
             raise ConversionError(
                 f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
@@ -147,17 +147,17 @@ class FakeQuantize(Conversion):
         self._switch.on = self._step() >= self._after
 
     def revert(self, model: nn.Module) -> None:
-        """Put the layers that were there before in their place, with the very same parameters."""
+        """Restore the original layer classes, with the same parameter objects."""
         for path, layer in fake_quant_layers(model).items():
-            new = recast(layer, LoRALinear if isinstance(layer, LoRALinear) else nn.Linear)
+            new = change_class(layer, LoRALinear if isinstance(layer, LoRALinear) else nn.Linear)
             del new.activation_fake_quantizer, new.weight_fake_quantizer, new.fake_quant
             _replace(model, path, new)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
-        """Refuse to split a layer: an input that is split has no range of its own for each token.
+        """Raise for fake-quantised layers: a sharded input has no quantisation range per token.
 
         Raises:
-            ConversionError: always, for a layer of this conversion.
+            ConversionError: the layer is fake-quantised.
         """
         if isinstance(module, FakeQuantized):
             raise ConversionError(
@@ -168,12 +168,12 @@ class FakeQuantize(Conversion):
 
 
 def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that simulate quantisation, by path."""
+    """Return the fake-quantised layers of a model, by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
 
 
 def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
-    """Switch the simulation of a layer on or off, and of those that it shares the switch with; others stay."""
+    """Enable or disable fake quantisation of a layer and of all layers with the same switch."""
     if isinstance(module, FakeQuantized):
         module.fake_quant.on = enabled
 

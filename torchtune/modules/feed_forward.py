@@ -1,4 +1,4 @@
-"""The gated feed-forward layer of a transformer."""
+"""Gated feed-forward layer of a transformer."""
 
 import torch
 from torch import Tensor, nn
@@ -6,19 +6,19 @@ from torch.nn import functional as F
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020), elementwise; keeps only its two inputs for the backward pass.
+    """Compute ``silu(gate) * up`` elementwise (Shazeer 2020); saves only its two inputs for the backward pass.
 
     Example:
         >>> torchtune.modules.swiglu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 2.0]))
         tensor([  0., 200.])
     """
     if torch.compiler.is_compiling():
-        return F.silu(gate) * up  # the compiler fuses it and decides what to save
+        return F.silu(gate) * up  # the compiler fuses it and chooses the saved tensors
     return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Recomputes ``silu(gate)`` in the backward pass instead of keeping it."""
+    """SwiGLU that recomputes ``silu(gate)`` in the backward pass instead of saving it."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
@@ -40,18 +40,18 @@ class SquaredReLU(nn.Module):
     """``max(x, 0) ** 2`` (So et al. 2021, arXiv:2109.08668), elementwise."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape, same dtype."""
+        """Apply the activation; shape and dtype are kept."""
         return F.relu(x).square()
 
 
 class FeedForward(nn.Module):
-    """``down(activation(gate(x)) * up(x))``, or ``down(activation(gate(x)))`` without ``up_proj``.
+    """Feed-forward layer: ``down(activation(gate(x)) * up(x))``, or ``down(activation(gate(x)))`` without ``up_proj``.
 
     Args:
         gate_proj: projection ``embed_dim -> hidden``; the attribute ``w1``.
         down_proj: projection ``hidden -> embed_dim``; the attribute ``w2``.
         up_proj: projection ``embed_dim -> hidden``; the attribute ``w3``.
-        activation: elementwise, applied to the gate.
+        activation: elementwise activation of the gate; by default SiLU.
         gate_scale: factor of the gate.
 
     Example:
@@ -78,7 +78,7 @@ class FeedForward(nn.Module):
         self.gate_scale = gate_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., embed_dim]`` to ``[..., embed_dim]``."""
+        """Apply the layer to ``[..., embed_dim]``."""
         gate = self.w1(x)
         if self.gate_scale != 1.0:
             gate = gate * self.gate_scale

@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of earlier positions during generation."""
+"""KV caches: keys and values of earlier positions during generation."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 @dataclass
 class Place:
-    """Where the caches of a continuous batch read and write in a forward pass; one object, shared by all layers.
+    """Cache positions that a forward pass of a continuous batch reads and writes; one object, shared by all layers.
 
     Args:
-        row: first row of the batch.
+        row: first row of the batch in the cache.
         first: first column that attention reads.
-        end: first column that is written; equal to ``first`` if nothing was cached before.
-        rows: of prompts in one row ``[1, n]``, padding-free: the row of each position in the cache, int64 ``[n]``.
-        columns: their columns.
+        end: first column that is written; equal to ``first`` if nothing is cached yet.
+        rows: for padding-free prompts ``[1, n]``: the cache row of each position, int64 ``[n]``.
+        columns: the cache column of each position, int64 ``[n]``.
     """
 
     row: int = 0
@@ -26,7 +26,7 @@ class Place:
 
 
 class KVCache(nn.Module):
-    """The KV cache of one attention layer, filled from the left.
+    """KV cache of one attention layer, filled from the left.
 
     Non-persistent buffers: ``k_cache`` and ``v_cache`` ``[b, n_kv, max_seq_len, h]``, and ``cache_pos``.
 
@@ -35,8 +35,8 @@ class KVCache(nn.Module):
         max_seq_len: capacity in positions.
         num_kv_heads: n_kv.
         head_dim: h.
-        dtype: of keys and values.
-        value_dim: size of a value, if it differs from ``head_dim``; 0 for keys alone.
+        dtype: dtype of keys and values.
+        value_dim: size of a value; by default ``head_dim``. 0: cache only keys.
 
     Example:
         >>> sizes = {"batch_size": 1, "max_seq_len": 8, "num_kv_heads": 2, "head_dim": 4}
@@ -69,18 +69,18 @@ class KVCache(nn.Module):
         return self.cache_pos[0].item()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         self.k_cache.zero_()
         self.v_cache.zero_()
         self.cache_pos -= self.cache_pos[0].clone()
 
     def copy_rows(self, source: Tensor, target: Tensor, first: int, end: int) -> None:
-        """Copy columns ``first`` to ``end`` of the rows ``source`` to the rows ``target``."""
+        """Copy columns ``first`` to ``end`` from the rows ``source`` to the rows ``target``."""
         for kept in (self.k_cache, self.v_cache):
             kept[target, :, first:end] = kept[source, :, first:end]
 
     def move(self, first: int, end: int, to: int, columns: int) -> None:
-        """Move columns ``first`` to ``end`` so that they begin at ``to``, in a cache of ``columns`` positions."""
+        """Move columns ``first`` to ``end`` to begin at ``to``, and resize the cache to ``columns`` positions."""
         for name in ("k_cache", "v_cache"):
             kept = getattr(self, name)
             moved = kept[:, :, first:end]
@@ -99,8 +99,8 @@ class KVCache(nn.Module):
             v_val: values of the same shape.
 
         Returns:
-            Keys and values ``[b', n_kv, max_seq_len, h]``; unfilled positions are zero. With a :class:`Place`, those of
-            its rows and columns only.
+            Keys and values ``[b', n_kv, max_seq_len, h]``; unfilled positions are zero. With a :class:`Place`, only
+            its rows and columns.
 
         Raises:
             ValueError: more rows than the cache has.
@@ -123,7 +123,7 @@ class KVCache(nn.Module):
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.k_cache, self.v_cache
         if place.rows is not None:
-            keys[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(keys.dtype)  # indices cast nothing
+            keys[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(keys.dtype)  # indexing does not cast
             values[place.rows, :, place.columns] = v_val[0].transpose(0, 1).to(values.dtype)
             return k_val, v_val
         rows, end = slice(place.row, place.row + k_val.shape[0]), place.end + k_val.shape[2]
@@ -135,10 +135,10 @@ class KVCache(nn.Module):
 
 
 class EncoderCache:
-    """The cache of a cross-attention layer: keys and values of an encoder's output, which do not grow with the text.
+    """Cache of a cross-attention layer: keys and values of an encoder's output, which do not grow with the text.
 
     Attributes:
-        held: keys and values ``[b, t, n_kv, h]``; None while there are none.
+        held: keys and values ``[b, t, n_kv, h]``, or None if the cache is empty.
     """
 
     def __init__(self) -> None:
@@ -150,10 +150,10 @@ class EncoderCache:
         return 0 if self.held is None else self.held[0].shape[1]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         self.held = None
 
     def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values ``[b, n_kv, t, h]``, in the place of those before, and return them."""
+        """Replace the cached keys and values by ``[b, n_kv, t, h]`` and return these."""
         self.held = k_val.transpose(1, 2), v_val.transpose(1, 2)
         return k_val, v_val

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (MLA): the keys and values of all heads are projections of one vector per position."""
+"""Multi-head latent attention (MLA): keys and values of all heads are projections of one latent per position."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.data._documents import Documents
+from torchtune.data import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import _MaskType
@@ -16,26 +16,25 @@ from torchtune.utils import hooks_of_all_modules
 class LatentAttention(MultiHeadAttention):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
-    A key is ``key_dim`` wide: its first channels are projected from the latent, head by head; its last ``rope_dim``
-    channels are rotated and common to all heads. The KV cache holds latents and common channels, ``kv_dim + rope_dim``
-    numbers per position and layer. A single new position is compared with the latents themselves: its queries are
-    projected to the latents' space, instead of all cached latents to keys and values, if ``kv_proj`` has no bias and no
-    hooks.
+    A key has ``key_dim`` channels: the first ones are projected from the latent for each head; the last ``rope_dim``
+    channels are rotated and shared by all heads. The KV cache holds latents and shared channels, ``kv_dim + rope_dim``
+    numbers per position and layer. In decoding of a single position, queries are projected to the latent space instead
+    of all cached latents to keys and values, if ``kv_proj`` has no bias and no hooks.
 
     Args:
         embed_dim: d, size of the input.
         num_heads: n.
         key_dim: h, size of a query and of a key.
-        rope_dim: r, channels of them that rotate, the last ones.
+        rope_dim: r, number of rotated channels of queries and keys, the last ones.
         value_dim: v, size of a value.
         kv_dim: c, size of the latent.
-        q_proj: ``d -> n * h``, or from the output of ``q_down_norm``.
+        q_proj: ``d -> n * h``, or from the width of ``q_down_norm``.
         kv_down_proj: ``d -> c + r``.
         kv_down_norm: norm of the latent.
-        kv_proj: ``c -> n * (h - r + v)``, for each head the first channels of its key, then its value.
+        kv_proj: ``c -> n * (h - r + v)``, for each head the unrotated channels of its key, then its value.
         output_proj: ``n * v -> d``.
-        q_down_proj: projection of the input to the latent of queries; by default there is none.
-        q_down_norm: norm of that latent; required with ``q_down_proj``.
+        q_down_proj: projection of the input to a latent of queries; by default there is none.
+        q_down_norm: norm of the latent of queries; required with ``q_down_proj``.
         pos_embeddings: rotary embedding of ``rope_dim`` channels.
         max_seq_len: informational.
         attn_dropout: dropout probability of attention weights in training.
@@ -43,7 +42,7 @@ class LatentAttention(MultiHeadAttention):
         growth: as in :class:`MultiHeadAttention`.
 
     Raises:
-        ValueError: arguments that do not fit together.
+        ValueError: arguments are inconsistent.
 
     Example:
         >>> from torchtune.modules import LatentAttention
@@ -110,7 +109,7 @@ class LatentAttention(MultiHeadAttention):
         return True
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> KVCache:
-        """Of latents and of the rotated part of keys."""
+        """Make the cache of latents and of the rotated channels of keys."""
         return KVCache(batch_size, max_seq_len, 1, self.kv_dim + self.rope_dim, dtype, value_dim=0)
 
     def forward(
@@ -123,40 +122,40 @@ class LatentAttention(MultiHeadAttention):
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
+        """Compute attention ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
         q = self._queries(x, input_pos, rope)
         latents = self._latents(x if y is None else y, input_pos, rope)
         if self.kv_cache is not None and self.cache_enabled:
             latents = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])[0][:, 0].to(x.dtype)
-            if x.shape[1] == 1 and self._is_a_matrix(self.kv_proj):
-                return self.output_proj(self._by_latents(q, latents, mask).flatten(-2))
-        k, v = self._expanded(latents)
+            if x.shape[1] == 1 and self._is_plain_matmul(self.kv_proj):
+                return self.output_proj(self._attend_to_latents(q, latents, mask).flatten(-2))
+        k, v = self._expand_latents(latents)
         dropout = self.attn_dropout if self.training else 0.0
         options = {"documents": documents, "mask": mask, "is_causal": self.is_causal, "dropout_p": dropout}
-        out = self.attention(*(_widened(t, self.head_dim) for t in (q, k, v)), **options)
+        out = self.attention(*(_pad_channels(t, self.head_dim) for t in (q, k, v)), **options)
         return self.output_proj(out[..., : self.value_dim].flatten(-2).to(x.dtype))
 
     def _queries(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries ``[b, s, n, h]``, rotated and scaled for kernels with heads of ``head_dim`` channels."""
+        """Queries ``[b, s, n, h]``, rotated and scaled for kernels that scale by ``head_dim ** -0.5``."""
         if self.q_down_proj is not None:
             x = self.q_down_norm(self.q_down_proj(x))
         q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))
         first, last = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
-        q = torch.cat((first, self._turned(last, input_pos, rope)), dim=-1) * self.query_factor
-        return q if self.growth is None else self._grown(q, input_pos)
+        q = torch.cat((first, self._apply_rope(last, input_pos, rope)), dim=-1) * self.query_factor
+        return q if self.growth is None else self._scale_queries(q, input_pos)
 
     def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Normalised latents, then the channels of keys that rotate: ``[b, t, c + r]``."""
+        """Normalised latents, then the rotated channels of keys: ``[b, t, c + r]``."""
         latent, common = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
-        common = self._turned(common.unsqueeze(2), input_pos, rope).squeeze(2)
+        common = self._apply_rope(common.unsqueeze(2), input_pos, rope).squeeze(2)
         return torch.cat((self.kv_down_norm(latent), common), dim=-1)
 
-    def _turned(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _apply_rope(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         if rope is not None:
             return apply_rope(x, *rope, self.pos_embeddings.layout)
         return x if self.pos_embeddings is None else self.pos_embeddings(x, input_pos=input_pos)
 
-    def _expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+    def _expand_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[b, t, n, h]`` and values ``[b, t, n, v]``."""
         latent, common = latents.split([self.kv_dim, self.rope_dim], dim=-1)
         parts = self.kv_proj(latent).unflatten(-1, (-1, self.key_dim - self.rope_dim + self.value_dim))
@@ -164,31 +163,31 @@ class LatentAttention(MultiHeadAttention):
         return torch.cat((first, common.unsqueeze(2).expand(-1, -1, parts.shape[2], -1)), dim=-1), v
 
     @staticmethod
-    def _is_a_matrix(projection: nn.Module) -> bool:
-        """Whether the layer is a product with its weight and nothing else: no bias, and no hook that changes it."""
+    def _is_plain_matmul(projection: nn.Module) -> bool:
+        """Whether the layer is only a matrix product: no bias and no hooks."""
         hooks = (projection._forward_pre_hooks, projection._forward_hooks, *hooks_of_all_modules())
         return getattr(projection, "bias", None) is None and not any(hooks)
 
-    def _by_latents(self, q: Tensor, latents: Tensor, mask: _MaskType | None) -> Tensor:
+    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: _MaskType | None) -> Tensor:
         """Attention of one position ``[b, 1, n, h]`` to latents ``[b, t, c + r]``: values ``[b, 1, n, v]``.
 
-        ``q · (W k) = (Wᵀ q) · k``, and the values' projection is applied to the weighted sum of latents: with one
-        "key head" for all query heads.
+        ``q · (W k) = (Wᵀ q) · k``, so the latents are the single key head of all query heads. The value projection is
+        applied to the weighted sum of latents.
         """
         if type(self.kv_proj) is nn.Linear:
             matrix = self.kv_proj.weight
-        else:  # an adapter, or a weight in few bits
+        else:  # an adapter or a quantised weight
             matrix = self.kv_proj(torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)).t()
         of_heads = matrix.unflatten(0, (-1, self.key_dim - self.rope_dim + self.value_dim))
         of_keys, of_values = of_heads.split([self.key_dim - self.rope_dim, self.value_dim], dim=1)
         first, last = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
         projected = torch.cat((torch.einsum("bsnh,nhc->bsnc", first, of_keys), last), dim=-1)
-        projected = projected * (latents.shape[-1] / self.head_dim) ** 0.5  # kernels scale by their head's size
+        projected = projected * (latents.shape[-1] / self.head_dim) ** 0.5  # kernels scale by their head size
         keys = latents.unsqueeze(2)
         found = self.attention(projected, keys, keys, mask=mask)[..., : self.kv_dim]
         return torch.einsum("bsnc,nvc->bsnv", found, of_values)
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Zeros after the last channels of ``[b, s, n, h]``; they change neither scores nor values."""
+def _pad_channels(x: Tensor, width: int) -> Tensor:
+    """Pad the channels of ``[b, s, n, h]`` with zeros; they change neither scores nor values."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Compatibility: says what became of an experiment that a recipe copied from earlier releases imports."""
+"""Compatibility: explains to recipes copied from earlier releases that layer dropout was removed."""
 
 raise ImportError(
     "torchtune.modules.layer_dropout (LayerDropout, prepare_layer_dropout) is not part of this library: layer dropout "

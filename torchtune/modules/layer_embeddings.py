@@ -1,15 +1,15 @@
-"""Embeddings of tokens that every layer of a decoder adds to its output (Gemma 4 E2B and E4B)."""
+"""Per-layer token embeddings, which every decoder layer adds to its output (Gemma 4 E2B and E4B)."""
 
 from torch import Tensor, nn
 
 
 class LayerEmbeddings(nn.Module):
-    """One embedding of each token for each layer: ``(norm(projection(h) / √d) + √p * embeddings[token]) / √2``.
+    """Per-layer token embeddings: ``(norm(projection(h) / √d) + √p * embeddings[token]) / √2``.
 
     Args:
         embeddings: ``[v, l * p]``, for l layers.
-        projection: ``d -> l * p``, of the token's embedding at the input of the decoder.
-        norm: of the width p.
+        projection: ``d -> l * p``, applied to the input of the first layer.
+        norm: norm of width p.
     """
 
     def __init__(self, *, embeddings: nn.Embedding, projection: nn.Module, norm: nn.Module) -> None:
@@ -19,7 +19,7 @@ class LayerEmbeddings(nn.Module):
         self.norm = norm
 
     def forward(self, tokens: Tensor | None, h: Tensor) -> Tensor:
-        """Embeddings of every layer.
+        """Compute the embeddings of every layer.
 
         Args:
             tokens: int64 ``[b, s]``.
@@ -29,7 +29,7 @@ class LayerEmbeddings(nn.Module):
             Tensor ``[b, s, l, p]``.
 
         Raises:
-            ValueError: there are no tokens.
+            ValueError: ``tokens`` is None.
         """
         if tokens is None:
             raise ValueError("The layers of this model embed tokens: give tokens instead of input_embeds.")
@@ -40,13 +40,13 @@ class LayerEmbeddings(nn.Module):
 
 
 class LayerEmbedding(nn.Module):
-    """Adds the embeddings of one layer: ``h + norm(embed_proj(activation(embed_gate(h)) * embedded))``.
+    """Addition of one layer's embeddings: ``h + norm(embed_proj(activation(embed_gate(h)) * embedded))``.
 
     Args:
         embed_gate: ``d -> p``.
         embed_proj: ``p -> d``.
-        norm: of the width d.
-        activation: elementwise.
+        norm: norm of width d.
+        activation: elementwise activation.
     """
 
     def __init__(self, *, embed_gate: nn.Module, embed_proj: nn.Module, norm: nn.Module, activation: nn.Module) -> None:
@@ -57,5 +57,5 @@ class LayerEmbedding(nn.Module):
         self.activation = activation
 
     def forward(self, h: Tensor, embedded: Tensor) -> Tensor:
-        """``[b, s, d]`` and ``[b, s, p]`` to ``[b, s, d]``."""
+        """Add embeddings ``[b, s, p]`` to the layer's output ``[b, s, d]``."""
         return h + self.norm(self.embed_proj(self.activation(self.embed_gate(h)) * embedded))

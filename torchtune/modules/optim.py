@@ -1,4 +1,4 @@
-"""Optimizers of several optimizers: one for each kind of parameter, or one a parameter that steps in backward."""
+"""Optimizers that combine several optimizers: by kind of parameter, or one per parameter stepping in backward."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,22 +8,21 @@ from torch.optim import Optimizer
 
 
 class OptimizerMap(Optimizer):
-    """Several optimizers under one face, which share their groups with it: schedules attach to it as to any other.
+    """Several optimizers combined into one, which shares their parameter groups so that LR schedulers work with it.
 
     Args:
-        optim_map: the optimizers by name; the state dict is keyed by it.
+        optim_map: the optimizers by name; the state dict has these names as keys.
     """
 
     def __init__(self, optim_map: dict[str, Optimizer]) -> None:
         self.optim_map = optim_map
-        groups = [group for optimizer in optim_map.values() for group in optimizer.param_groups]
-        super().__init__(groups, {})
+        super().__init__(_groups(optim_map), {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all of them.
+        """Step all optimizers.
 
         Args:
-            closure: computes the loss again and returns it; called once, before the steps.
+            closure: recomputes and returns the loss; called once, before the steps.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -32,44 +31,32 @@ class OptimizerMap(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State dict of every optimizer, by name."""
+        """Return the state dict of every optimizer, by name."""
         return {name: optimizer.state_dict() for name, optimizer in self.optim_map.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
+        """Load a state dict of this class.
 
         Raises:
             ValueError: a name is missing or unknown.
         """
         load_by_name(self.optim_map, state_dict)
-        for mine, theirs in zip(
-            self.param_groups,
-            (group for optimizer in self.optim_map.values() for group in optimizer.param_groups),
-            strict=True,
-        ):
-            # torch replaces the dicts of the groups on loading: share the new values again
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._share_groups()
-
-    def _share_groups(self) -> None:
-        groups = iter(self.param_groups)
-        for optimizer in self.optim_map.values():
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+        self.param_groups = _groups(self.optim_map)  # torch replaces groups on loading
 
 
 class OptimizerInBackward(OptimizerMap):
-    """Steps every parameter as soon as its gradient is complete and frees that gradient at once.
+    """Optimizer that steps every parameter in the backward pass and frees its gradient at once.
 
-    All gradients never exist together, which saves their memory; it excludes accumulating them and clipping them
-    by a common norm. There is one optimizer per parameter.
+    This saves the memory of gradients, which never exist all together, and excludes gradient accumulation and clipping
+    by the global norm. There is one optimizer per parameter.
 
     Attributes:
-        skip_step: gradients are freed without a step as long as it is True.
+        skip_step: if True, gradients are freed without a step.
 
     Args:
-        params: parameters, or pairs of name and parameter; without names they are called by their number.
-        optimizer_cls: class (or function) that makes an optimizer of a list of parameters.
-        optimizer_kwargs: for ``optimizer_cls``.
+        params: parameters, or pairs of name and parameter; unnamed parameters are named by their index.
+        optimizer_cls: class (or function) that makes an optimizer from a list of parameters.
+        optimizer_kwargs: keyword arguments of ``optimizer_cls``.
     """
 
     def __init__(
@@ -95,12 +82,12 @@ class OptimizerInBackward(OptimizerMap):
             if not self.skip_step:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            self._opt_called = True  # what schedules look at to warn of a step that never came
+            self._opt_called = True  # LR schedulers warn if no step was called
 
         return step
 
     def remove_hooks(self) -> None:
-        """Let go of the parameters: the backward pass no longer steps them."""
+        """Remove the hooks from the parameters, so that the backward pass does not step them."""
         for handle in self._handles:
             handle.remove()
 
@@ -111,11 +98,15 @@ class OptimizerInBackward(OptimizerMap):
         """Do nothing: every gradient was freed after its step."""
 
 
+def _groups(optim_map: dict[str, Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optim_map.values() for group in optimizer.param_groups]
+
+
 def load_by_name(optim_map: dict[str, Optimizer], state_dict: dict[str, Any]) -> None:
     """Load one state dict per optimizer.
 
     Raises:
-        ValueError: a name is on one side only; nothing was loaded then.
+        ValueError: a name is missing or unknown; nothing is loaded then.
     """
     missing, unknown = sorted(optim_map.keys() - state_dict.keys()), sorted(state_dict.keys() - optim_map.keys())
     if missing or unknown:

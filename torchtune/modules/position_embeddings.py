@@ -10,13 +10,13 @@ Layout = Literal["interleaved", "half"]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Apply rotary embeddings: rotate pairs of channels by the angles of their position, in float32.
+    """Apply rotary embeddings in float32: rotate pairs of channels by the angles of their position.
 
     Args:
         x: ``[b, s, n, h]``.
-        cos: float32 ``[b or 1, s, 1, r / 2]``, cosine of the angles; channels from r ≤ h on are not rotated.
+        cos: float32 ``[b or 1, s, 1, r / 2]``, cosine of the angles; only the first r ≤ h channels are rotated.
         sin: sine of the angles, of the same shape.
-        layout: pairs of channels: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, h/2), (1, h/2 + 1) ….
+        layout: pairs of channels: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, r/2), (1, r/2 + 1) ….
 
     Returns:
         Tensor of the shape and dtype of ``x``.
@@ -50,7 +50,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation, so ``x`` is not saved for backward."""
+    """Rotation; its gradient is the inverse rotation, so ``x`` is not saved for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -67,18 +67,18 @@ class _Rotation(torch.autograd.Function):
 class RotaryPositionalEmbeddings(nn.Module):
     """Rotary position embeddings.
 
-    It has no tensors: frequencies are Python numbers, which the meta device, ``to_empty`` and casts do not change.
+    The module has no tensors: frequencies are Python numbers, unaffected by the meta device, ``to_empty`` and casts.
     Call :meth:`cos_sin` once per forward pass and share the result between layers.
 
     Args:
-        dim: rotated channels of a head: h, or fewer for partial rotary embeddings (the first ones).
+        dim: r, number of rotated channels of a head: h, or fewer for partial rotary embeddings (the first ones).
         max_seq_len: informational; positions beyond it work too.
         base: base (theta) of the frequencies.
         layout: which channels of a head form a pair; see :func:`apply_rope`.
         stretch: divisor of the positions (linear scaling).
 
     Attributes:
-        by_reach: whether the angles depend on the sequence length, the argument ``reach`` of :meth:`cos_sin`.
+        depends_on_length: whether the angles depend on the sequence length, argument ``seq_lens`` of :meth:`cos_sin`.
         switch_at: the sequence length beyond which all angles change (LongRoPE), or None.
         magnitude: factor of cosine and sine.
 
@@ -88,7 +88,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         True
     """
 
-    by_reach = False
+    depends_on_length = False
     switch_at: int | None = None
     magnitude = 1.0
 
@@ -113,33 +113,33 @@ class RotaryPositionalEmbeddings(nn.Module):
         self._frequencies: list[float] = self._scale(1.0 / (base**exponents)).tolist()
 
     def _scale(self, frequencies: Tensor) -> Tensor:
-        """Hook for variants: float32 [h / 2] to float32 [h / 2]."""
+        """Hook for variants: float32 ``[r / 2]`` to float32 ``[r / 2]``."""
         return frequencies / self.stretch
 
     def rope_init(self) -> None:
-        """Do nothing; for callers that materialise models by hand."""
+        """Do nothing; exists for callers that materialise models by hand."""
 
-    def _frequencies_of(self, reach: Tensor) -> Tensor:
-        """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[h / 2]``, or to one row per position."""
-        return torch.tensor(self._frequencies, dtype=torch.float32, device=reach.device)
+    def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
+        """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[r / 2]``, or to one row per position."""
+        return torch.tensor(self._frequencies, dtype=torch.float32, device=seq_lens.device)
 
     @torch.no_grad()
-    def cos_sin(self, input_pos: Tensor, reach: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, times ``magnitude``.
+    def cos_sin(self, input_pos: Tensor, seq_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Compute cosine and sine of the angles, times ``magnitude``.
 
         Args:
             input_pos: positions ``[b, s]`` or ``[s]``.
-            reach: int64 ``[b or 1, s or 1]``, sequence length of each position; by default each row is one sequence up
-                to its last position. Used if ``by_reach``.
+            reach: int64 ``[b or 1, s or 1]``, sequence length of each position; by default each row is one sequence
+                that ends at its last position. Used if ``depends_on_length``.
 
         Returns:
-            Two float32 tensors ``[b or 1, s, 1, h / 2]``.
+            Two float32 tensors ``[b or 1, s, 1, r / 2]``.
         """
         if input_pos.ndim == 1:
             input_pos = input_pos.unsqueeze(0)
-        if reach is None:
-            reach = input_pos.amax(dim=-1, keepdim=True) + 1
-        angles = input_pos.to(torch.float32)[:, :, None, None] * self._frequencies_of(reach)
+        if seq_lens is None:
+            seq_lens = input_pos.amax(dim=-1, keepdim=True) + 1
+        angles = input_pos.to(torch.float32)[:, :, None, None] * self._frequencies_of(seq_lens)
         if self.magnitude == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
@@ -159,7 +159,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         return apply_rope(x, *self.cos_sin(input_pos), self.layout)
 
     def extra_repr(self) -> str:
-        """Head size and base."""
+        """Return the rotated channels, base and layout for ``repr``."""
         return f"dim={self.dim}, base={self.base}, layout={self.layout}"
 
 
@@ -170,13 +170,13 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     ``old_context_len / high_freq_factor`` are unchanged; frequencies in between are interpolated linearly.
 
     Args:
-        dim: channels of a head, h.
-        max_seq_len: kept for information.
-        base: of the geometric series of wavelengths.
-        scale_factor: see above.
-        low_freq_factor: see above.
-        high_freq_factor: see above.
-        old_context_len: see above.
+        dim: r, number of rotated channels of a head.
+        max_seq_len: informational.
+        base: base (theta) of the frequencies.
+        scale_factor: factor of long wavelengths.
+        low_freq_factor: defines the long wavelengths.
+        high_freq_factor: defines the short wavelengths.
+        old_context_len: pre-training context length.
         layout: which channels of a head form a pair.
     """
 
@@ -203,7 +203,7 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         low, high = self.low_freq_factor, self.high_freq_factor
         slow = wavelengths > self.old_context_len / low
         fast = wavelengths < self.old_context_len / high
-        if high == low:  # no band in between
+        if high == low:  # nothing to interpolate
             return torch.where(slow, frequencies / self.scale_factor, frequencies)
         blend = (self.old_context_len / wavelengths - low) / (high - low)
         between = (1 - blend) * frequencies / self.scale_factor + blend * frequencies
@@ -213,13 +213,13 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
 class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary embeddings with YaRN scaling (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
 
-    High frequencies are unchanged, low frequencies are divided by a factor, those between are interpolated. Cosine and
-    sine are multiplied by a constant.
+    High frequencies are unchanged, low frequencies are divided by a factor, and frequencies in between are
+    interpolated. Cosine and sine are multiplied by a constant.
 
     Args:
-        dim: channels of a head that turn.
-        max_seq_len: kept for information.
-        base: of the geometric series of wavelengths.
+        dim: r, number of rotated channels of a head.
+        max_seq_len: informational.
+        base: base (theta) of the frequencies.
         factor: divisor of low frequencies.
         original_max_seq_len: pre-training context length.
         beta_fast: channels with at least this many rotations in the pre-training context are unchanged.
@@ -264,14 +264,14 @@ class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
 class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary embeddings with LongRoPE scaling, a factor per channel (Ding et al. 2024, arXiv:2402.13753).
 
-    Sequences longer than the pre-training context use other factors than shorter ones; packed documents use those of
-    their own length. When a sequence outgrows the pre-training context, cached keys are invalid and the sequence must
-    be prefilled again, as ``transformers`` does for Phi-3.
+    Sequences longer than the pre-training context use other factors than shorter ones; the length is that of the packed
+    document. When a sequence outgrows the pre-training context, cached keys are invalid and the sequence must be
+    prefilled again, as ``transformers`` does for Phi-3.
 
     Args:
-        dim: channels of a head that turn, r.
-        max_seq_len: kept for information.
-        base: of the geometric series of wavelengths.
+        dim: r, number of rotated channels of a head.
+        max_seq_len: informational.
+        base: base (theta) of the frequencies.
         short_factors: r / 2 multipliers of the wavelengths for sequences up to ``original_max_seq_len``.
         long_factors: r / 2 multipliers for longer sequences.
         original_max_seq_len: pre-training context length.
@@ -279,7 +279,7 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         layout: which channels of a head form a pair.
     """
 
-    by_reach = True
+    depends_on_length = True
 
     def __init__(
         self,
@@ -300,20 +300,21 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         self._frequencies = (plain / torch.tensor(short_factors, device="cpu")).tolist()
         self._long_frequencies: list[float] = (plain / torch.tensor(long_factors, device="cpu")).tolist()
 
-    def _frequencies_of(self, reach: Tensor) -> Tensor:
-        both = torch.tensor([self._frequencies, self._long_frequencies], dtype=torch.float32, device=reach.device)
-        return both[(reach > self.original_max_seq_len).long()].unsqueeze(2)
+    def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
+        both = torch.tensor([self._frequencies, self._long_frequencies], dtype=torch.float32, device=seq_lens.device)
+        return both[(seq_lens > self.original_max_seq_len).long()].unsqueeze(2)
 
 
 class ProportionalRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary embeddings of the first ``fraction`` of a head's pairs of channels; the others keep their place in the
-    series of frequencies and have the frequency 0 (``rope_type: proportional``).
+    """Rotary embeddings that rotate a fraction of a head's pairs of channels (``rope_type: proportional``).
+
+    The frequencies are computed for the full head; pairs beyond the fraction have frequency 0.
 
     Args:
-        dim: channels of a head.
-        max_seq_len: kept for information.
-        base: of the geometric series of wavelengths.
-        fraction: of the pairs.
+        dim: h, channels of a head.
+        max_seq_len: informational.
+        base: base (theta) of the frequencies.
+        fraction: fraction of the pairs that are rotated, the first ones.
         factor: divisor of the positions.
         layout: which channels of a head form a pair.
     """
@@ -340,19 +341,19 @@ class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary embeddings with dynamic NTK scaling: the base grows with long sequences (``rope_type: dynamic``).
 
     For a sequence of length l > ``original_max_seq_len``, the base is multiplied by ``(factor * l /
-    original_max_seq_len - (factor - 1)) ** (r / (r - 2))``. Packed documents use their own lengths. Keys in a KV cache
-    keep the rotation of the length at which they were cached, as in ``transformers``.
+    original_max_seq_len - (factor - 1)) ** (r / (r - 2))``. The length is that of the packed document. Keys in a KV
+    cache keep the rotation for the length at which they were cached, as in ``transformers``.
 
     Args:
-        dim: channels of a head that turn, r.
-        max_seq_len: kept for information.
-        base: of the geometric series of wavelengths.
-        factor: see above.
-        original_max_seq_len: see above.
+        dim: r, number of rotated channels of a head.
+        max_seq_len: informational.
+        base: base (theta) of the frequencies.
+        factor: factor of the context length.
+        original_max_seq_len: pre-training context length.
         layout: which channels of a head form a pair.
     """
 
-    by_reach = True
+    depends_on_length = True
 
     def __init__(
         self,
@@ -368,8 +369,8 @@ class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         self.factor = factor
         self.original_max_seq_len = original_max_seq_len
 
-    def _frequencies_of(self, reach: Tensor) -> Tensor:
-        longer = reach.clamp(min=self.original_max_seq_len) / self.original_max_seq_len
+    def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
+        longer = seq_lens.clamp(min=self.original_max_seq_len) / self.original_max_seq_len
         growth = (self.factor * longer - (self.factor - 1)) ** (self.dim / (self.dim - 2))
-        exponents = torch.arange(0, self.dim, 2, device=reach.device).float() / self.dim
+        exponents = torch.arange(0, self.dim, 2, device=seq_lens.device).float() / self.dim
         return 1.0 / (self.base * growth[:, :, None, None]) ** exponents

@@ -8,7 +8,7 @@ from torchtune.utils import computes_on_cpu
 
 
 def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
-    """``x / sqrt(mean(x², last dimension) + eps) * scale``, computed in float32 (Zhang & Sennrich 2019).
+    """Compute ``x / sqrt(mean(x², last dimension) + eps) * scale`` in float32 (Zhang & Sennrich 2019).
 
     Args:
         x: ``[..., d]``, any floating dtype.
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
 
 
 def _eager_rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised ``x`` and the reciprocal root mean square of every row."""
+    """Return the normalised ``x`` and the reciprocal root mean square of every row."""
     wide = x.float()
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     # Rounded before scaling, as checkpoints expect. In float32, ``wide`` is ``x`` itself.
@@ -40,7 +40,7 @@ def _eager_rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> tuple[Tensor
 
 
 class _EagerRMSNorm(torch.autograd.Function):
-    """RMSNorm with few memory passes; saves the input and one number per row for backward."""
+    """RMSNorm with few memory passes; saves the input and one number per row for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
@@ -91,19 +91,19 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def reset_parameters(self) -> None:
-        """Initialise the scale to a factor of one."""
+        """Reset the scale to a factor of one."""
         nn.init.constant_(self.scale, 0.0 if self.unit_offset else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., dim]`` to ``[..., dim]``, same dtype."""
+        """Normalise ``[..., dim]``; shape and dtype are kept."""
         return self.scaled_by(self.scale, x)
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
-        """:meth:`forward` with another ``scale`` ``[dim]``."""
+        """Compute :meth:`forward` with another ``scale`` ``[dim]``."""
         if self.rounds_last:
             return rms_norm(x.float(), self.eps, scale.float() + self.unit_offset).to(x.dtype)
         return rms_norm(x, self.eps, scale)
 
     def extra_repr(self) -> str:
-        """Size and eps."""
+        """Return size and eps for ``repr``."""
         return f"{self.normalized_shape[0]}, eps={self.eps}"

@@ -1,4 +1,4 @@
-"""Linear layers with parameters in another form than a plain weight, for example quantized."""
+"""Linear layers that store the weight in another format, for example quantised."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from torchtune.modules._products import linear, mm
 
 
 class Stored(NamedTuple):
-    """A frozen weight in the form in which it is stored.
+    """A frozen weight in its storage format.
 
     Attributes:
-        decode: makes the full weight out of ``tensors``.
-        tensors: what is stored.
-        dtype: of the full weight.
+        decode: computes the full weight from ``tensors``.
+        tensors: the stored tensors.
+        dtype: dtype of the full weight.
     """
 
     decode: Callable[..., Tensor]
@@ -26,14 +26,14 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
     def full(self) -> Tensor:
-        """The full weight, made anew."""
+        """Decode the full weight."""
         return self.decode(*self.tensors)
 
 
 class StoredLinear(nn.Linear):
-    """Base class of linear layers that store the weight in another form.
+    """Base class of linear layers that store the weight in another format.
 
-    A conversion replaces ``nn.Linear`` by them (see
+    A conversion replaces ``nn.Linear`` by a subclass (see
     :meth:`torchtune.modules.conversion.Conversion.stored_weights`). With an adapter, the layer remains an instance of
     this class and keeps its parameters.
 
@@ -47,25 +47,25 @@ class StoredLinear(nn.Linear):
         True
     """
 
-    # Parameter -> its output and its input dimension (or None), by which tensor parallelism shards it. Parameters that
-    # are not named are replicated.
+    # Parameter -> (output dimension, input dimension), which tensor parallelism shards; None: no such dimension.
+    # Other parameters are replicated.
     parallel_dims: ClassVar[Mapping[str, tuple[int | None, int | None]]]
 
     @abstractmethod
     def full_weight(self) -> Tensor:
-        """The weight ``[out, in]``, in the dtype in which the layer computes."""
+        """Return the weight ``[out, in]`` in the compute dtype."""
 
     def stored_weight(self) -> Tensor | Stored:
-        """What products take: a layer that returns a :class:`Stored` keeps no full weight for the backward pass."""
+        """Return the weight for matrix products; with a :class:`Stored`, autograd saves no full weight."""
         return self.full_weight()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Apply the layer: ``[..., in]`` to ``[..., out]``."""
         return frozen_linear(x, self.stored_weight(), self.bias)
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x Wᵀ + bias with a frozen W, which is decoded in the forward pass and again in the backward pass."""
+    """x Wᵀ + bias with a frozen W that is decoded in the forward pass and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_bias, *_ = ctx.needs_input_grad
-        stored = ctx.saved_tensors  # once: activation checkpointing lets go of them
+        stored = ctx.saved_tensors  # read once: activation checkpointing frees them
         grad_x = (
             mm(grad.reshape(-1, grad.shape[-1]), ctx.decode(*stored)).view(*grad.shape[:-1], -1) if needs_x else None
         )
@@ -86,7 +86,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def frozen_linear(x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` that also takes a :class:`Stored` weight, of which it keeps the stored tensors only.
+    """Compute ``F.linear``, also of a :class:`Stored` weight, which is decoded again in the backward pass.
 
     Args:
         x: ``[..., in]``.

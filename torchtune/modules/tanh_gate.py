@@ -1,11 +1,11 @@
-"""A learned gate."""
+"""Learned tanh gate."""
 
 import torch
 from torch import Tensor, nn
 
 
 class TanhGate(nn.Module):
-    """``x * tanh(scale)`` with a learned number ``scale`` ``[1]``, which starts at zero: the gate is closed.
+    """Learned gate ``x * tanh(scale)``; ``scale`` ``[1]`` is initialised to zero, which closes the gate.
 
     Example:
         >>> torchtune.modules.TanhGate()(torch.ones(2)).tolist()
@@ -17,5 +17,5 @@ class TanhGate(nn.Module):
         self.scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape, same dtype."""
+        """Scale a tensor of any shape."""
         return x * self.scale.tanh()

@@ -1,14 +1,15 @@
-"""Tied output projections."""
+"""Output projection with the weight of the token embedding."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules.capped_linear import soft_cap
+
 
 class TiedLinear:
-    """Output projection with the weight of another module. It is a callable, not a module.
+    """Output projection with the weight of another module; a callable, not a module.
 
-    It adds no key to the state dict. It reads the weight at every call, so ``to_empty``, conversions and resizing of
+    It adds no key to the state dict. The weight is read at every call, so ``to_empty``, conversions and resizing of
     the other module take effect.
 
     Args:
@@ -16,7 +17,7 @@ class TiedLinear:
         softcap: logits become ``softcap * tanh(logits / softcap)``, in float32.
 
     Raises:
-        AttributeError: the module has no ``weight``.
+        AttributeError: ``tied_module`` has no ``weight``.
 
     Example:
         >>> embedding = torch.nn.Embedding(50, 8)
@@ -29,7 +30,7 @@ class TiedLinear:
             raise AttributeError(f"{type(tied_module).__name__} has no attribute 'weight' to tie to.")
         self.tied_module = tied_module
         self.softcap = softcap
-        self.linear = F.linear  # generation replaces it
+        self.linear = F.linear  # replaced by generation
 
     @property
     def weight(self) -> Tensor:
@@ -37,33 +38,10 @@ class TiedLinear:
         return self.tied_module.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[..., d]`` to ``[..., v]``."""
+        """Compute logits: ``[..., d]`` to ``[..., v]``."""
         weight = self.tied_module.weight
         if hasattr(weight, "device_mesh"):  # sharded over the vocabulary
             from torchtune.modules.parallel import vocabulary_parallel_linear  # slow to import
 
             return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
         return soft_cap(self.linear(x, weight), self.softcap)
-
-
-class CappedLinear(nn.Linear):
-    """An output projection with a soft cap, as in :class:`TiedLinear`.
-
-    Args:
-        in_features: d.
-        out_features: v.
-        softcap: logits become ``softcap * tanh(logits / softcap)``, in float32.
-    """
-
-    def __init__(self, in_features: int, out_features: int, softcap: float) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.softcap = softcap
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., d]`` to ``[..., v]``."""
-        return soft_cap(super().forward(x), self.softcap)
-
-
-def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """``softcap * tanh(logits / softcap)`` in float32; with None, the logits unchanged."""
-    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)

@@ -1,4 +1,4 @@
-"""The decoder: embeddings, layers, norm, output."""
+"""Transformer decoder: embeddings, layers, norm and output projection."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtune.data._documents import Documents
+from torchtune.data import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Keys, MultiHeadAttention
@@ -19,19 +19,19 @@ from torchtune.utils import deprecated
 
 
 class TransformerSelfAttentionLayer(nn.Module):
-    """A pre-norm transformer layer: attention, then feed-forward, each with a residual connection.
+    """Pre-norm transformer layer: attention, then feed-forward, each with a residual connection.
 
     Args:
-        attn: attention, or a mixer in its place; ``None`` for a layer with a feed-forward alone.
+        attn: attention or another mixer; ``None`` for a layer with only a feed-forward.
         mlp: feed-forward ``[b, s, d] -> [b, s, d]``; ``None`` for a layer without one.
         sa_norm: norm before attention; by default none.
-        mlp_norm: norm before the feed-forward.
-        sa_scale: applied to the output of attention before the residual addition.
-        mlp_scale: applied to the output of the feed-forward before the residual addition.
+        mlp_norm: norm before the feed-forward; by default none.
+        sa_scale: scale of attention's output before the residual addition; by default none.
+        mlp_scale: scale of the feed-forward's output before the residual addition; by default none.
         mask_mod: changes the mask of this layer: ``mask_mod(mask, b, s, s)``.
-        layer_embed: adds the layer's embeddings of tokens to its output.
-        layer_scale: applied to the output of the layer.
-        mixer: a mixer beside attention: of the same input, and its output is added, too.
+        layer_embed: adds the layer's token embeddings to its output.
+        layer_scale: scale of the layer's output.
+        mixer: mixer parallel to attention: it has the same input, and its output is added to attention's.
 
     Example:
         >>> model.layers[0](torch.ones(1, 3, 32)).shape
@@ -66,22 +66,22 @@ class TransformerSelfAttentionLayer(nn.Module):
 
     @property
     def mixers(self) -> list[MultiHeadAttention | RecurrentMixer]:
-        """What mixes positions: attention, a mixer, or both."""
+        """The modules that mix positions: attention, a mixer, or both."""
         return [mixer for mixer in (self.attn, self.mixer) if mixer is not None]
 
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
     ) -> None:
-        """Make the caches; ``encoder_max_seq_len`` is ignored."""
+        """Set up the caches; ``encoder_max_seq_len`` is ignored."""
         for mixer in self.mixers:
             mixer.setup_cache(batch_size, dtype, max_seq_len=decoder_max_seq_len)
 
     def caches_are_setup(self) -> bool:
-        """Whether the layer has a cache."""
+        """Return whether the layer has a cache."""
         return any(mixer.kv_cache is not None for mixer in self.mixers)
 
     def caches_are_enabled(self) -> bool:
-        """Whether the cache is enabled."""
+        """Return whether the cache is enabled."""
         return any(mixer.cache_enabled for mixer in self.mixers)
 
     def reset_cache(self) -> None:
@@ -103,10 +103,10 @@ class TransformerSelfAttentionLayer(nn.Module):
         keys: Keys | None = None,
         returns_keys: bool = False,
     ) -> Tensor | tuple[Tensor, Keys]:
-        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
+        """Apply the layer to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
 
         ``encoder_input`` and ``encoder_mask`` are for cross-attention layers and ignored here. ``embedded``
-        ``[b, s, p]`` is what ``layer_embed`` adds.
+        ``[b, s, p]`` is the input of ``layer_embed``.
         """
         if self.mask_mod is not None:
             b, s, _ = x.shape
@@ -126,7 +126,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         return (h, keys) if returns_keys else h
 
     def _attend(self, x: Tensor, **arguments: Any) -> Tensor | tuple[Tensor, Keys]:
-        """``x`` and what attention adds, and the mixer beside it."""
+        """Residual stream after attention and the parallel mixer."""
         normed = self.sa_norm(x)
         attended = self.attn(normed, **arguments)
         attended, keys = attended if arguments.get("returns_keys") else (attended, None)
@@ -138,25 +138,25 @@ class TransformerSelfAttentionLayer(nn.Module):
 
 
 class TransformerDecoder(nn.Module):
-    """A decoder-only language model.
+    """Decoder-only language model.
 
     Args:
         tok_embeddings: token embedding.
-        layers: the layers, or one layer, which is copied ``num_layers`` times.
-        max_seq_len: longest sequence, and default length of the KV cache.
+        layers: the layers, or one layer that is copied ``num_layers`` times.
+        max_seq_len: maximum sequence length, and default length of the KV cache.
         num_heads: query heads per layer.
         head_dim: head dimension.
         norm: norm after the last layer.
         output: output projection to logits; a module, or a callable such as :class:`TiedLinear`.
         num_layers: number of copies if ``layers`` is a single layer.
-        output_hidden_states: indices of layers; their inputs are returned too (``len(layers)``: the last output).
+        output_hidden_states: indices of layers whose inputs are also returned; ``len(layers)``: the last output.
         embed_scale: factor of token embeddings, rounded to their dtype.
         hidden_scale: factor of the output projection's input.
-        layer_embeddings: embeddings of tokens for each layer.
-        kv_sources: layer without keys and values -> the earlier layer whose keys and values it uses.
+        layer_embeddings: per-layer token embeddings.
+        kv_sources: index of a layer without keys and values -> index of the earlier layer that shares its own.
 
     Raises:
-        ValueError: ``num_layers`` is given with a list of layers, or missing with a single layer.
+        ValueError: ``num_layers`` is set with a list of layers, or missing with a single layer.
 
     Attributes:
         skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
@@ -229,7 +229,7 @@ class TransformerDecoder(nn.Module):
         encoder_max_seq_len: int | None = None,
         decoder_max_seq_len: int | None = None,
     ) -> None:
-        """Make a KV cache in every layer, on the default device.
+        """Set up a KV cache in every layer, on the default device.
 
         :meth:`forward` then requires ``mask`` and ``input_pos``.
 
@@ -249,8 +249,8 @@ class TransformerDecoder(nn.Module):
                 decoder_max_seq_len=self.decoder_max_cache_seq_len,
             )
 
-    def outgrows_caches(self, input_pos: Tensor) -> bool:
-        """Whether these positions exceed a length at which all rotary angles change (LongRoPE only).
+    def invalidates_caches(self, input_pos: Tensor) -> bool:
+        """Return whether the next positions exceed a length at which all rotary angles change (LongRoPE only).
 
         Cached keys are then invalid: reset the caches and prefill the whole sequence again.
 
@@ -265,11 +265,11 @@ class TransformerDecoder(nn.Module):
         return bool(((first > 0) & (first <= limit) & (last >= limit)).any())
 
     def caches_are_setup(self) -> bool:
-        """Whether the layers have KV caches."""
+        """Return whether the layers have KV caches."""
         return any(layer.caches_are_setup() for layer in self.layers)
 
     def caches_are_enabled(self) -> bool:
-        """Whether the KV caches are enabled."""
+        """Return whether the KV caches are enabled."""
         return any(layer.caches_are_enabled() for layer in self.layers)
 
     def reset_caches(self) -> None:
@@ -281,7 +281,7 @@ class TransformerDecoder(nn.Module):
 
     @deprecated("Recipes call forward with output='hidden' and a loss that reads hidden states.")
     def set_num_output_chunks(self, num_output_chunks: int) -> None:
-        """Let :meth:`forward` without ``output=`` return logits as a list of chunks along the sequence; 0 undoes it."""
+        """Make :meth:`forward` without ``output=`` return logits as a list of chunks along the sequence; 0: off."""
         self.num_output_chunks = num_output_chunks
 
     @deprecated("Recipes call forward with output='hidden' and a loss that reads hidden states.")
@@ -303,7 +303,7 @@ class TransformerDecoder(nn.Module):
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
 
-        Without ``mask`` and ``documents``, attention is causal in each row, so right padding has no effect on tokens.
+        Without ``mask`` and ``documents``, attention is causal in each row, so right padding does not affect tokens.
 
         Args:
             tokens: int64 ``[b, s]``, or ``None`` with ``input_embeds``.
@@ -311,20 +311,21 @@ class TransformerDecoder(nn.Module):
             documents: document boundaries in the flattened batch, instead of a mask.
             input_pos: positions ``[b, s]`` or ``[s]``; by default from the documents, or 0 … s - 1.
             input_embeds: ``[b, s, d]`` instead of tokens.
-            encoder_input: output of an encoder ``[b, t, d]``, passed to the layers for cross-attention.
-            encoder_mask: passed to the layers, for cross-attention.
+            encoder_input: output of an encoder ``[b, t, d]``, for cross-attention layers.
+            encoder_mask: bool ``[b, s, t]`` (True: attend), for cross-attention layers.
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
                 unless ``skip_output_layer`` or ``num_output_chunks`` is set.
 
         Returns:
             Logits, float32 ``[b, s, v]`` or a list of chunks of them, or hidden states ``[b, s, d]``. With
-            ``output_hidden_states``, a list of those hidden states and then this.
+            ``output_hidden_states``, a list of the requested hidden states, then this result.
 
         Raises:
-            ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
-                (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
-                (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
-                embeddings are given, ``encoder_input`` is lost on it, or ``output`` has another value.
+            ValueError: a sequence exceeds ``max_seq_len``, the model does not support shared prefixes
+                (:meth:`prefix_obstacle`), a KV cache lacks mask or positions or is outgrown
+                (:meth:`invalidates_caches`), layers with a state get a mask without positions, both or neither of
+                ``tokens`` and ``input_embeds`` are passed, the model has no cross-attention for ``encoder_input``, or
+                ``output`` is invalid.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -344,14 +345,14 @@ class TransformerDecoder(nn.Module):
         tables = self._rope_tables(input_pos, documents)
         boundaries = self._boundaries(h, documents, mask)
         embedded = None if self.layer_embeddings is None else self.layer_embeddings(tokens, h)
-        hidden, lent, lenders = [], {}, set(self.kv_sources.values())
+        hidden, shared_keys, shared_layers = [], {}, set(self.kv_sources.values())
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
                 hidden.append(h)
             more = {} if embedded is None else {"embedded": embedded[:, :, index]}
             if index in self.kv_sources:
-                more["keys"] = lent[self.kv_sources[index]]
-            if index in lenders:
+                more["keys"] = shared_keys[self.kv_sources[index]]
+            if index in shared_layers:
                 more["returns_keys"] = True
             h = layer(
                 h,
@@ -364,14 +365,14 @@ class TransformerDecoder(nn.Module):
                 **more,
             )
             if "returns_keys" in more:
-                h, lent[index] = h
+                h, shared_keys[index] = h
         if len(self.layers) in self.output_hidden_states:
             hidden.append(h)
         last = self.unembed(h, output)
         return [*hidden, last] if hidden else last
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:
-        """Turn the last layer's output ``[b, s, d]`` into what :meth:`forward` returns."""
+        """Compute the result of :meth:`forward` from the last layer's output ``[b, s, d]``."""
         h = self.norm(h)
         if self.hidden_scale != 1.0:
             h = h * self.hidden_scale
@@ -387,7 +388,7 @@ class TransformerDecoder(nn.Module):
             return [self.output(chunk).float() for chunk in h.tensor_split(self.num_output_chunks, dim=1)]
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
-        """Make the boundaries for the attention kernels, once for all layers; log the kernels at the first call."""
+        """Document boundaries for the attention kernels, shared by all layers; logs the kernels once."""
         attentions = (getattr(layer, "attn", None) for layer in self.layers)
         kinds = {
             (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None, attn.chunk)
@@ -420,26 +421,26 @@ class TransformerDecoder(nn.Module):
             )
         if self.caches_are_enabled():
             caches = (getattr(getattr(layer, "attn", None), "kv_cache", None) for layer in self.layers)
-            placed = any(getattr(cache, "place", None) is not None for cache in caches)  # by a continuous batch
+            placed = any(getattr(cache, "place", None) is not None for cache in caches)  # in a continuous batch
             if (mask is None and not placed) or input_pos is None:
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
             if documents is not None and not placed:
                 raise ValueError("Documents are for training; with key-value caches, give a mask.")
-            if not torch.compiler.is_compiling() and self.outgrows_caches(input_pos):
+            if not torch.compiler.is_compiling() and self.invalidates_caches(input_pos):
                 raise ValueError(
                     "The text grows beyond a length at which the angles of all its positions change: call "
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
 
     def attends_to_encoder(self) -> bool:
-        """Whether layers read ``encoder_input``."""
+        """Return whether any layer reads ``encoder_input``."""
         return any(
             hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
             for layer in self.layers
         )
 
     def prefix_obstacle(self) -> str | None:
-        """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""
+        """Return why documents cannot share a prefix (:class:`torchtune.data.Documents`), or None if they can."""
         for index, layer in enumerate(self.layers):
             for attn in getattr(layer, "mixers", [layer]):
                 if not isinstance(attn, MultiHeadAttention):
@@ -448,14 +449,14 @@ class TransformerDecoder(nn.Module):
                     return f"layer {index} computes attention with a function of its own"
                 if attn.attn_dropout:
                     return "attention has dropout (attn_dropout), which draws anew for every document"
-                if getattr(attn.pos_embeddings, "by_reach", False):
+                if getattr(attn.pos_embeddings, "depends_on_length", False):
                     return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
             if getattr(layer, "mask_mod", None) is not None:
                 return f"layer {index} changes masks"
         return None
 
     def has_states(self) -> bool:
-        """Whether layers go on from a state of the earlier positions (linear attention, Mamba, convolutions)."""
+        """Return whether any layer is recurrent or convolutional (linear attention, Mamba, short convolutions)."""
         return any(isinstance(module, RecurrentMixer) for layer in self.layers for module in layer.children())
 
     @staticmethod
@@ -472,12 +473,12 @@ class TransformerDecoder(nn.Module):
         """Cosine and sine of each distinct rotary embedding, computed once for all layers."""
         kinds = {self._pos_embeddings(layer) for layer in self.layers}
         ropes = [kind for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)]
-        reach = self._reach(input_pos, documents) if any(rope.by_reach for rope in ropes) else None
-        return {rope: rope.cos_sin(input_pos, reach) for rope in ropes}
+        seq_lens = self._seq_lens(input_pos, documents) if any(rope.depends_on_length for rope in ropes) else None
+        return {rope: rope.cos_sin(input_pos, seq_lens) for rope in ropes}
 
     @staticmethod
-    def _reach(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
-        """Sequence length of each position's document; None: that of its row."""
+    def _seq_lens(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
+        """Document length of each position ``[b, s]``, or None without documents."""
         if documents is None:
             return None
         lengths = documents.cu_seqlens.diff().to(input_pos.device)

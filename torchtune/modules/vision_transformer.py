@@ -1,4 +1,4 @@
-"""The vision transformer that encodes the tiles of images."""
+"""Vision transformer for tiled images."""
 
 import copy
 
@@ -10,11 +10,11 @@ from torchtune.modules.layer_norm import Fp32LayerNorm
 
 
 class CLSEmbedding(nn.Module):
-    """A learned token ``weight`` ``[d]`` beside the patches of every tile.
+    """Learned CLS token ``weight`` ``[d]`` that is added to the patches of every tile.
 
     Args:
         embed_dim: d.
-        append: put it after the patches, not before them.
+        append: append the token to the patches instead of prepending it.
     """
 
     def __init__(self, embed_dim: int, append: bool = False) -> None:
@@ -23,18 +23,18 @@ class CLSEmbedding(nn.Module):
         self.append = append
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., patches, d]`` to ``[..., patches + 1, d]``."""
+        """Add the CLS token: ``[..., patches, d]`` to ``[..., patches + 1, d]``."""
         token = self.weight.to(x.dtype).expand(*x.shape[:-2], 1, -1)
         return torch.cat([x, token] if self.append else [token, x], dim=-2)
 
 
 class CLSProjection(nn.Module):
-    """A projection of the learned token of every tile.
+    """Projection of the CLS token of every tile.
 
     Args:
         embed_dim: d.
-        cls_output_dim: size of its output.
-        is_last: whether the learned token comes after the patches.
+        cls_output_dim: output size.
+        is_last: whether the CLS token comes after the patches.
     """
 
     def __init__(self, embed_dim: int, cls_output_dim: int, is_last: bool = False) -> None:
@@ -43,34 +43,34 @@ class CLSProjection(nn.Module):
         self.is_last = is_last
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[b, images, tiles, tokens, d]`` to ``[b, images, tiles, 1, cls_output_dim]``."""
+        """Project the CLS token: ``[b, images, tiles, tokens, d]`` to ``[b, images, tiles, 1, cls_output_dim]``."""
         return self.proj(x[..., -1:, :] if self.is_last else x[..., :1, :])
 
 
 class VisionTransformer(nn.Module):
-    """A transformer over the patches of all tiles of an image (Dosovitskiy et al. 2020, arXiv:2010.11929).
+    """Vision transformer over the patches of all tiles of an image (Dosovitskiy et al. 2020, arXiv:2010.11929).
 
-    The tiles of an image attend to each other. Images with fewer tiles than the encoder was trained with are padded
-    inside, so that the features of an image do not depend on the other images of its batch.
+    The tiles of an image attend to each other. Images are padded internally to the number of tiles of the pre-training,
+    so that an image's features do not depend on the other images of the batch.
 
     Args:
         patch_size: width and height of a patch, in pixels.
         tile_size: width and height of a tile.
         num_layers: number of layers.
         embed_dim: d.
-        layer: a layer, which is copied ``num_layers`` times.
-        token_pos_embedding: adds what depends on the position in a tile:
+        layer: a layer that is copied ``num_layers`` times.
+        token_pos_embedding: adds position embeddings of the tokens in a tile:
             ``[n, tiles, tokens, d], aspect_ratio [n, 2] -> [n, tiles, tokens, d]``.
-        pre_tile_pos_embed: adds what depends on the tile, before the layers; likewise.
-        post_tile_pos_embed: the same after the layers.
-        cls_projection: applied to the output.
-        out_indices: numbers of layers whose inputs are returned as well.
-        in_channels: of an image.
-        append_cls_token: whether the learned token comes after the patches.
-        norm_eps: eps of the two norms.
+        pre_tile_pos_embed: adds position embeddings of the tiles before the layers, with the same signature.
+        post_tile_pos_embed: adds position embeddings of the tiles after the layers, with the same signature.
+        cls_projection: projection of the output.
+        out_indices: indices of layers whose inputs are also returned.
+        in_channels: channels of an image.
+        append_cls_token: whether the CLS token comes after the patches.
+        norm_eps: eps of the norms before and after the layers.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: ``patch_size`` does not divide ``tile_size``, or an index in ``out_indices`` is out of range.
 
     Example:
         >>> sizes = {"embed_dim": 8, "num_layers": 1, "num_heads": 2}
@@ -116,7 +116,7 @@ class VisionTransformer(nn.Module):
         self.cls_token_embedding = CLSEmbedding(embed_dim, append_cls_token)
 
     def get_image_tokens_per_tile(self) -> int:
-        """Patches of a tile, and the learned token."""
+        """Return the number of patches of a tile, plus one for the CLS token."""
         return self.patches_per_tile + 1
 
     def forward(self, images: Tensor, aspect_ratio: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -124,21 +124,21 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: ``[b, images, tiles, c, tile_size, tile_size]``.
-            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; by default, of one tile.
+            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; by default one tile.
 
         Returns:
-            features ``[b, images, tiles, tokens, d]``, or what ``cls_projection`` makes of them, and the inputs of
-            the layers ``out_indices``, of the same shape.
+            Features ``[b, images, tiles, tokens, d]``, projected by ``cls_projection`` if there is one, and the inputs
+            of the layers ``out_indices``, ``[b, images, tiles, tokens, d]`` each.
 
-        Raises:
-            ValueError: shapes that do not fit.
+            Raises:
+                ValueError: the shape of an argument is invalid.
         """
         x, hidden, tiles = self.encode(images, aspect_ratio)
         x = tiles.unpad(x)
         return x if self.cls_projection is None else self.cls_projection(x), [tiles.unpad(h) for h in hidden]
 
     def encode(self, images: Tensor, aspect_ratio: Tensor | None = None) -> tuple[Tensor, list[Tensor], Tiles]:
-        """:meth:`forward` before padding is removed: sequences, hidden states, and how images lie in them."""
+        """Encode images without removing the padding: returns sequences, hidden states and their layout."""
         if images.dim() != 6:
             raise ValueError(f"images have the shape {list(images.shape)}: give [b, images, tiles, c, h, w].")
         b, per_row, given = images.shape[:3]
@@ -150,7 +150,7 @@ class VisionTransformer(nn.Module):
         if patches.shape[1] != self.patches_per_tile:
             raise ValueError(f"A tile has {patches.shape[1]} patches, but the encoder needs {self.patches_per_tile}.")
         tokens = self.get_image_tokens_per_tile()
-        # Checkpoints with tiles were trained with as many tiles in every image, and positions in multiples of 8.
+        # Tiled checkpoints were trained with max_num_tiles tiles per image, and positions padded to a multiple of 8.
         size = (given, tokens, 1) if self.max_num_tiles is None else (self.max_num_tiles, tokens, 8)
         tiles = Tiles.of(images, aspect_ratio, *size)
         x = tiles.pad(patches)

@@ -1,4 +1,4 @@
-"""Post-training: losses of preferences and rewards, and what recipes of reinforcement learning are made of."""
+"""Post-training: preference and reward losses, and building blocks of reinforcement learning recipes."""
 
 from torchtune.rlhf import loss, reward_functions, utils
 from torchtune.rlhf._advantages import GroupAdvantages, has_variance
@@ -42,7 +42,7 @@ from torchtune.rlhf._rollouts import (
     texts_of,
 )
 from torchtune.rlhf._server_sampler import ServerSampler
-from torchtune.rlhf._sharing import SharingError, can_share_prefixes, share_pairs
+from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores

@@ -1,4 +1,4 @@
-"""How much better than the others of its group an answer is."""
+"""Group-relative advantages."""
 
 from typing import Literal
 
@@ -9,12 +9,12 @@ from torchtune.training import ParallelDims
 
 
 class GroupAdvantages:
-    """Advantages of answers to the same prompt: the reward minus what the group gets on average.
+    """Advantages of answers to the same prompt: the reward minus the group's mean.
 
     Args:
-        leave_one_out: compare with the mean of the *other* answers, which is g / (g − 1) times as much (RLOO).
-        scale: divide by the standard deviation of the ``group`` (the first GRPO: favours prompts that are nearly
-            always, or nearly never, solved), or by that of all rewards of the step (``batch``). By default neither.
+        leave_one_out: subtract the mean of the *other* answers, which scales the advantage by g / (g − 1) (RLOO).
+        scale: divide by the standard deviation of the ``group`` (original GRPO: favours prompts that are nearly always,
+            or nearly never, solved), or of all rewards of the step (``batch``). By default neither.
 
     Example:
         >>> torchtune.rlhf.GroupAdvantages(leave_one_out=True).leave_one_out
@@ -30,11 +30,11 @@ class GroupAdvantages:
         """Compute advantages.
 
         Args:
-            rewards: ``[n, g]``, n prompts with g answers each; NaN where there is none, which counts nowhere.
-            dims: the processes, over which ``scale: batch`` takes the standard deviation.
+            rewards: ``[n, g]``, n prompts with g answers each; NaN rewards are ignored.
+            dims: parallel dims; ``scale: batch`` uses the standard deviation over all ranks.
 
         Returns:
-            ``[n, g]`` in the dtype of the rewards; 0 where the group has no variance, NaN where there is no reward.
+            ``[n, g]`` in the dtype of the rewards; 0 in groups without variance, NaN for NaN rewards.
         """
         known = ~rewards.isnan()
         counts = known.sum(1, keepdim=True)
@@ -49,7 +49,7 @@ class GroupAdvantages:
 
 
 def has_variance(rewards: Tensor) -> Tensor:
-    """Whether the rewards of a group differ, bool ``[n]``; see :class:`GroupAdvantages`.
+    """Return whether the rewards of each group differ, bool ``[n]``; see :class:`GroupAdvantages`.
 
     Example:
         >>> torchtune.rlhf.has_variance(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
@@ -61,7 +61,7 @@ def has_variance(rewards: Tensor) -> Tensor:
 
 
 def _std(values: Tensor, dims: ParallelDims | None) -> float:
-    """Standard deviation of the values of all processes, which call it together."""
+    """Compute the standard deviation over the values of all ranks; all ranks must call it."""
     sums = [values.sum().item(), values.square().sum().item(), float(len(values))]
     total, squares, count = sums if dims is None else dims.exchange(sums)[0]
     mean = total / max(count, 1)

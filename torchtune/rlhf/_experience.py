@@ -1,4 +1,4 @@
-"""From prompts to answers that teach something, and the record of both."""
+"""Prompts, scored answers, and the log of both."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.training import ParallelDims
 from torchtune.utils import AppendedFile, get_logger
 
-# Steps in a row in which nothing was learned, after which a run ends.
+# Consecutive steps without a learning signal after which a run ends.
 MOST_STALE_STEPS = 300
 
 
@@ -28,10 +28,10 @@ class Prompt:
     """A prompt.
 
     Attributes:
-        tokens: of the prompt.
+        tokens: token ids.
         row: columns of the dataset's row.
-        number: of the row.
-        is_blank: it only keeps this process in step with the others: nothing of its answers counts.
+        number: index of the row.
+        is_blank: placeholder that keeps this rank in step with the others; its answers are ignored.
 
     Example:
         >>> torchtune.rlhf.Prompt(tokens=[5, 6], row={"answer": "7"}, number=0).row["answer"]
@@ -67,7 +67,7 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
         batch: examples of :func:`torchtune.datasets.prompt_dataset`.
 
     Raises:
-        DataError: an example is something else.
+        DataError: an example lacks a key of a prompt.
     """
     for example in batch:
         if missing := {"tokens", "labels", "row", "number"} - example.keys():
@@ -76,7 +76,7 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
             )
     ignored = [[CROSS_ENTROPY_IGNORE_IDX] * len(example["tokens"]) for example in batch]
     out = collate_documents([{"tokens": one["tokens"], "labels": row} for one, row in zip(batch, ignored, strict=True)])
-    labels = torch.cat([torch.as_tensor(example["labels"]) for example in batch])[None]  # the prompts' own tokens
+    labels = torch.cat([torch.as_tensor(example["labels"]) for example in batch])[None]  # ignored for blank prompts
     prompts = [
         Prompt(
             list(example["tokens"]),
@@ -90,11 +90,11 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:
-    """Make a loss of the GRPO family ready for a model, and for the temperature of a sampler.
+    """Prepare a GRPO loss for a model and for the temperature of a sampler.
 
     Raises:
-        RolloutError: it is another kind of loss, or needs log-probs that the sampler does not give.
-        LossError: the model does not end in what it reads.
+        RolloutError: it is not a GRPO loss, or needs log-probs that the sampler does not return.
+        LossError: the model's output does not fit the loss.
     """
     if not isinstance(loss, GRPOLoss):
         raise RolloutError(
@@ -112,13 +112,13 @@ def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:
 
 
 def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0) -> None:
-    """See that the longest prompt and answer fit the model. Raises :class:`RolloutError`.
+    """Check that the longest prompt and answer fit the model's context. Raises :class:`RolloutError`.
 
     Args:
-        dataset: knows the lengths of its prompts.
-        sampler: knows the most tokens of an answer.
-        model: reads all of them but the last one.
-        closing: tokens that it reads behind them.
+        dataset: dataset of prompts; not checked without an attribute ``lengths``.
+        sampler: sampler with ``max_new_tokens``.
+        model: its input is all tokens except the last.
+        closing: number of tokens appended to the answer.
     """
     lengths = getattr(dataset, "lengths", None)
     if lengths is None:
@@ -134,14 +134,14 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """Answers of groups, with their rewards.
+    """Answers of groups with their rewards.
 
     Attributes:
         prompts: one per group.
-        rollouts: ``g`` per prompt, one group after another.
-        texts: of the answers.
-        rewards: ``[n, g]``, float64; NaN where an answer was dropped.
-        parts: rewards by name, of every answer.
+        rollouts: ``g`` per prompt, sorted by group.
+        texts: texts of the answers.
+        rewards: ``[n, g]``, float64; NaN for dropped answers.
+        parts: reward name -> reward of every answer.
 
     Example:
         >>> rollout = torchtune.rlhf.Rollout(torch.tensor([5, 6, 7]), prompt_len=2, log_probs=None, finished=True)
@@ -159,13 +159,13 @@ class ScoredRollouts:
     parts: dict[str, list[float]]
 
     def figures(self) -> dict[str, tuple[float, int]]:
-        """What to log: name -> (sum, number of what it is a sum of)."""
+        """Return metrics: name -> (sum, count)."""
         size = len(self.rollouts) // max(len(self.prompts), 1)
         real = [i for i in range(len(self.rollouts)) if not self.prompts[i // size].is_blank]
         values = self.rewards.flatten().tolist()
         found = {"rewards/total": [values[i] for i in real]}
         found |= {f"rewards/{name}": [part[i] for i in real] for name, part in self.parts.items()}
-        sums = {name: (sum(v for v in part if not math.isnan(v)), _known(part)) for name, part in found.items()}
+        sums = {name: (sum(v for v in part if not math.isnan(v)), _count_finite(part)) for name, part in found.items()}
         answers = [self.rollouts[i] for i in real]
         if size > 1:
             groups = [i for i, prompt in enumerate(self.prompts) if not prompt.is_blank]
@@ -174,7 +174,7 @@ class ScoredRollouts:
         return sums | {
             "answers/tokens": (float(sum(len(one.answer) for one in answers)), len(answers)),
             "answers/unfinished": (float(sum(not one.finished for one in answers)), len(answers)),
-            "answers/dropped": (float(len(real) - _known(found["rewards/total"])), len(answers)),
+            "answers/dropped": (float(len(real) - _count_finite(found["rewards/total"])), len(answers)),
         }
 
     def batches(
@@ -186,19 +186,19 @@ class ScoredRollouts:
         drop_unfinished: bool = False,
         share_prefix: bool = False,
     ) -> tuple[list[Batch], int, int]:
-        """Micro-batches of answers with an advantage; groups with equal rewards have none.
+        """Build micro-batches of the answers with an advantage; groups with equal rewards are left out.
 
         Args:
             advantages: ``[n, g]``.
-            loss: says whether rewards count, and what it is a mean over.
-            dims: the processes, which call it together.
-            tokens_per_batch: most tokens of a micro-batch; a longer answer has one for itself.
-            drop_unfinished: leave out answers that have not ended.
+            loss: defines whether rewards are used, and the normalization.
+            dims: parallel dims; all ranks must call it.
+            tokens_per_batch: maximum tokens per micro-batch; a longer answer is a micro-batch by itself.
+            drop_unfinished: leave out unfinished answers.
             share_prefix: see :func:`collate_rollouts`.
 
         Returns:
-            as many micro-batches on every process, none if nothing is to be learned; their terms and their labels,
-            summed over all processes.
+            The same number of micro-batches on every rank, none if there is no learning signal; the total numbers of
+            terms and of labels over all ranks.
         """
         counts = ~self.rewards.isnan()
         if loss.needs_rewards:
@@ -216,14 +216,14 @@ class ScoredRollouts:
         )
 
 
-def _known(values: Sequence[float]) -> int:
+def _count_finite(values: Sequence[float]) -> int:
     return sum(not math.isnan(value) for value in values)
 
 
 def score_rollouts(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], rewards: RewardSum, tokenizer: Any
 ) -> ScoredRollouts:
-    """Score the answers of groups; those without a token, and those of blank prompts, get no reward."""
+    """Score the answers; empty answers and answers to blank prompts get no reward."""
     size = len(rollouts) // max(len(prompts), 1)
     texts = texts_of(rollouts, tokenizer)
     real = [i for i, rollout in enumerate(rollouts) if rollout.answer and not prompts[i // size].is_blank]
@@ -239,16 +239,16 @@ def score_rollouts(
 
 
 class RolloutRecord:
-    """Writes answers with their rewards into a file that a person can read, and shows some in the log.
+    """Writer of answers and their rewards to a readable file; also logs some of them.
 
-    The file is ``rollouts.jsonl``; processes besides the first add their rank to the name. A resumed run takes what it
-    does again out of it first. After ``MOST_STALE_STEPS`` steps in a row that taught nothing, the run ends.
+    The file is ``rollouts.jsonl``; ranks other than 0 add their rank to the name. A resumed run first deletes the steps
+    that it repeats. After ``MOST_STALE_STEPS`` consecutive steps without a learning signal it raises an error.
 
     Args:
-        output_dir: of the run.
-        tokenizer: shows the prompts.
-        dims: the processes; of a tensor-parallel group the first writes.
-        show_every: steps between two tables of answers in the log; None shows none.
+        output_dir: output folder of the run.
+        tokenizer: decodes the prompts.
+        dims: parallel dims; only the first rank of a tensor-parallel group writes.
+        show_every: steps between tables of answers in the log; ``None`` logs none.
 
     Example:
         >>> record = torchtune.rlhf.RolloutRecord(str(folder), tokenizer, torchtune.training.ParallelDims())
@@ -258,47 +258,47 @@ class RolloutRecord:
         self._tokenizer, self._dims, self._show_every = tokenizer, dims, show_every
         rank = dims.data_rank
         self._path = Path(output_dir) / ("rollouts.jsonl" if rank == 0 else f"rollouts_rank{rank}.jsonl")
-        self._writes = dims.tp == 1 or dims.mesh["tp"].get_local_rank() == 0
+        self._is_writer = dims.tp == 1 or dims.mesh["tp"].get_local_rank() == 0
         self._file: AppendedFile | None = None
-        self._stale = 0
+        self._steps_without_signal = 0
 
     def write(self, step: int, scored: ScoredRollouts, advantages: Tensor, num_terms: int) -> None:
         """Write the answers of a step.
 
         Args:
-            step: its number, from 1.
+            step: number of the step, from 1.
             scored: the answers.
             advantages: ``[n, g]``.
-            num_terms: what the loss of the step is a mean over, of all processes; 0 if nothing is learned.
+            num_terms: number of terms of the loss over all ranks; 0 without a learning signal.
 
         Raises:
-            RolloutError: nothing was learned for too many steps.
+            RolloutError: there was no learning signal for too many steps.
         """
-        if self._writes:
+        if self._is_writer:
             if self._file is None:
-                _cut_from(self._path, step)
-                if self._dims.is_main:  # of ranks that a run with more of them had
+                _truncate_record(self._path, step)
+                if self._dims.is_main:  # files of a run with more ranks
                     for path in self._path.parent.glob("rollouts_rank*.jsonl"):
                         number = path.stem.removeprefix("rollouts_rank")
                         if number.isdigit() and int(number) >= self._dims.data_size:
-                            _cut_from(path, step)
+                            _truncate_record(path, step)
                 self._file = AppendedFile(self._path)
             lines = [json.dumps(line, ensure_ascii=False) for line in self._lines(step, scored, advantages)]
             data = "".join(f"{line}\n" for line in lines).encode()
             while data:
                 data = data[self._file.write(data) :]
         if self._show_every and step % self._show_every == 0 and self._dims.is_main:
-            get_logger().info(_table(step, list(self._lines(step, scored, advantages))))
-        self._stale = 0 if num_terms else self._stale + 1
-        if self._stale in (1, 10, 100) and self._dims.is_main:
+            get_logger().info(_format_table(step, list(self._lines(step, scored, advantages))))
+        self._steps_without_signal = 0 if num_terms else self._steps_without_signal + 1
+        if self._steps_without_signal in (1, 10, 100) and self._dims.is_main:
             get_logger().warning(
-                f"Step {step} teaches nothing: {_facts(scored)}"
-                + ("." if self._stale == 1 else f"; {self._stale} steps in a row now.")
+                f"Step {step} teaches nothing: {_describe_signal(scored)}"
+                + ("." if self._steps_without_signal == 1 else f"; {self._steps_without_signal} steps in a row now.")
             )
-        if self._stale >= MOST_STALE_STEPS:
+        if self._steps_without_signal >= MOST_STALE_STEPS:
             raise RolloutError(
-                f"{MOST_STALE_STEPS} steps in a row taught nothing; in the last one {_facts(scored)}: look at "
-                f"{self._path}, then make the reward finer, take other prompts, or let answers grow longer."
+                f"{MOST_STALE_STEPS} steps in a row taught nothing; in the last one {_describe_signal(scored)}: look "
+                f"at {self._path}, then make the reward finer, take other prompts, or let answers grow longer."
             )
 
     def _lines(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> Any:
@@ -314,16 +314,16 @@ class RolloutRecord:
                 "sample": sample,
                 "prompt": prompts[group],
                 "answer": scored.texts[i],
-                "reward": _number(scored.rewards[group, sample].item()),
-                "rewards": {name: _number(part[i]) for name, part in scored.parts.items()},
-                "advantage": _number(advantages[group, sample].item()),
+                "reward": _json_number(scored.rewards[group, sample].item()),
+                "rewards": {name: _json_number(part[i]) for name, part in scored.parts.items()},
+                "advantage": _json_number(advantages[group, sample].item()),
                 "tokens": len(rollout.answer),
                 "finished": rollout.finished,
             }
 
 
-def _facts(scored: ScoredRollouts) -> str:
-    """What decides whether answers teach something."""
+def _describe_signal(scored: ScoredRollouts) -> str:
+    """Describe why answers have a learning signal or not."""
     figures = scored.figures()
     flat, groups = (int(number) for number in figures.get("groups/without_variance", (0, 0)))
     dropped, answers = (int(number) for number in figures["answers/dropped"])
@@ -334,12 +334,12 @@ def _facts(scored: ScoredRollouts) -> str:
     )
 
 
-def _number(value: float) -> float | None:
+def _json_number(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 6)
 
 
-def _cut_from(path: Path, step: int) -> None:
-    """Take lines of ``step`` and later ones, and half a line, off the end of a file."""
+def _truncate_record(path: Path, step: int) -> None:
+    """Remove the lines of ``step`` and later ones, and an incomplete line, from the end of a file."""
     if not path.exists():
         return
     kept = 0
@@ -356,13 +356,13 @@ def _cut_from(path: Path, step: int) -> None:
         file.truncate(kept)
 
 
-def _table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
-    """Some answers of a step, best and worst first."""
+def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
+    """Format up to ``most`` answers of a step: the best and the worst."""
     ordered = sorted(lines, key=lambda line: -math.inf if line["reward"] is None else -line["reward"])
     shown = ordered if len(ordered) <= most else [*ordered[: most // 2], *ordered[-(most // 2) :]]
     rows = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
     for line in shown:
-        # A model may write what a terminal obeys.
+        # Control characters could change the terminal.
         text = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in line["answer"])
         text = text if len(text) <= 100 else text[:97] + "…"
         reward, advantage = ("—" if line[key] is None else f"{line[key]:.3f}" for key in ("reward", "advantage"))
@@ -371,16 +371,16 @@ def _table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
 
 
 def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
-    """The component of a config, by default the reward minus the mean of its group.
+    """Return the component of a config, by default :class:`GroupAdvantages`.
 
     Raises:
-        RolloutError: it makes no advantages of rewards.
+        RolloutError: a test call fails or returns another shape.
     """
     if component is None:
         return GroupAdvantages()
     try:
         found, wrong = component(torch.tensor([[0.0, 1.0]], dtype=torch.float64), ParallelDims()), None
-    except Exception as error:  # noqa: BLE001 - of somebody else's component
+    except Exception as error:  # noqa: BLE001 - raised by a user's component
         found, wrong = None, f"fails: {type(error).__name__}: {error}".rstrip(".")
     if getattr(found, "shape", None) != (1, 2):
         raise RolloutError(
@@ -391,7 +391,7 @@ def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
 
 
 def check_rollout_settings(settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the settings of a recipe that samples: (setting, what is wrong and what to do)."""
+    """Yield (setting, error and remedy) for invalid settings of a recipe that samples."""
     distills = "Distillation" in str(settings.loss.get("_component_"))
     if getattr(settings, "context_parallel_dim", 1) > 1:
         yield "context_parallel_dim", "is above 1, but parts of a sequence cannot generate: set it to 1"

@@ -1,4 +1,4 @@
-"""Requests to servers that speak JSON."""
+"""HTTP requests with JSON."""
 
 import functools
 import http.client
@@ -13,31 +13,31 @@ from typing import Any
 
 from torchtune.rlhf._rollouts import RolloutError
 
-MOST_BYTES = 16 * 2**20  # of a reply that is short
+MOST_BYTES = 16 * 2**20  # of a short reply
 
 
-class NoAnswerError(RolloutError):
-    """A server is gone, or too slow."""
+class NoReplyError(RolloutError):
+    """Server that is unreachable or too slow."""
 
 
 def post_json(
     url: str, body: dict[str, Any] | None, *, timeout: float, most_bytes: int = MOST_BYTES, reads_json: bool = True
 ) -> Any:
-    """Send a JSON body (or, without one, a GET request) and return the JSON of the reply.
+    """Send a JSON body (or a GET request without one) and return the parsed JSON reply.
 
-    A key in the environment variable ``OPENAI_API_KEY`` is sent along. Redirects are errors: they would take the key
-    to another server.
+    The environment variable ``OPENAI_API_KEY`` is sent as a bearer token. Redirects are errors, because they would send
+    the token to another server.
 
     Args:
-        url: of the endpoint.
-        body: to send.
+        url: URL of the endpoint.
+        body: request body.
         timeout: seconds from the connection to the last byte of the reply.
-        most_bytes: largest reply, with its headers.
-        reads_json: whether the reply is JSON; otherwise its text is returned.
+        most_bytes: maximum size of the reply, with headers.
+        reads_json: parse the reply as JSON; otherwise return its text.
 
     Raises:
-        NoAnswerError: the server is gone, or too slow.
-        RolloutError: it replies with an error, something else than JSON, or more than ``most_bytes``.
+        NoAnswerError: the server is unreachable or too slow.
+        RolloutError: the reply is an error, not JSON, or larger than ``most_bytes``.
     """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
@@ -47,38 +47,38 @@ def post_json(
         request = _Request(url, data, headers)
         request.most_bytes = most_bytes
     except ValueError as error:
-        raise _no_url(url) from error
+        raise _invalid_url_error(url) from error
     try:
         with _opener().open(request, timeout=timeout) as reply:
-            text = _read(reply)
+            text = _read_body(reply)
     except urllib.error.HTTPError as error:
-        raise RolloutError(f"The server replies to {url} with {error.code} {_said(error)}") from error
+        raise RolloutError(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
     except TimeoutError as error:
-        raise _too_slow(url, timeout) from error
+        raise _timeout_error(url, timeout) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
-            raise _too_slow(url, timeout) from error
-        raise NoAnswerError(f"No server answers at {url} ({error.reason}): start it, or correct the url.") from error
+            raise _timeout_error(url, timeout) from error
+        raise NoReplyError(f"No server answers at {url} ({error.reason}): start it, or correct the url.") from error
     except (http.client.InvalidURL, UnicodeError) as error:
-        raise _no_url(url) from error
+        raise _invalid_url_error(url) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise NoAnswerError(f"The connection to {url} broke ({error!r:.200}): look at the server's log.") from error
+        raise NoReplyError(f"The connection to {url} broke ({error!r:.200}): look at the server's log.") from error
     try:
         return json.loads(text) if reads_json else text.decode(errors="replace")
     except (ValueError, RecursionError) as error:
         raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
 
 
-def _read(reply: http.client.HTTPResponse) -> bytes:
-    """The body, in pieces: memory is not taken for a length that a server only announces."""
+def _read_body(reply: http.client.HTTPResponse) -> bytes:
+    """Read the body in chunks, so that no memory is allocated for a wrong Content-Length."""
     pieces = list(iter(functools.partial(reply.read, 2**20), b""))
     if reply.length:
         raise http.client.IncompleteRead(b"", reply.length)
     return b"".join(pieces)
 
 
-def _said(error: urllib.error.HTTPError) -> str:
-    """The reason of an error and the beginning of its text, as much of them as arrives."""
+def _describe_http_error(error: urllib.error.HTTPError) -> str:
+    """Return the reason of an HTTP error and the beginning of its body, as far as it is received."""
     try:
         with error:
             text = error.read(500).decode(errors="replace").strip()
@@ -87,20 +87,20 @@ def _said(error: urllib.error.HTTPError) -> str:
     return f"{error.reason:.200}: {text or 'no text'}"
 
 
-def _no_url(url: str) -> RolloutError:
+def _invalid_url_error(url: str) -> RolloutError:
     return RolloutError(f"'{url}' is no url: write it as http://host:port/v1.")
 
 
-def _too_slow(url: str, timeout: float) -> NoAnswerError:
-    return NoAnswerError(f"{url} has not answered within {timeout:g} s: raise timeout, or look at the server's log.")
+def _timeout_error(url: str, timeout: float) -> NoReplyError:
+    return NoReplyError(f"{url} has not answered within {timeout:g} s: raise timeout, or look at the server's log.")
 
 
 class _Request(urllib.request.Request):
     most_bytes = MOST_BYTES
 
 
-class _Bytes(io.RawIOBase):
-    """Bytes of a reply, headers included, up to a number and a time."""
+class _LimitedStream(io.RawIOBase):
+    """Raw stream of a reply, headers included, with a limit of bytes and a deadline."""
 
     def __init__(self, sock: socket.socket, request: _Request, deadline: float) -> None:
         self._sock, self._file = sock, sock.makefile("rb", buffering=0)
@@ -130,11 +130,11 @@ class _Response(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *arguments: Any, request: _Request, deadline: float, **named: Any) -> None:
         super().__init__(sock, *arguments, **named)
         self.fp.close()
-        self.fp = io.BufferedReader(_Bytes(sock, request, deadline))
+        self.fp = io.BufferedReader(_LimitedStream(sock, request, deadline))
 
 
-class _Bounded:
-    """Mixin of urllib's handlers: the time of a request is that of all of it, not of each packet."""
+class _DeadlineHandler:
+    """Mixin of urllib's handlers that applies the timeout to the whole request instead of each packet."""
 
     def do_open(self, http_class: Any, req: _Request, **named: Any) -> Any:
         def connect(host: str, **settings: Any) -> http.client.HTTPConnection:
@@ -146,22 +146,22 @@ class _Bounded:
         return super().do_open(connect, req, **named)  # type: ignore[misc]
 
 
-class _HTTP(_Bounded, urllib.request.HTTPHandler):
+class _HTTPHandler(_DeadlineHandler, urllib.request.HTTPHandler):
     pass
 
 
-class _HTTPS(_Bounded, urllib.request.HTTPSHandler):
+class _HTTPSHandler(_DeadlineHandler, urllib.request.HTTPSHandler):
     pass
 
 
 @functools.cache
 def _opener() -> urllib.request.OpenerDirector:
-    """Opens http(s) urls alone, through the proxies that the environment names."""
+    """Return an opener for http(s) URLs only, with the proxies of the environment."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
-        _HTTP,
-        _HTTPS,
+        _HTTPHandler,
+        _HTTPSHandler,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPErrorProcessor,
         urllib.request.UnknownHandler,

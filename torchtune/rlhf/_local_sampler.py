@@ -1,4 +1,4 @@
-"""Sampling from the model that is trained, in the process that trains it."""
+"""Sampling from the trained model, in the training process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,20 +12,19 @@ from torchtune.rlhf._rollouts import Rollout, RolloutError
 
 
 class LocalSampler:
-    """Samples answers from the model in training, without a copy of its weights.
+    """Sampler that uses the model in training, without a copy of its weights.
 
-    Each prompt is prefilled once for all of its answers, finished answers leave the batch, and waiting prompts
-    join it. Tokens are sampled from
-    the full distribution: top-k and top-p would change it, and make the probability ratio of the loss wrong.
+    Each prompt is prefilled once for all of its answers; finished answers leave the batch, and waiting prompts join it.
+    Tokens are sampled from the full distribution: top-k and top-p would make the loss's probability ratio wrong.
 
     Args:
-        model: that is trained; it samples in evaluation mode.
-        tokenizer: names the tokens that end an answer.
-        max_new_tokens: most tokens of an answer.
-        temperature: divides the logits, when sampling and in the loss.
-        max_sequences: answers that are sampled at once, at least all of a prompt, which bounds the memory of the KV
-            cache; null takes all.
-        stop_tokens: tokens that end an answer; null takes the tokenizer's.
+        model: the trained model; it samples in evaluation mode.
+        tokenizer: defines the default stop tokens.
+        max_new_tokens: maximum tokens of an answer.
+        temperature: divides the logits, in sampling and in the loss.
+        max_sequences: maximum answers sampled at the same time, at least all of one prompt; limits the memory of the KV
+            cache. ``None``: no limit.
+        stop_tokens: tokens that end an answer; ``None``: the tokenizer's.
 
     Raises:
         RolloutError: a number is out of range.
@@ -53,7 +52,7 @@ class LocalSampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
-        """See :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds the answers are the likeliest ones."""
+        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy."""
         device = self.model.tok_embeddings.weight.device
         draws = None
         if seeds is not None:
@@ -81,7 +80,7 @@ class LocalSampler:
 
 
 def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int | None = None) -> None:
-    """See that the numbers of a sampler are in range. Raises :class:`RolloutError`."""
+    """Check the range of a sampler's settings. Raises :class:`RolloutError`."""
     if temperature <= 0:
         raise RolloutError(
             f"sampler.temperature is {temperature}: answers of a group have to differ, set it above 0 (1 is usual)."
@@ -91,7 +90,7 @@ def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int |
 
 
 def check_stop_tokens(given: Sequence[int] | None, tokenizer: Any, model: nn.Module) -> list[int]:
-    """The tokens that end an answer, by default those of the tokenizer. Raises :class:`RolloutError`."""
+    """Return the stop tokens, by default the tokenizer's. Raises :class:`RolloutError` for invalid ids."""
     if given is None:
         return list(tokenizer.stop_tokens)
     size = model.tok_embeddings.weight.shape[0]

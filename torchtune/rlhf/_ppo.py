@@ -1,4 +1,4 @@
-"""What PPO (proximal policy optimisation) is made of besides its loss: scores, values, advantages, updates."""
+"""PPO (proximal policy optimization) without its loss: scores, values, advantages, and optimizer steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, Message, collate_documents
-from torchtune.modules.loss import token_log_probs
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss import Projection, token_log_probs
 from torchtune.rlhf._experience import Prompt, ScoredRollouts
-from torchtune.rlhf._reference import _evaluating
+from torchtune.rlhf._reference import _eval_mode
 from torchtune.rlhf._rollouts import Rollout, RolloutError, blank_batch, collate_rollouts, prompt_seed, texts_of
 from torchtune.rlhf._teacher import check_same_tokenizer
 from torchtune.rlhf.loss.ppo import PPOLoss
@@ -30,7 +29,7 @@ class NumberedPrompts:
 
     Args:
         dataset: its examples have ``tokens``.
-        stop_tokens: tokens that end an answer; a prompt that ends with one is refused.
+        stop_tokens: tokens that end an answer; a prompt must not end with one.
 
     Example:
         >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}], add_eos=False)
@@ -40,7 +39,7 @@ class NumberedPrompts:
 
     def __init__(self, dataset: Any, stop_tokens: Sequence[int]) -> None:
         self._dataset, self._stop = dataset, set(stop_tokens)
-        _ = self[0]  # add_eos shows in the first prompt
+        _ = self[0]  # raises early if add_eos is set
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -51,7 +50,7 @@ class NumberedPrompts:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """An example of :class:`torchtune.datasets.PromptDataset`."""
+        """Return an example like that of :class:`torchtune.datasets.PromptDataset`."""
         tokens = [int(token) for token in self._dataset[index]["tokens"]]
         if tokens[-1] in self._stop:
             raise RolloutError(
@@ -61,30 +60,30 @@ class NumberedPrompts:
 
 
 def numbered_prompts(dataset: Any, tokenizer: Any) -> Any:
-    """A dataset of prompts as it is, any other one as :class:`NumberedPrompts`."""
+    """Return a dataset of prompts unchanged, any other dataset as :class:`NumberedPrompts`."""
     return dataset if "number" in dataset[0] else NumberedPrompts(dataset, tokenizer.stop_tokens)
 
 
 class RewardModel:
-    """Scores answers with a model that was trained by :class:`torchtune.rlhf.loss.RewardLoss`, frozen.
+    """Frozen reward model that scores answers, trained with :class:`torchtune.rlhf.loss.RewardLoss`.
 
-    The score is read where it was trained: at the last token of the whole conversation. Chat templates may put tokens
-    behind the one that ends an answer (a line break); nobody samples them, so they are appended here.
+    The score is read at the last token of the conversation, as in training. Chat templates may add tokens after the
+    stop token of an answer (a line break). These are not sampled, so they are appended here.
 
     Args:
-        model: with one output.
-        tokenizer: of the policy.
-        batch_size: answers that are scored at once; None takes all.
-        penalty: takes the place of the score of an answer that has a fault.
-        penalise_no_eos: whether an answer that has not ended has one.
-        min_response_length: shorter answers have one.
-        dims: the processes over which the model is sharded, which score answers together; None is one process.
+        model: model with one output.
+        tokenizer: the policy's tokenizer.
+        batch_size: answers per forward pass; ``None``: all.
+        penalty: replaces the score of a penalised answer.
+        penalise_no_eos: penalise unfinished answers.
+        min_response_length: penalise shorter answers.
+        dims: parallel dims of the sharded model; its ranks must score answers together. ``None``: one process.
 
     Attributes:
-        closing: tokens that are appended to a finished answer.
+        closing: tokens appended to a finished answer.
 
     Raises:
-        RolloutError: the model ends in another number of outputs.
+        RolloutError: the model does not have exactly one output.
 
     Example:
         >>> scorer = torchtune.rlhf.RewardModel(judge, tokenizer, penalise_no_eos=True)  # doctest: +SKIP
@@ -110,14 +109,14 @@ class RewardModel:
             )
         self.model, self._batch_size = model.requires_grad_(False).eval(), batch_size
         self._stop, self.closing = set(tokenizer.stop_tokens), _closing_tokens(tokenizer)
-        self._penalty, self._ends, self._shortest = penalty, penalise_no_eos, min_response_length or 0
-        self._penalised = 0  # times in a row that every answer was
+        self._penalty, self._requires_eos, self._min_length = penalty, penalise_no_eos, min_response_length or 0
+        self._num_penalised = 0  # consecutive calls in which every answer was penalised
 
     @torch.no_grad()
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Score prompts with their answers: float64 ``[n]``, on the host."""
+        """Score prompts with their answers; returns float64 ``[n]`` on the host."""
         device, found = self.model.tok_embeddings.weight.device, []
-        for part in _chunks(rollouts, self._batch_size, self._dims):
+        for part in _equal_chunks(rollouts, self._batch_size, self._dims):
             documents = []
             for rollout in part:
                 closing = self.closing if int(rollout.tokens[-1]) in self._stop else []
@@ -128,13 +127,13 @@ class RewardModel:
             found.append(pooled_scores(hidden, batch, self.model.output).double().cpu())
         return torch.cat(found)[: len(rollouts)]
 
-    def penalised(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
-        """The scores ``[n]``, with the penalty in the place of those of answers with a fault."""
-        faulty = [(self._ends and not one.finished) or len(one.answer) < self._shortest for one in rollouts]
-        self._penalised = self._penalised + 1 if all(faulty) else 0
-        if self._penalised in (1, 10, 100):
+    def apply_penalty(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
+        """Return the scores ``[n]``, with the penalty as the score of penalised answers."""
+        faulty = [(self._requires_eos and not one.finished) or len(one.answer) < self._min_length for one in rollouts]
+        self._num_penalised = self._num_penalised + 1 if all(faulty) else 0
+        if self._num_penalised in (1, 10, 100):
             get_logger().warning(
-                f"All {len(faulty)} answers get reward_penalty ({self._penalised} times in a row now), of which "
+                f"All {len(faulty)} answers get reward_penalty ({self._num_penalised} times in a row now), of which "
                 f"{sum(not one.finished for one in rollouts)} have not ended: no score counts, so raise "
                 "max_generated_tokens, or set penalise_no_eos=False."
             )
@@ -142,15 +141,15 @@ class RewardModel:
 
 
 def _closing_tokens(tokenizer: Any) -> list[int]:
-    """Tokens of a conversation behind the token that ends its last answer."""
+    """Return the chat template's tokens after the stop token of the last answer."""
     messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
     tokens = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
     ends = [place for place, token in enumerate(tokens) if token in set(tokenizer.stop_tokens)]
     return tokens[ends[-1] + 1 :] if ends else []
 
 
-def _chunks(rollouts: Sequence[Rollout], size: int | None, dims: ParallelDims) -> Iterator[Sequence[Rollout]]:
-    """Parts of at most ``size`` rollouts, as many on every process; a process that has fewer repeats its first one."""
+def _equal_chunks(rollouts: Sequence[Rollout], size: int | None, dims: ParallelDims) -> Iterator[Sequence[Rollout]]:
+    """Yield chunks of up to ``size`` rollouts, the same number on every rank; fillers repeat the first rollout."""
     size = max(len(rollouts) if size is None else size, 1)
     parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
     yield from parts
@@ -163,13 +162,13 @@ def judge_rollouts(
     """Score one answer to each prompt.
 
     Args:
-        prompts: ``n``.
-        rollouts: ``n``.
-        reward_model: scores them.
-        tokenizer: of the policy.
+        prompts: ``n`` prompts.
+        rollouts: ``n`` answers.
+        reward_model: the reward model.
+        tokenizer: the policy's tokenizer.
 
     Returns:
-        rewards ``[n, 1]``, with penalties, and the scores of the reward model as ``parts["score"]``.
+        Rewards ``[n, 1]``, with penalties, and the reward model's scores as ``parts["score"]``.
 
     Raises:
         RolloutError: a score is not finite.
@@ -181,20 +180,20 @@ def judge_rollouts(
             f"reward_checkpointer: the score of the answer to row {prompts[at].number} is {scores[at]}: the reward "
             "model is damaged, or needs dtype=fp32."
         )
-    rewards, texts = reward_model.penalised(rollouts, scores), texts_of(rollouts, tokenizer)
+    rewards, texts = reward_model.apply_penalty(rollouts, scores), texts_of(rollouts, tokenizer)
     return ScoredRollouts(list(prompts), list(rollouts), texts, rewards[:, None], {"score": scores.tolist()})
 
 
 def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-    """Values of the states that the labels follow: what is still to be gained there.
+    """Compute the values of the states before the labelled tokens.
 
     Args:
-        hidden: of the value model ``[b, s, d]``.
-        batch: only positions with a label are projected.
+        hidden: hidden states of the value model ``[b, s, d]``.
+        batch: only labelled positions are projected.
         projection: ``[..., d]`` -> ``[..., 1]``.
 
     Returns:
-        ``[b, s]``, float32 or wider; 0 where there is no label.
+        ``[b, s]``, float32 or wider; 0 at positions without a label.
     """
     labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
     values = projection(hidden[labelled]).squeeze(-1)
@@ -203,13 +202,13 @@ def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor
 
 
 class AnswerTokens(NamedTuple):
-    """What models say of the tokens of ``n`` answers, float64 ``[n, r]``, on the host; 0 behind the last one.
+    """Per-token values of ``n`` answers, float64 ``[n, r]``, on the host, right-padded with 0.
 
     Attributes:
-        mask: bool, True where there is a token.
-        log_probs: of the policy, as they were sampled.
-        reference: log-probs of the reference.
-        values: of the value model, at the states that the tokens follow.
+        mask: bool, True at tokens.
+        log_probs: the policy's log-probs from sampling.
+        reference: the reference's log-probs.
+        values: the value model's values of the states before the tokens.
 
     Example:
         >>> zeros = torch.zeros(1, 3, dtype=torch.float64)
@@ -233,23 +232,23 @@ def evaluate_rollouts(
     *,
     dims: ParallelDims,
 ) -> AnswerTokens:
-    """Run the reference and the value model over answers, in evaluation mode.
+    """Run the reference and the value model on answers, in evaluation mode.
 
     Args:
-        scored: ``n`` answers, with log-probs; those to blank prompts have no token that counts.
-        reference: frozen.
-        value: that is trained.
-        temperature: that the tokens were sampled with.
-        batch_size: answers at once; None takes all.
-        dims: the processes over which the models are sharded, which call this together.
+        scored: ``n`` answers with log-probs; answers to blank prompts are masked.
+        reference: the frozen reference.
+        value: the trained value model.
+        temperature: temperature of sampling.
+        batch_size: answers per forward pass; ``None``: all.
+        dims: parallel dims of the sharded models; all ranks must call this.
     """
     rollouts = scored.rollouts
     device = value.tok_embeddings.weight.device
     found: dict[str, list[Tensor]] = {"reference": [], "values": []}
     with ExitStack() as stack:
         for model in (reference, value):
-            stack.enter_context(_evaluating(model))
-        for part in _chunks(rollouts, batch_size, dims):
+            stack.enter_context(_eval_mode(model))
+        for part in _equal_chunks(rollouts, batch_size, dims):
             batch = collate_rollouts(part, [0.0] * len(part)).to(device)
             lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in part]
             labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
@@ -267,12 +266,12 @@ def evaluate_rollouts(
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns of the tokens of ``n`` answers, float64 ``[n, r]``, and what to log.
+    """Per-token advantages and returns of ``n`` answers, float64 ``[n, r]``, and metrics.
 
     Attributes:
-        advantages: with mean 0 and variance 1 over all tokens of all answers.
-        returns: what the value model learns.
-        figures: name -> (sum, number of what it is a sum of).
+        advantages: whitened over all tokens of all answers.
+        returns: targets of the value model.
+        figures: name -> (sum, count).
 
     Example:
         >>> ones = torch.ones(1, 2, dtype=torch.float64)
@@ -295,20 +294,20 @@ def ppo_advantages(
     *,
     dims: ParallelDims,
 ) -> TokenAdvantages:
-    """Generalised advantage estimates of tokens.
+    """Compute generalised advantage estimates (GAE) of tokens.
 
-    The reward of a token is −``kl_coeff`` (log π − log π_ref), and at the last one of an answer the score on top.
+    The reward of a token is −``kl_coeff`` (log π − log π_ref), plus the score at the last token of an answer.
 
     Args:
-        tokens: of the answers.
-        scored: the answers, with their scores.
+        tokens: per-token values of the answers.
+        scored: the answers with their scores.
         kl_coeff: weight of the log-ratio to the reference.
-        gamma: discount of later rewards.
-        lmbda: mixes one-step (0) and whole (1) returns.
-        whiten_rewards: divide the rewards by their standard deviation; their mean stays.
-        dims: the processes, over whose answers means and variances are taken; all of them call this together.
+        gamma: discount factor.
+        lmbda: GAE λ, from one-step returns (0) to full returns (1).
+        whiten_rewards: divide the rewards by their standard deviation; the mean is kept.
+        dims: parallel dims; means and variances are over all ranks, which must all call this.
     """
-    every, place = _of_all_processes({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
+    every, place = _gather_rows({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
     mask, values, scores = every["mask"], every["values"], every["scores"]
     lengths = mask.sum(1)
     last = (lengths - 1).clamp(min=0)
@@ -324,7 +323,7 @@ def ppo_advantages(
     num_stops = sum(scored.rollouts[i - place].finished for i in real)
     sums = {"scores": scores, "rlhf_reward": totals, "kl": ratios, "kl_reward": of_kl, "response_lengths": lengths}
     figures = {name: (float(rows[real].sum()), len(real)) for name, rows in sums.items()}
-    figures["num_stop_tokens"] = (float(num_stops), 1 / dims.data_size)  # of the whole step
+    figures["num_stop_tokens"] = (float(num_stops), 1 / dims.data_size)  # a sum over the step, not a mean
     spread = returns[mask].var(correction=0)
     if spread > 0:
         unexplained = (returns - values)[mask].var(correction=0) / spread
@@ -333,9 +332,9 @@ def ppo_advantages(
     return TokenAdvantages(advantages[own, :longest], returns[own, :longest], figures)
 
 
-def _of_all_processes(mine: dict[str, Tensor], dims: ParallelDims) -> tuple[dict[str, Tensor], int]:
-    """Rows of every data rank, padded to one length with zeros, and the place of this rank's first row."""
-    found = dict(sorted(dims.gather((dims.data_rank, mine))))  # ranks that split a layer have the same answers
+def _gather_rows(mine: dict[str, Tensor], dims: ParallelDims) -> tuple[dict[str, Tensor], int]:
+    """Gather the rows of all data ranks, zero-padded to one length; also return the index of this rank's first row."""
+    found = dict(sorted(dims.gather((dims.data_rank, mine))))  # tensor-parallel ranks have the same answers
     longest = max(rows["mask"].shape[1] for rows in found.values())
 
     def padded(rows: Tensor) -> Tensor:
@@ -357,18 +356,18 @@ def ppo_updates(
     device: torch.device | str,
     dims: ParallelDims,
 ) -> Iterator[tuple[list[Batch], int]]:
-    """The optimizer steps on some answers: micro-batches without padding, and the labels of all processes.
+    """Yield PPO's optimizer steps on the answers: padding-free micro-batches, and the number of labels over all ranks.
 
     Args:
-        scored: the answers; those without a token that counts are left out.
-        tokens: what models say of them.
-        found: their advantages and returns.
+        scored: the answers; empty and blank ones are left out.
+        tokens: per-token values of the answers.
+        found: advantages and returns of the answers.
         epochs: passes over all answers.
-        batch_size: answers of an optimizer step on a process; None takes all.
-        accumulation_steps: micro-batches of an optimizer step.
-        seeds: numbers that the order of the answers depends on, with the pass.
-        device: of the micro-batches.
-        dims: the processes, which take as many steps with as many micro-batches.
+        batch_size: answers per optimizer step and rank; ``None``: all.
+        accumulation_steps: micro-batches per optimizer step.
+        seeds: seeds of the order of the answers, in addition to the epoch.
+        device: device of the micro-batches.
+        dims: parallel dims; all ranks yield the same number of steps and micro-batches.
     """
     rollouts = scored.rollouts
     lengths = tokens.mask.sum(1).tolist()
@@ -399,7 +398,7 @@ def ppo_updates(
 
 
 def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
-    """Check a loss and what it trains. Raises :class:`RolloutError`, or :class:`LossError` of the models."""
+    """Check a loss and its models. Raises :class:`RolloutError`, or :class:`LossError` for a model."""
     if not isinstance(loss, PPOLoss):
         raise RolloutError(
             f"loss: {type(loss).__name__} trains no values: give torchtune.rlhf.loss.PPOLoss, or run "
@@ -410,16 +409,16 @@ def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
 
 
 def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokenizer: Any) -> None:
-    """See that all models read the same tokens.
+    """Check that all models have the same tokenizer.
 
     Args:
-        models: by name, ``policy`` among them.
-        checkpointer: has a source of each.
-        tokenizer: of the data.
+        models: models by name, with ``policy``.
+        checkpointer: checkpointer with a source for each model.
+        tokenizer: tokenizer of the data.
 
     Raises:
-        RolloutError: one has another vocabulary.
-        TeacherError: one has another tokenizer.
+        RolloutError: a model has another vocabulary.
+        TeacherError: a model has another tokenizer.
     """
     mine, needed = len(models["policy"].tok_embeddings.weight), tokenizer.vocab_size
     folders = {name: Path(checkpointer.store.source(name).checkpoint_dir) for name in models}
@@ -443,7 +442,7 @@ _SETTING = {
 
 
 def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the settings of a recipe of PPO: (setting, what is wrong and what to do)."""
+    """Yield (setting, error and remedy) for invalid settings of the PPO recipe."""
     size = settings.ppo_batch_size or settings.batch_size
     if size > settings.batch_size:
         yield "ppo_batch_size", f"is {size}, but a step has batch_size={settings.batch_size} answers: lower it"
@@ -463,10 +462,10 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) -> int | None:
-    """Steps of a run of one epoch with so many answers; None where nobody says how many.
+    """Return the number of steps for ``num_answers`` answers in one epoch; ``None`` if ``num_answers`` is ``None``.
 
     Raises:
-        RolloutError: there are fewer prompts than answers that are asked for.
+        RolloutError: there are fewer prompts than answers.
 
     Example:
         >>> torchtune.rlhf.steps_per_epoch(None, num_prompts=2, batch_size=4) is None

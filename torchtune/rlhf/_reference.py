@@ -1,4 +1,4 @@
-"""What a loss of preferences compares the trained model with: log-probs of a model that is not trained."""
+"""Reference log-probs of preference losses, from a model that is not trained."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,32 +10,31 @@ from torch import Tensor, nn
 
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.loss import LossError
-from torchtune.modules.peft import disable_adapter
-from torchtune.modules.peft._utils import adapter_modules
+from torchtune.modules.peft import adapter_modules, disable_adapter
 from torchtune.rlhf._reference_cache import cache_log_probs
-from torchtune.rlhf._teacher import check_same_tokenizer, warn_of_itself
+from torchtune.rlhf._teacher import check_same_tokenizer, warn_if_same_weights
 from torchtune.rlhf.loss import AnswerLoss
 from torchtune.training import ParallelDims
-from torchtune.training.parallel._shards import reshard
+from torchtune.training.parallel import reshard
 from torchtune.utils import UserError
 
-# Nats by token that a model may differ from itself before it is trained.
+# Nats per token that a model may differ from itself before training.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
 class ReferenceError(UserError):
-    """A reference that a run cannot be compared with."""
+    """Reference that does not fit the run."""
 
-    told_by_rank_0 = True  # all ranks find the same
+    rank0_only = True  # every rank raises it: rank 0 prints it
 
 
 class ReferenceScores(NamedTuple):
-    """What the reference says of a batch.
+    """Scores of the reference for a batch.
 
     Attributes:
-        log_probs: of every document ``[n]``; None for a loss that does without a reference.
-        baseline: mean log-ratio of policy and reference over other documents (scalar), where the loss asks for it.
+        log_probs: log-probs of every document ``[n]``; ``None`` for a loss without a reference.
+        baseline: mean log-ratio of policy and reference over mismatched documents (scalar), if the loss needs it.
 
     Example:
         >>> torchtune.rlhf.ReferenceScores(log_probs=torch.tensor([-3.0])).baseline is None
@@ -49,18 +48,17 @@ class ReferenceScores(NamedTuple):
 class Reference:
     """The reference of a run; called with a batch, it returns :class:`ReferenceScores`.
 
-    Without a second model the reference is the trained model as the run starts with it: its adapters are switched off
-    where they change nothing yet, and values of trained parameters from then take their place otherwise. It runs
-    through the same modules, without dropout, so the first log-ratios are 0; the first call of :meth:`check_start`
-    holds a run to that.
+    Without a second model, the reference is the trained model at the start of the run: its adapters are disabled while
+    they are zero, otherwise the initial values of the trained parameters are swapped in. It uses the same modules,
+    without dropout, so the first log-ratios are 0, which the first call of :meth:`check_start` verifies.
 
     Args:
-        loss: says whether it needs a reference, and scores documents.
-        policy: the model that is trained, loaded and not trained yet.
-        dims: the processes.
-        second: another model.
-        cached: the examples carry the log-probs.
-        fresh: whether no step was done yet.
+        loss: the loss, which scores documents and may not need a reference.
+        policy: the model to train, with its initial weights.
+        dims: parallel dims.
+        second: another model as the reference.
+        cached: the examples contain the reference log-probs.
+        fresh: the run is not resumed.
 
     Example:
         >>> dims, loss = torchtune.training.ParallelDims(), torchtune.rlhf.loss.SimPOLoss()
@@ -80,72 +78,72 @@ class Reference:
         fresh: bool = False,
     ) -> None:
         self._loss, self._policy, self._dims, self._second = loss, policy, dims, second
-        self._start: list[tuple[nn.Parameter, Tensor]] | None = None
+        self._initial_weights: list[tuple[nn.Parameter, Tensor]] | None = None
         self._cached = cached
-        self._unchecked = fresh and loss.needs_reference and second is None and not _has_dropout(policy)
-        if loss.needs_reference and not cached and second is None and not _changes_nothing(policy, dims):
+        self._should_check_start = fresh and loss.needs_reference and second is None and not _has_dropout(policy)
+        if loss.needs_reference and not cached and second is None and not _equals_base(policy, dims):
             trained = (parameter for parameter in policy.parameters() if parameter.requires_grad)
-            self._start = [(parameter, parameter.detach().clone()) for parameter in trained]
+            self._initial_weights = [(parameter, parameter.detach().clone()) for parameter in trained]
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> ReferenceScores:
-        """Score the documents of a batch that is on the device."""
+        """Score the documents of a batch on the model's device."""
         if not self._loss.needs_reference:
             return ReferenceScores()
         if self._cached:
             return ReferenceScores(batch.per_document["reference"])
-        other = self._loss.mismatched(batch)
-        with self._in_force() as model:
+        other = self._loss.mismatched_batch(batch)
+        with self._reference_weights() as model:
             log_probs = _score(self._loss, model, batch, self._dims)
             of_others = None if other is None else _score(self._loss, model, other, self._dims)
         if other is None:
             return ReferenceScores(log_probs)
-        with _evaluating(self._policy):
+        with _eval_mode(self._policy):
             ratios = _score(self._loss, self._policy, other, self._dims) - of_others
         total, count = self._dims.exchange([ratios.sum(), len(ratios)])[0]
         return ReferenceScores(log_probs, torch.tensor(total / count, device=ratios.device, dtype=ratios.dtype))
 
     @contextmanager
-    def _in_force(self) -> Iterator[nn.Module]:
-        """The model that computes as the reference inside the block, in evaluation mode."""
+    def _reference_weights(self) -> Iterator[nn.Module]:
+        """Context manager that yields a model with the reference's weights, in evaluation mode."""
         if self._second is not None:
             yield self._second
-        elif self._start is None:
-            with _evaluating(self._policy), disable_adapter(self._policy):
+        elif self._initial_weights is None:
+            with _eval_mode(self._policy), disable_adapter(self._policy):
                 yield self._policy
         else:
-            with _evaluating(self._policy):
-                self._exchange()
+            with _eval_mode(self._policy):
+                self._swap_weights()
                 try:
                     yield self._policy
                 finally:
-                    self._exchange()
+                    self._swap_weights()
 
-    def _exchange(self) -> None:
-        """Trained parameters and their values at the start change places."""
-        reshard(self._policy)  # FSDP gathers the other values then
-        for place, (parameter, value) in enumerate(self._start):
+    def _swap_weights(self) -> None:
+        """Swap the trained parameters with their initial values."""
+        reshard(self._policy)  # FSDP would use the unsharded old values
+        for place, (parameter, value) in enumerate(self._initial_weights):
             if hasattr(parameter, "device_mesh"):
                 now = parameter.detach().clone()
                 parameter.detach().copy_(value)
-            else:  # no copy is made
+            else:  # no copy
                 now, parameter.data = parameter.data, value
-            self._start[place] = (parameter, now)
+            self._initial_weights[place] = (parameter, now)
 
     def check_start(self, batch: Batch, scores: Tensor, reference: Tensor | None) -> None:
-        """See, for the first batch of a run, that the model does not differ from itself.
+        """Check for the first batch of a run that policy and reference are equal.
 
         Args:
-            batch: says how many labels each document has.
-            scores: of the model that is trained ``[n]``.
-            reference: of the reference ``[n]``.
+            batch: the batch, with label counts per document.
+            scores: scores of the policy ``[n]``.
+            reference: scores of the reference ``[n]``.
 
         Raises:
-            ReferenceError: it does.
+            ReferenceError: they differ.
         """
-        if not self._unchecked:
+        if not self._should_check_start:
             return
-        self._unchecked = False
+        self._should_check_start = False
         by_token = (scores.detach() - reference).abs() / batch.per_document["label_counts"].clamp(min=1)
         allowed = _TOLERANCE.get(next(self._policy.parameters()).dtype, _LOW_PRECISION_TOLERANCE)
         if by_token.max() > allowed:
@@ -156,25 +154,25 @@ class Reference:
             )
 
 
-Load = Callable[[str], nn.Module]  # the name of a model of a run to that model
+Load = Callable[[str], nn.Module]  # loads a model of the run by its name
 
 
 def load_reference(
     loss: AnswerLoss, policy: nn.Module, load: Load, checkpointer: Any, ref_checkpointer: Mapping[str, Any] | None
 ) -> nn.Module | None:
-    """The other model that a run is compared with; None where that is the policy as the run starts with it.
+    """Load the reference model; returns ``None`` if the reference is the policy at the start.
 
     Args:
-        loss: of the run.
-        policy: the model that is trained.
-        load: makes the model called ``"reference"``.
-        checkpointer: of the run, with the sources ``policy`` and ``reference``.
-        ref_checkpointer: component of the checkpointer of another model, which :func:`torchtune.training.add_reference`
-            has named; None takes the policy at the start.
+        loss: loss of the run.
+        policy: the trained model.
+        load: function that loads the model called ``"reference"``.
+        checkpointer: checkpointer of the run, with the sources ``policy`` and ``reference``.
+        ref_checkpointer: checkpointer component of another model, registered by
+            :func:`torchtune.training.add_reference`; ``None`` for the policy at the start.
 
     Raises:
-        ReferenceError: the loss does without a reference, or the two models differ in vocabulary.
-        TeacherError: they have different tokenizers.
+        ReferenceError: the loss needs no reference, or the vocabularies differ.
+        TeacherError: the tokenizers differ.
 
     Example:
         >>> second = rlhf.load_reference(loss, model, load, checkpointer, cfg.ref_checkpointer)  # doctest: +SKIP
@@ -182,11 +180,11 @@ def load_reference(
     if ref_checkpointer is None:
         return None
     if not loss.needs_reference:
-        raise ReferenceError(_needless("ref_checkpointer", loss))
+        raise ReferenceError(_not_needed_message("ref_checkpointer", loss))
     other, own = (checkpointer.store.source(name) for name in ("reference", "policy"))
     check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir), "ref_checkpointer")
     if not getattr(loss, "needs_rewards", True):
-        warn_of_itself(other, own, "ref_checkpointer")
+        warn_if_same_weights(other, own, "ref_checkpointer")
     second = load("reference").requires_grad_(False).eval()
     mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
     if theirs < mine:
@@ -199,15 +197,15 @@ def load_reference(
 
 
 def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None:
-    """See that the loss can be computed of every micro-batch of a loader, the last one too.
+    """Check that the loss can be computed for every micro-batch of a loader, also the last one.
 
     Args:
-        loader: of pairs, or of labelled answers; None is left alone.
-        loss: of the run.
+        loader: loader of pairs or labelled answers; ``None`` is skipped.
+        loss: loss of the run.
         name: setting of the loader's batch size, for the message.
 
     Raises:
-        LossError: a micro-batch would have fewer examples than the loss needs, or other entries.
+        LossError: the smallest micro-batch has fewer examples than the loss needs, or lacks entries.
 
     Example:
         >>> rlhf.check_pairs(loader, loss, "batch_size")  # doctest: +SKIP
@@ -215,7 +213,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
     if loader is None:
         return
     _check_batches(loss, loader, name)
-    collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
     loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
 
 
@@ -229,31 +227,31 @@ def cache_reference(
     folder: str,
     epochs: int,
 ) -> list[BatchLoader | None]:
-    """Loaders whose examples carry log-probs of the reference, which are computed once and kept in a folder.
+    """Return loaders with the reference log-probs in their examples, computed once and cached in a folder.
 
     Args:
-        loaders: of pairs; None stays None.
+        loaders: loaders of pairs; ``None`` stays ``None``.
         loss: scores documents.
-        policy: the model that is trained, loaded and not trained yet.
+        policy: the model to train, with its initial weights.
         second: from :func:`load_reference`.
-        dims: the processes, which call this together.
-        folder: in which log-probs are kept.
-        epochs: of the run; rows that it does not come to are left out.
+        dims: parallel dims; all ranks must call this.
+        folder: folder of the cache.
+        epochs: number of epochs of the run; rows that it does not visit are skipped.
 
     Raises:
-        ReferenceError: the loss does without a reference.
-        UserError: log-probs cannot be kept there, or not of these data.
+        ReferenceError: the loss needs no reference.
+        UserError: the data cannot be cached, or the folder cannot be written to.
 
     Example:
         >>> (loader,) = rlhf.cache_reference([loader], loss, model, None, dims, folder="cache", epochs=1)
         ... # doctest: +SKIP
     """
     if not loss.needs_reference:
-        raise ReferenceError(_needless("reference_cache", loss))
+        raise ReferenceError(_not_needed_message("reference_cache", loss))
     model = policy if second is None else second
-    frozen_only = second is None and _changes_nothing(policy, dims)
+    frozen_only = second is None and _equals_base(policy, dims)
     device = next(model.parameters()).device
-    with _evaluating(model):
+    with _eval_mode(model):
         found = cache_log_probs(
             [loader for loader in loaders if loader is not None],
             lambda batch: _score(loss, model, batch.to(device), dims),
@@ -268,7 +266,7 @@ def cache_reference(
     return [None if loader is None else found.pop(0) for loader in loaders]
 
 
-def _needless(name: str, loss: AnswerLoss) -> str:
+def _not_needed_message(name: str, loss: AnswerLoss) -> str:
     return f"{name}: {type(loss).__name__} does without a reference: set it to null."
 
 
@@ -294,8 +292,8 @@ def _score(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and back in the mode that it was in."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager that sets evaluation mode and restores the previous mode."""
     was_training = model.training
     model.eval()
     try:
@@ -308,8 +306,8 @@ def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-def _changes_nothing(model: nn.Module, dims: ParallelDims) -> bool:
-    """Whether all that is trained are adapters that add 0."""
+def _equals_base(model: nn.Module, dims: ParallelDims) -> bool:
+    """Return whether only adapters with an output of 0 are trained."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changed = False
     for _, module in adapter_modules(model):

@@ -1,4 +1,4 @@
-"""Log-probs of a reference, computed once, kept in a file by data and model, and handed out with the examples."""
+"""Cache of reference log-probs, in one file per dataset and model."""
 
 import hashlib
 import os
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from torchtune.data import Batch, BatchLoader
+from torchtune.supervision import checksum_bits
 from torchtune.training import ParallelDims
-from torchtune.training.supervise._run_report import bits
 from torchtune.utils import UserError, atomic_write, get_logger, is_simulated, log_rank_zero, sign_of_life
 
 _SIDES = ("chosen", "rejected")
 
 
 class CacheError(UserError):
-    """Log-probs that cannot be kept."""
+    """Log-probs that cannot be cached."""
 
-    told_by_rank_0 = True  # all ranks find the same
+    rank0_only = True  # every rank raises it: rank 0 prints it
 
 
-def make_folder(folder: Path, kind: type[UserError], setting: str) -> None:
-    """Make a folder that is written to when all is computed; raise ``kind`` now where that would not be possible."""
+def create_folder(folder: Path, kind: type[UserError], setting: str) -> None:
+    """Create a folder and raise ``kind`` early if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -39,10 +39,10 @@ def make_folder(folder: Path, kind: type[UserError], setting: str) -> None:
 
 
 class WithReference:
-    """A dataset of pairs with the reference log-probs in every example.
+    """Dataset of pairs with reference log-probs in every example.
 
     Args:
-        dataset: of pairs.
+        dataset: dataset of pairs.
         log_probs: ``[rows, 2]``, of the chosen and of the rejected answers.
     """
 
@@ -53,7 +53,7 @@ class WithReference:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The example with ``chosen_reference`` and ``rejected_reference``."""
+        """Return the example with ``chosen_reference`` and ``rejected_reference``."""
         pair = zip(_SIDES, self._log_probs[index].tolist(), strict=True)
         return {**self._dataset[index], **{f"{side}_reference": value for side, value in pair}}
 
@@ -61,8 +61,8 @@ class WithReference:
         return getattr(self._dataset, name)
 
 
-class _Rows:
-    """Some rows of a dataset, which say which ones they are."""
+class _RowSubset:
+    """Subset of a dataset with the row number in every example."""
 
     def __init__(self, dataset: Any, rows: np.ndarray) -> None:
         self._dataset, self._rows = dataset, rows
@@ -84,26 +84,26 @@ def cache_log_probs(
     folder: str,
     epochs: int,
 ) -> list[BatchLoader]:
-    """Loaders whose examples have log-probs of the reference: what is not in the folder is computed, and kept.
+    """Return loaders with reference log-probs in their examples; missing ones are computed and cached.
 
     Args:
-        loaders: of pairs.
-        score: a batch to the log-probs of its documents ``[n]``.
-        parameters: of the reference, by name, that decide what it says.
-        dims: the processes.
-        folder: of the files; one for each pair of data and model.
-        epochs: of the run; rows that it does not come to are left out.
+        loaders: loaders of pairs.
+        score: function of a batch that returns the log-probs of its documents ``[n]``.
+        parameters: (name, parameter) pairs of the reference, for its fingerprint.
+        dims: parallel dims.
+        folder: folder of the cache, with one file per dataset and model.
+        epochs: number of epochs of the run; rows that it does not visit are skipped.
 
     Raises:
-        CacheError: the data change from reading to reading, are no pairs, or a file is damaged.
+        CacheError: the data have no fingerprint or are not pairs, or a file is damaged.
     """
-    if is_simulated():  # nothing is computed, and nothing kept
+    if is_simulated():  # simulations compute and write nothing
         zeros = (np.zeros((len(loader.dataset), 2), np.float32) for loader in loaders)
         return [
             loader.derive(dataset=WithReference(loader.dataset, rows))
             for loader, rows in zip(loaders, zeros, strict=True)
         ]
-    make_folder(Path(folder), CacheError, "reference_cache")
+    create_folder(Path(folder), CacheError, "reference_cache")
     of_model, found = _fingerprint(parameters, dims), []
     for loader in loaders:
         data = loader.dataset
@@ -116,7 +116,7 @@ def cache_log_probs(
         key = hashlib.sha256(repr((data.fingerprint, len(data), of_model)).encode()).hexdigest()[:16]
         path = Path(folder) / f"reference_{key}.safetensors"
         known = _read(path, len(data))
-        visited = loader.visited(epochs)
+        visited = loader.visited_indices(epochs)
         missing = visited[np.isnan(known[visited]).any(axis=1)]
         if dims.any(len(missing) > 0):
             log_rank_zero(get_logger(), f"Computing log-probs of the reference for {len(missing):,} rows, once: {path}")
@@ -130,15 +130,15 @@ def cache_log_probs(
 
 
 def _fingerprint(parameters: Sequence[tuple[str, nn.Parameter]], dims: ParallelDims) -> tuple[str, int]:
-    """Changes when a name, a dtype or any bit of the model does."""
+    """Return a fingerprint of names, dtypes and bits of the parameters."""
     names = repr([(name, value.dtype) for name, value in parameters])
-    sums = (sum(map(int, bits(value))) for _, value in parameters)
-    total = sum((place + 1) * value for place, value in enumerate(sums)) % 2**40  # a sum of float64 is exact there
+    sums = (sum(map(int, checksum_bits(value))) for _, value in parameters)
+    total = sum((place + 1) * value for place, value in enumerate(sums)) % 2**40  # float64 sums are exact below this
     return hashlib.sha256(names.encode()).hexdigest(), dims.exchange([total])[0][0]
 
 
 def _read(path: Path, rows: int) -> np.ndarray:
-    """float32 ``[rows, 2]``, not a number where nothing is known."""
+    """Read a cache file: float32 ``[rows, 2]``, NaN for missing rows."""
     if not path.exists():
         return np.full((rows, 2), np.nan, dtype=np.float32)
     try:
@@ -157,9 +157,9 @@ def _read(path: Path, rows: int) -> np.ndarray:
 def _compute(
     loader: BatchLoader, rows: np.ndarray, score: Callable[[Batch], Tensor], dims: ParallelDims
 ) -> Iterator[tuple[int, list[float]]]:
-    """(row, [chosen, rejected]) of rows, which the processes share."""
+    """Yield (row, [chosen, rejected]) for all rows, which are split among the ranks."""
     batches = BatchLoader(
-        _Rows(loader.dataset, rows),
+        _RowSubset(loader.dataset, rows),
         batch_size=loader.batch_size,
         collate_fn=loader.collate_fn,
         shuffle=False,

@@ -1,4 +1,4 @@
-"""Answers that a model sampled: what a sampler returns, and the batches that are trained on."""
+"""Sampled answers and their training batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, collate_documents, share_prefixes
-from torchtune.data._sharing import MIN_SHARED
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, MIN_SHARED, Batch, collate_documents, share_prefixes
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
@@ -18,23 +17,23 @@ MOST_LOG_PROB = 1e-3  # 0, with a tolerance for rounding in float32
 
 
 class RolloutError(UserError):
-    """Answers cannot be sampled, scored or trained on."""
+    """Answers that cannot be sampled, scored or trained on."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt and an answer that was sampled.
+    """A prompt and a sampled answer.
 
     Attributes:
-        tokens: prompt and answer, int64 ``[s]``, on the host; the token that ends the answer is one of them.
-        prompt_len: tokens of the prompt.
-        log_probs: of the answer's tokens, as they were sampled, float32 ``[s - prompt_len]``; None where the sampler
-            does not know them.
-        finished: whether the answer has ended, rather than grown too long.
+        tokens: prompt and answer, int64 ``[s]``, on the host, including the answer's stop token.
+        prompt_len: number of prompt tokens.
+        log_probs: log-probs of the answer's tokens from sampling, float32 ``[s - prompt_len]``; ``None`` if the sampler
+            does not return them.
+        finished: whether the answer ended before its maximum length.
 
     Raises:
-        RolloutError: tokens are not whole numbers from 0, or log-probs not as many finite numbers as the answer has
-            tokens, none above 0 by more than 0.001.
+        RolloutError: tokens are not non-negative integers, or log-probs differ in number from the answer's tokens, are
+            not finite, or exceed 0 by more than 0.001.
 
     Example:
         >>> rollout = torchtune.rlhf.Rollout(torch.tensor([5, 6, 7, 2]), prompt_len=2, log_probs=None, finished=True)
@@ -51,7 +50,7 @@ class Rollout:
         tokens, log_probs = self.tokens, self.log_probs
         if tokens.dim() != 1 or tokens.is_floating_point() or (tokens < 0).any():
             raise RolloutError(
-                f"A sampler gave tokens that are no ids, {_few(tokens)}: they must be int64 [s], from 0."
+                f"A sampler gave tokens that are no ids, {_describe_tensor(tokens)}: they must be int64 [s], from 0."
             )
         if log_probs is None:
             return
@@ -67,21 +66,21 @@ class Rollout:
 
     @property
     def answer(self) -> list[int]:
-        """Tokens of the answer."""
+        """Token ids of the answer."""
         return self.tokens[self.prompt_len :].tolist()
 
 
-def _few(values: Tensor) -> str:
-    """A tensor for messages."""
+def _describe_tensor(values: Tensor) -> str:
+    """Format a tensor for messages."""
     return f"{values.flatten()[:4].tolist()} … of shape {list(values.shape)} and {values.dtype}"
 
 
 class Sampler(Protocol):
-    """What answers prompts while a model is trained.
+    """Interface of samplers, which answer prompts during training.
 
     Attributes:
-        temperature: of the distribution that tokens are drawn from, untruncated.
-        gives_log_probs: whether answers come with the log-probs of their tokens; without the attribute they do.
+        temperature: temperature of the untruncated sampling distribution.
+        gives_log_probs: whether answers have log-probs; True if the attribute is missing.
     """
 
     temperature: float
@@ -89,17 +88,17 @@ class Sampler(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
-        """Answer every prompt ``num_samples`` times; answer j of prompt i is item ``i * num_samples + j``.
+        """Sample ``num_samples`` answers per prompt; answer j of prompt i is item ``i * num_samples + j``.
 
         Args:
-            prompts: tokens of each prompt.
+            prompts: token ids of each prompt.
             num_samples: answers per prompt.
             seeds: one per prompt; the same seed and prompt give the same answers.
         """
 
 
 def prompt_seed(*words: int) -> int:
-    """A seed made from numbers, for example the run's seed, the step and the row.
+    """Combine numbers to a seed, for example the run's seed, the step and the row.
 
     Example:
         >>> seeds = [torchtune.rlhf.prompt_seed(7, 1, row) for row in (0, 0, 1)]
@@ -117,20 +116,20 @@ def collate_rollouts(
     per_token: Mapping[str, Sequence[Tensor]] | None = None,
     share_prefix: bool = False,
 ) -> Batch:
-    """Concatenate rollouts, padding-free. The last token of each is a label and no input.
+    """Concatenate rollouts, padding-free. The last token of each is only a label, not an input.
 
     Args:
-        rollouts: one document each.
-        advantages: of each.
+        rollouts: rollouts, one document each.
+        advantages: advantage of each rollout.
         count_documents: the loss is a mean over documents, not over tokens.
-        per_token: further entries: name -> a value for every token of each answer ``[s - prompt_len]``; they may give
-            the ``advantages``.
-        share_prefix: answers to the same prompt share its tokens but the last, which has a label in each of them.
+        per_token: additional entries: name -> values of every token of each answer ``[s - prompt_len]``; may override
+            ``advantages``.
+        share_prefix: share the prompt's tokens among its answers, except the last, which has a different label in each.
 
     Returns:
-        the batch of :func:`torchtune.data.collate_documents`: labels are the answers' tokens. Entries per token, float
-        ``[1, s]``, at the positions of their labels: ``advantages`` and, where all are known, ``sampled`` (log-probs).
-        Entry per document: ``label_counts``.
+        The batch of :func:`torchtune.data.collate_documents`, with the answers' tokens as labels. ``per_token``
+        entries, float ``[1, s]``, at the positions of their labels: ``advantages`` and, if known for all rollouts,
+        ``sampled`` (log-probs). ``per_document`` entry: ``label_counts``.
     """
     documents, values, sampled = [], [], []
     known = all(rollout.log_probs is not None for rollout in rollouts)
@@ -154,11 +153,11 @@ def collate_rollouts(
         per_document={"label_counts": torch.tensor(counts)},
         terms=len(rollouts) if count_documents else None,
     )
-    return share_prefixes(batch, _numbers(rollouts)) if share_prefix else batch
+    return share_prefixes(batch, _prompt_numbers(rollouts)) if share_prefix else batch
 
 
-def _numbers(rollouts: Sequence[Rollout]) -> list[int]:
-    """A number for each rollout, the same for the same prompt."""
+def _prompt_numbers(rollouts: Sequence[Rollout]) -> list[int]:
+    """Return a number for each rollout, equal for equal prompts."""
     known: dict[tuple[int, ...], int] = {}
     prompts = (tuple(rollout.tokens[: rollout.prompt_len].tolist()) for rollout in rollouts)
     return [known.setdefault(prompt, len(known)) for prompt in prompts]
@@ -174,23 +173,23 @@ def rollout_batches(
     count_documents: bool = False,
     share_prefix: bool = False,
 ) -> tuple[list[Batch], int, int]:
-    """Micro-batches of whole rollouts, as many on every process; all processes call it together.
+    """Build micro-batches of whole rollouts, the same number on every rank; all ranks must call it.
 
     Args:
-        rollouts: of this process; there may be none.
-        advantages: of each.
-        tokens_per_batch: most tokens of a micro-batch; a longer rollout has one for itself.
-        dims: the processes.
-        blank: tokens that a process that has too few gets instead, without labels.
+        rollouts: rollouts of this rank, possibly none.
+        advantages: advantage of each rollout.
+        tokens_per_batch: maximum tokens per micro-batch; a longer rollout is a micro-batch by itself.
+        dims: parallel dims.
+        blank: tokens of unlabelled batches for a rank with fewer micro-batches.
         count_documents: see :func:`collate_rollouts`.
-        share_prefix: likewise.
+        share_prefix: see :func:`collate_rollouts`.
 
     Returns:
-        the micro-batches, on the host, and their terms and labels, summed over all processes.
+        The micro-batches, on the host, and their numbers of terms and of labels, summed over all ranks.
     """
     parts: list[list[int]] = []
-    room, prompts = 0, set()  # the prompts of the last part
-    for index, (rollout, prompt) in enumerate(zip(rollouts, _numbers(rollouts), strict=True)):
+    room, prompts = 0, set()  # prompts in the last micro-batch
+    for index, (rollout, prompt) in enumerate(zip(rollouts, _prompt_numbers(rollouts), strict=True)):
         length = len(rollout.tokens) - 1
         before = rollout.prompt_len - 1 if share_prefix and rollout.prompt_len > MIN_SHARED else 0
         if not parts or length - before * (prompt in prompts) > room:
@@ -213,12 +212,12 @@ def rollout_batches(
 
 
 def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[str] = ()) -> Batch:
-    """A batch of one document without labels, for a process that has fewer batches than others.
+    """Build a batch of one document without labels, for a rank with fewer batches than others.
 
     Args:
-        tokens: of the document.
-        known: whether it has log-probs, as other batches do.
-        entries: names of further entries per token that other batches have.
+        tokens: tokens of the document.
+        known: whether to add log-probs, as in the other batches.
+        entries: names of additional per-token entries, as in the other batches.
     """
     log_probs = torch.zeros(1) if known else None
     rollout = Rollout(torch.tensor([*tokens, tokens[0]]), len(tokens), log_probs, True)
@@ -228,7 +227,7 @@ def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[
 
 
 def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
-    """Text of every answer, without the token that ends it.
+    """Decode every answer, without its stop token.
 
     Example:
         >>> tokens = torch.tensor(tokenizer.encode("the cat", add_bos=False))

@@ -1,4 +1,4 @@
-"""Sampling from a server, which gets the weights of the model in training before every step."""
+"""Sampling from a server, which receives the trained weights before every step."""
 
 import shutil
 import uuid
@@ -16,55 +16,55 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss import token_log_probs
 from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
-from torchtune.rlhf._servers import Asked, Server, TransformersServer, VLLMServer
+from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
 from torchtune.training import CheckpointStore
-from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger
 
-# Answers of a step whose log-probs are compared with the trainer's.
-_COMPARED = 4
+# Answers per step that are used to compare log-probs with the trainer.
+_NUM_COMPARED = 4
 
 
 class ServerSampler:
-    """Samples answers from a server with an OpenAI-compatible ``/v1/completions`` endpoint.
+    """Sampler that requests answers from a server with an OpenAI-compatible ``/v1/completions`` endpoint.
 
-    Whenever the trained weights have changed, they are written into a new folder below ``folder``, and the server is
-    told to take them. It is asked for that once before training starts, so that a server that cannot take them ends
-    the run then. The folder of the last weights is removed at the end.
+    Whenever the trained weights have changed, they are saved to a new folder below ``folder``, and the server loads
+    them. This also happens once before training, to fail early if the server cannot load them. The last folder is
+    deleted at the end.
 
-    ``vllm`` takes and returns token ids with log-probs. Adapters are loaded by name, which needs ``--enable-lora`` and
-    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; whole weights are reloaded, which needs ``VLLM_SERVER_DEV_MODE=1``. For a
-    ``temperature`` other than 1 start it with ``--logprobs-mode processed_logprobs``. Written to the interface that
-    vLLM 0.33 publishes, and not yet run against it.
+    ``vllm`` uses token ids and returns log-probs. Adapters are loaded by name, which needs ``--enable-lora`` and
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; full weights are reloaded, which needs ``VLLM_SERVER_DEV_MODE=1``. For a
+    ``temperature`` other than 1, start it with ``--logprobs-mode processed_logprobs``. Written for the published
+    interface of vLLM 0.33, but not yet tested with it.
 
-    ``transformers`` (``transformers serve``) takes and returns text without log-probs, so that the trainer's own before
-    the first update are the old ones. An answer whose text does not become as many tokens as were sampled is dropped,
-    which ``answers/dropped`` counts. It has to run without a fixed model, and forgets all models that it has loaded
-    whenever the weights change.
+    ``transformers`` (``transformers serve``) uses text and returns no log-probs, so the trainer's log-probs before the
+    first update are the old ones. An answer is dropped if its text is not tokenized to the number of sampled tokens;
+    ``answers/dropped`` counts these. The server must run without a fixed model, and unloads all its models whenever the
+    weights change.
 
     Args:
-        model: that is trained.
-        tokenizer: names the tokens that end an answer.
-        url: of the server, up to and with ``/v1``.
-        server: which one it is.
-        checkpoint_dir: folder that the model was loaded from, for its tokenizer and other small files.
-        folder: for the weights; trainer and server see it under this path.
-        model_name: what vLLM calls the model that it was started with; by default ``checkpoint_dir``.
-        max_new_tokens: most tokens of an answer.
-        temperature: divides the logits, when sampling and in the loss.
-        stop_tokens: tokens that end an answer; null takes the tokenizer's. Of ``transformers`` only one does, the
-            tokenizer's ``eos_id`` if it is one of them, as the text does not say which.
+        model: the trained model.
+        tokenizer: defines the default stop tokens.
+        url: URL of the server, ending with ``/v1``.
+        server: kind of the server.
+        checkpoint_dir: folder of the model's checkpoint, for its tokenizer and other small files.
+        folder: folder for the weights; trainer and server must see it under the same path.
+        model_name: name of the model in vLLM; by default ``checkpoint_dir``.
+        max_new_tokens: maximum tokens of an answer.
+        temperature: divides the logits, in sampling and in the loss.
+        stop_tokens: tokens that end an answer; ``None``: the tokenizer's. ``transformers`` uses only one, the
+            tokenizer's ``eos_id`` if it is included, because a text does not show which one was sampled.
         timeout: seconds for the answers to a prompt.
-        weights_timeout: seconds for new weights.
-        max_difference: largest mean \\|Δ log π\\| of server and trainer over the first answers of a step; more means
-            that the server has other weights. Null compares nothing.
+        weights_timeout: seconds to load new weights.
+        max_difference: maximum mean \\|Δ log π\\| of server and trainer over the first answers of a step; a larger one
+            indicates that the server has other weights. ``None`` disables the check.
 
     Attributes:
-        gives_log_probs: whether answers come with them.
+        gives_log_probs: whether answers have log-probs.
 
     Raises:
-        RolloutError: the server is gone, too slow, serves another model, or cannot take weights.
-        CheckpointError: the weights cannot be written.
+        RolloutError: the server is unreachable, too slow, serves another model, or cannot load the weights.
+        CheckpointError: the weights cannot be saved.
 
     Example:
         >>> sampler = torchtune.rlhf.ServerSampler(
@@ -100,69 +100,71 @@ class ServerSampler:
         self.model, self.max_new_tokens, self.temperature = model, max_new_tokens, temperature
         self.stop_tokens, self.max_difference = check_stop_tokens(stop_tokens, tokenizer, model), max_difference
         rows = model.tok_embeddings.weight.shape[0]
-        asked = Asked(max_new_tokens, temperature, self.stop_tokens, rows, timeout, weights_timeout)
-        self._server = _make_server(server, url, model_name or checkpoint_dir, asked, Path(checkpoint_dir), tokenizer)
+        settings = RequestSettings(max_new_tokens, temperature, self.stop_tokens, rows, timeout, weights_timeout)
+        self._server = _make_server(
+            server, url, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer
+        )
         self.gives_log_probs = self._server.gives_log_probs
         self._ranks = Ranks(RolloutError)
-        self._ranks.first(self._server.check)
-        root = self._ranks.from_first(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
+        self._ranks.run_on_rank_0(self._server.check)
+        root = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
         self._store = CheckpointStore({"policy": {"checkpoint_dir": checkpoint_dir}}, root, keep_last_n_checkpoints=1)
         self._contents = self._server.contents(model)
         self._store.check_contents(model, contents=self._contents, resumable=False)
         if self._ranks.rank == 0:
             finalize(self, shutil.rmtree, root, ignore_errors=True)
-        self._sent: list[int] | None = None
-        self._count, self._dropped = 0, 0
+        self._loaded_fingerprint: list[int] | None = None
+        self._num_saves, self._num_dropped = 0, 0
         self._send_weights()
 
     def _send_weights(self) -> None:
-        """Have the server take the weights, if they have changed since it did."""
+        """Save the weights and let the server load them, if they have changed."""
         found = _fingerprint(self.model)
-        if not self._ranks.any(found != self._sent):
+        if not self._ranks.any(found != self._loaded_fingerprint):
             return
-        previous = self._store.output_dir / f"step_{self._count}" if self._count else None
-        self._count += 1
-        path = self._store.save(f"step_{self._count}", self.model, contents=self._contents)
-        # Every rank notes the new name of the model; the first one tells the server.
-        name = self._ranks.first(lambda: self._tell(path, previous))
-        self._server.model_name, self._sent = name, found
+        previous = self._store.output_dir / f"step_{self._num_saves}" if self._num_saves else None
+        self._num_saves += 1
+        path = self._store.save(f"step_{self._num_saves}", self.model, contents=self._contents)
+        # Rank 0 notifies the server; every rank stores the new model name.
+        name = self._ranks.run_on_rank_0(lambda: self._load_weights(path, previous))
+        self._server.model_name, self._loaded_fingerprint = name, found
 
-    def _tell(self, path: Path, previous: Path | None) -> str | None:
-        self._server.take(path, previous)
+    def _load_weights(self, path: Path, previous: Path | None) -> str | None:
+        self._server.load_weights(path, previous)
         return self._server.model_name
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
-        """See :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds the answers are the likeliest ones."""
+        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy."""
         self._send_weights()
         found: list[Rollout] = []
-        with self._ranks.together(), ThreadPoolExecutor(self._server.requests) as pool:
-            asked = [
-                pool.submit(self._server.answers, prompt, num_samples, None if seeds is None else seeds[i])
+        with self._ranks.raise_on_all(), ThreadPoolExecutor(self._server.requests) as pool:
+            futures = [
+                pool.submit(self._server.sample, prompt, num_samples, None if seeds is None else seeds[i])
                 for i, prompt in enumerate(prompts)
             ]
             try:
-                found = [rollout for one in asked for rollout in one.result()]
+                found = [rollout for future in futures for rollout in future.result()]
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
         self._count_dropped(found)
         if seeds is not None and self.gives_log_probs and self.max_difference is not None:
-            self._compare(found[:_COMPARED])
+            self._check_log_probs(found[:_NUM_COMPARED])
         return found
 
     def _count_dropped(self, rollouts: list[Rollout]) -> None:
         dropped = sum(not rollout.answer for rollout in rollouts)
-        if dropped and not self._dropped:
+        if dropped and not self._num_dropped:
             get_logger().warning(
                 f"{dropped} of {len(rollouts)} answers are dropped, as their texts do not become the tokens that the "
                 "server sampled; answers/dropped counts them."
             )
-        self._dropped += dropped
+        self._num_dropped += dropped
 
     @torch.no_grad()
-    def _compare(self, rollouts: list[Rollout]) -> None:
-        """See that the server has the weights of the model."""
+    def _check_log_probs(self, rollouts: list[Rollout]) -> None:
+        """Check that the server has the model's weights, by comparing log-probs."""
         batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
         was_training = self.model.training
         self.model.eval()
@@ -173,7 +175,7 @@ class ServerSampler:
             self.model.train(was_training)
         known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         difference = (own[known] - batch.per_token["sampled"][known]).abs().mean().item()
-        with self._ranks.together():
+        with self._ranks.raise_on_all():
             if not difference <= self.max_difference:
                 raise RolloutError(
                     f"The log-probs of {self._server.url} differ from the trainer's by {difference:.3g} on average "
@@ -182,13 +184,15 @@ class ServerSampler:
                 )
 
 
-def _make_server(kind: str, url: str, model_name: str, asked: Asked, checkpoint_dir: Path, tokenizer: Any) -> Server:
+def _make_server(
+    kind: str, url: str, model_name: str, settings: RequestSettings, checkpoint_dir: Path, tokenizer: Any
+) -> Server:
     if kind == "vllm":
-        return VLLMServer(url, model_name, asked)
+        return VLLMServer(url, model_name, settings)
     if kind == "transformers":
         eos = getattr(tokenizer, "eos_id", None)
-        stop = eos if eos in asked.stop_tokens else asked.stop_tokens[0]
-        return TransformersServer(url, None, asked, checkpoint_dir / "tokenizer.json", stop)
+        stop = eos if eos in settings.stop_tokens else settings.stop_tokens[0]
+        return TransformersServer(url, None, settings, checkpoint_dir / "tokenizer.json", stop)
     raise RolloutError(f"sampler.server is {kind!r}: it must be vllm or transformers.")
 
 
@@ -199,7 +203,7 @@ def _is_tensor_parallel(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _fingerprint(model: nn.Module) -> list[int]:
-    """Sums of the bits of this rank's shards of what is trained: they differ when any weight has changed."""
+    """Sum the bits of each trained parameter's local shard, to detect changes."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for weight in model.parameters():

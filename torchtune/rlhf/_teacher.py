@@ -1,4 +1,4 @@
-"""The teacher of a distillation: another model, frozen, that sees the batches of the student."""
+"""Teacher of knowledge distillation: a frozen model that receives the student's batches."""
 
 import json
 import logging
@@ -14,25 +14,25 @@ from torch import nn
 from torchtune import config
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
-from torchtune.rlhf._teacher_cache import AT, CachedOutputs, TeacherCache, use_cache
+from torchtune.rlhf._teacher_cache import CACHE_POSITIONS, CachedOutputs, TeacherCache, use_cache
 from torchtune.training import ParallelDims, compile_loss, compile_model
-from torchtune.training.parallel._shards import reshard
+from torchtune.training.parallel import reshard
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "original/tokenizer.model")
 
 
 class TeacherError(UserError):
-    """A teacher that a student cannot learn from."""
+    """Teacher that does not fit the student."""
 
-    told_by_rank_0 = True  # all ranks find the same
+    rank0_only = True  # every rank raises it: rank 0 prints it
 
 
 class Teacher:
-    """A frozen model in evaluation mode; called with a batch, it tells what it says of it.
+    """Frozen teacher in evaluation mode; called with a batch, it yields its outputs.
 
     Args:
-        model: loaded, sharded or not; its parameters are frozen.
+        model: the loaded model, sharded or not; its parameters are frozen.
 
     Example:
         >>> torchtune.rlhf.Teacher(model)  # doctest: +ELLIPSIS
@@ -44,20 +44,20 @@ class Teacher:
 
     @contextmanager
     def __call__(self, batch: Batch) -> Iterator[TeacherOutputs]:
-        """What the teacher says of a batch on its device; the block computes the loss, not the backward pass."""
+        """Context manager that yields the teacher's outputs for a batch on its device; run backward after it."""
         with torch.no_grad():
             hidden = self.model(**batch.model_inputs(), output="hidden")
         yield TeacherStates(hidden, self.model.output)
-        reshard(self.model)  # FSDP would keep embedding and output whole until the next batch
+        reshard(self.model)  # FSDP would keep embedding and output unsharded until the next batch
 
 
 class CachedTeacher:
-    """What a teacher said of the data, read from a folder; no model is in memory.
+    """Teacher outputs read from a cache, without a model in memory.
 
     Args:
         caches: ``(first position, cache)``, ascending.
-        vocab_size: tokens over which the distributions are normalised.
-        temperature: of them.
+        vocab_size: number of tokens in the normalisation of the distributions.
+        temperature: temperature of the distributions.
     """
 
     def __init__(self, caches: Sequence[tuple[int, TeacherCache]], vocab_size: int, temperature: float) -> None:
@@ -65,8 +65,8 @@ class CachedTeacher:
 
     @contextmanager
     def __call__(self, batch: Batch) -> Iterator[TeacherOutputs]:
-        """What the teacher says of a batch on its device; see :class:`Teacher`."""
-        yield CachedOutputs(self._caches, batch.per_token[AT], self._vocab_size, self._temperature)
+        """Context manager that yields the cached outputs for a batch; see :class:`Teacher`."""
+        yield CachedOutputs(self._caches, batch.per_token[CACHE_POSITIONS], self._vocab_size, self._temperature)
 
 
 def _check_top_k(k: int | None, size: int) -> None:
@@ -77,17 +77,17 @@ def _check_top_k(k: int | None, size: int) -> None:
 def load_teacher(
     load: Callable[[], nn.Module], student: nn.Module, tokenizer: Any, kd_loss: Any, *, compile: bool = False
 ) -> Teacher:
-    """Load the teacher of a run, and see that it knows what the student is to learn.
+    """Load the teacher and check that it fits the student.
 
     Args:
-        load: returns the teacher's model.
-        student: the model that is trained.
-        tokenizer: of the data.
+        load: function that returns the teacher's model.
+        student: the trained model.
+        tokenizer: tokenizer of the data.
         kd_loss: from :func:`setup_kd_loss`.
         compile: compile the teacher's layers.
 
     Raises:
-        TeacherError: one has fewer tokens than the data may have, or the teacher predicts none.
+        TeacherError: the teacher's vocabulary is smaller than the tokenizer's, or it is not a language model.
 
     Example:
         >>> teacher = rlhf.load_teacher(load, model, tokenizer, kd_loss)  # doctest: +SKIP
@@ -127,23 +127,23 @@ def cache_teacher(
     cfg: Any,
     source: Any,
 ) -> tuple[list[BatchLoader | None], CachedTeacher]:
-    """What the teacher finds likeliest, from a folder; it is loaded to compute what is missing there, and let go.
+    """Cache the teacher's most likely tokens in a folder; the teacher is loaded only to compute missing ones.
 
     Args:
-        loaders: of the training data and of the validation data, or None where there are none.
-        load: returns the teacher, see :func:`load_teacher`.
-        student: the model that is trained.
-        kd_loss: has ``top_k``, the number of tokens that are kept.
-        dims: the processes, which call this together.
+        loaders: loaders of the training and validation data, or ``None``.
+        load: function that returns the teacher, see :func:`load_teacher`.
+        student: the trained model.
+        kd_loss: loss with ``top_k``, the number of tokens to cache per position.
+        dims: parallel dims; all ranks must call this.
         cfg: settings with ``teacher_model``, ``teacher_cache`` (the folder), ``dtype`` and ``epochs``.
-        source: of the teacher's weights.
+        source: source of the teacher's weights.
 
     Returns:
-        loaders whose batches say where the folder has them, and the teacher for these batches.
+        Loaders with cache positions in their batches, and the teacher for these batches.
 
     Raises:
-        TeacherError: the loss keeps all tokens.
-        UserError: the folder is of another run.
+        TeacherError: the loss has no ``top_k``.
+        UserError: the folder is from a different run.
 
     Example:
         >>> loaders, teacher = rlhf.cache_teacher(loaders, load, model, kd_loss, dims, cfg=cfg, source=source)
@@ -190,31 +190,31 @@ def cache_teacher(
 
 
 def check_teacher(checkpointer: Any) -> None:
-    """Compare the teacher's checkpoint with the student's: one tokenizer, other weights.
+    """Check that the teacher's checkpoint has the student's tokenizer, and warn if it has the same weights.
 
     Args:
-        checkpointer: of the run, with the sources ``policy`` and ``teacher``.
+        checkpointer: checkpointer of the run, with the sources ``policy`` and ``teacher``.
 
     Raises:
-        TeacherError: they have different tokenizers.
+        TeacherError: the tokenizers differ.
 
     Example:
         >>> rlhf.check_teacher(checkpointer)  # doctest: +SKIP
     """
     other, own = (checkpointer.store.source(name) for name in ("teacher", "policy"))
     check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir))
-    warn_of_itself(other, own, "teacher_checkpointer")
+    warn_if_same_weights(other, own, "teacher_checkpointer")
 
 
 def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
-    """Check that a recipe of distillation can train with a loss, and return it.
+    """Check that a loss can be used for distillation, and return it.
 
     Args:
-        loss: has ``distill``, as every :class:`torchtune.modules.loss.DivergenceLoss`.
+        loss: a loss with ``distill``, such as any :class:`torchtune.modules.loss.DivergenceLoss`.
         compile: compile its divergence.
 
     Raises:
-        LossError: it has none.
+        LossError: the loss has no ``distill``.
     """
     if not hasattr(loss, "distill"):
         raise LossError(
@@ -225,19 +225,19 @@ def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
 
 
 def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_checkpointer") -> None:
-    """Compare the tokens of two checkpoint folders by their ids; added (special) tokens may differ.
+    """Check that two checkpoint folders have the same tokens by id; added (special) tokens may differ.
 
     Args:
-        teacher: a folder.
-        student: the other one.
-        setting: that names the first, for the message.
+        teacher: folder of one checkpoint.
+        student: folder of the other.
+        setting: setting of the first, for the message.
 
     Raises:
-        TeacherError: they are not the same.
+        TeacherError: they differ.
     """
     for name in _FILES:
         if (teacher / name).is_file() and (student / name).is_file():
-            theirs, mine = _tokens(teacher / name), _tokens(student / name)
+            theirs, mine = _read_vocabulary(teacher / name), _read_vocabulary(student / name)
             break
     else:
         message = f"No tokenizer file is in both {teacher} and {student}: make sure that the two have one tokenizer."
@@ -251,8 +251,8 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
     return None
 
 
-def warn_of_itself(teacher: Any, student: Any, setting: str) -> None:
-    """Log that a teacher has the weights that the student begins with; sources of both."""
+def warn_if_same_weights(teacher: Any, student: Any, setting: str) -> None:
+    """Warn if a teacher has the student's initial weights; takes both sources."""
     if teacher.fingerprint == student.fingerprint:
         message = (
             f"{setting}: the teacher has the weights that the student begins with, so it teaches nothing but what "
@@ -261,8 +261,8 @@ def warn_of_itself(teacher: Any, student: Any, setting: str) -> None:
         log_rank_zero(get_logger(), message, logging.WARNING)
 
 
-def _tokens(path: Path) -> dict[int, str]:
-    """Id -> token, without added tokens; of a binary file or one of lines, id -> line."""
+def _read_vocabulary(path: Path) -> dict[int, str]:
+    """Return id -> token, without added tokens; for binary files and text files, id -> line."""
     if path.suffix == ".json":
         content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"] if "model" in content else content

@@ -1,4 +1,4 @@
-"""What a teacher finds likeliest at every labelled token, computed once and kept in a folder of mapped files."""
+"""Cache of a teacher's most likely tokens at every labelled position, in memory-mapped files."""
 
 import dataclasses
 import json
@@ -17,34 +17,34 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataError
 from torchtune.modules.loss import LikeliestTokens
-from torchtune.rlhf._reference_cache import make_folder
+from torchtune.rlhf._reference_cache import create_folder
 from torchtune.training import ParallelDims
 from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
 
-# Entry per token: where the cache has its teacher's log-probs.
-AT = "teacher_at"
+# Per-token entry: position in the cache.
+CACHE_POSITIONS = "teacher_at"
 _KEY, _ROWS, _TOKENS, _LOG_PROBS = "teacher.json", "rows.npz", "tokens.int32", "log_probs.float32"
 Likeliest = Callable[[Batch], LikeliestTokens]
 
 
 class TeacherCacheError(UserError):
-    """A cache that a run cannot learn from."""
+    """Cache that does not fit the run, or is damaged."""
 
-    told_by_rank_0 = True  # all ranks find the same
+    rank0_only = True  # every rank raises it: rank 0 prints it
 
 
 class TeacherCache:
-    """The cache of one dataset: a folder, in which a row's labelled tokens are where the row's offset says.
+    """Cache of one dataset: a folder; a row's labelled tokens begin at the row's offset.
 
     Args:
-        folder: of its files.
-        data: with a ``fingerprint``; examples are documents or packs of them.
-        key: name -> JSON, what the log-probs depend on besides the data.
-        k: tokens that are kept at a position.
+        folder: folder of the files.
+        data: dataset with a ``fingerprint``, of documents or packs.
+        key: name -> JSON value; everything else that the log-probs depend on.
+        k: number of tokens per position.
 
     Raises:
-        TeacherCacheError: the data have no fingerprint; or the folder was filled from other data or with another key,
-            or a file of it is damaged.
+        TeacherCacheError: the data have no fingerprint, the cache is of other data or has another key, or a file is
+            damaged.
     """
 
     def __init__(self, folder: Path, data: Any, key: Mapping[str, Any], k: int) -> None:
@@ -60,13 +60,13 @@ class TeacherCache:
             self._read_rows()
         else:
             counts = np.zeros(len(data), np.int64)
-            self._sums = np.zeros(len(data), np.uint32)
+            self._row_checksums = np.zeros(len(data), np.uint32)
             for row in tqdm(range(len(data)), desc="Counting labels", disable=None):
                 sign_of_life()
-                counts[row], self._sums[row] = _count_and_sum(data[row])
+                counts[row], self._row_checksums[row] = _count_and_checksum(data[row])
             self.offsets = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
-            self._known, self._contents = np.zeros(len(data), bool), np.zeros(len(data), np.uint32)
-        self._new = np.zeros(0, np.int64)
+            self._is_cached, self._value_checksums = np.zeros(len(data), bool), np.zeros(len(data), np.uint32)
+        self._new_rows = np.zeros(0, np.int64)
         self._files: tuple[np.ndarray, np.ndarray] | None = None
 
     def _check_key(self) -> None:
@@ -89,40 +89,42 @@ class TeacherCache:
         try:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 names = ("offsets", "sums", "known", "contents")
-                self.offsets, self._sums, self._known, self._contents = (file[name] for name in names)
+                self.offsets, self._row_checksums, self._is_cached, self._value_checksums = (
+                    file[name] for name in names
+                )
             sizes = [(self.folder / name).stat().st_size for name in (_TOKENS, _LOG_PROBS)]
         except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile) as error:
             raise TeacherCacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
-        last = int(self.offsets[1:][self._known].max(initial=0))
-        if len(self._known) != rows or sizes[0] < 4 * last * self._k or sizes[1] < 4 * last * (self._k + 1):
+        last = int(self.offsets[1:][self._is_cached].max(initial=0))
+        if len(self._is_cached) != rows or sizes[0] < 4 * last * self._k or sizes[1] < 4 * last * (self._k + 1):
             raise TeacherCacheError(f"{self.folder}: its files are too short, so a part of it is lost: delete it.")
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows of which nothing is known yet."""
-        return rows[~self._known[rows]]
+        """Return the rows that are not cached yet."""
+        return rows[~self._is_cached[rows]]
 
     def check_rows(self, rows: Sequence[int], examples: Sequence[Any]) -> None:
-        """See that examples and what is kept of them are what they were.
+        """Check that examples and their cached values have not changed.
 
         Raises:
-            DataError: an example is another one.
-            TeacherCacheError: what is kept of it is damaged.
+            DataError: an example has changed.
+            TeacherCacheError: its cached values are damaged.
         """
         for row, example in zip(rows, examples, strict=True):
-            count, found = _count_and_sum(example)
-            if count and found != self._sums[row]:
+            count, found = _count_and_checksum(example)
+            if count and found != self._row_checksums[row]:
                 raise DataError(
                     f"teacher_cache: row {row} of the data is not what {self.folder} was filled from: delete the "
                     "folder, and do not draw examples at random."
                 )
-            if self._known[row] and self._sum_of(row) != self._contents[row]:
+            if self._is_cached[row] and self._checksum_of(row) != self._value_checksums[row]:
                 raise TeacherCacheError(
                     f"{self.folder}: what is kept of row {row} is damaged, its checksum is another one: delete the "
                     "folder, and it is computed again."
                 )
 
-    def _sum_of(self, row: int) -> int:
-        """A checksum of what is kept of a row; 0 if that is nothing."""
+    def _checksum_of(self, row: int) -> int:
+        """Return a checksum of a row's cached values; 0 if there are none."""
         if self.offsets[row] == self.offsets[row + 1]:
             return 0
         tokens, log_probs = self.read(slice(*self.offsets[row : row + 2]))
@@ -130,13 +132,14 @@ class TeacherCache:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[np.ndarray, tuple[np.ndarray, np.ndarray]], None]]:
-        """A function that writes positions [n] with their tokens [n, k] and log-probs [n, k + 1].
+        """Context manager that yields a function to write positions [n] with their tokens [n, k] and log-probs [n, k +
+        1].
 
-        The rows that :meth:`note` names count once the block has ended: a run that is killed begins again.
+        The rows passed to :meth:`set_new_rows` become valid when the block ends, so a killed run starts over.
         """
-        make_folder(self.folder, TeacherCacheError, "teacher_cache")
+        create_folder(self.folder, TeacherCacheError, "teacher_cache")
         names = [self.folder / name for name in (_TOKENS, _LOG_PROBS)]
-        with FolderLock(self.folder).held():
+        with FolderLock(self.folder, key="teacher_cache").held():
             for path in names:
                 path.touch()
             try:
@@ -156,25 +159,25 @@ class TeacherCache:
             except OSError as error:
                 raise TeacherCacheError(f"{self.folder}: it cannot be written to ({error}).") from error
             self._files = None
-            for row in self._new:
-                self._contents[row] = self._sum_of(row)
-            self._known[self._new] = True
+            for row in self._new_rows:
+                self._value_checksums[row] = self._checksum_of(row)
+            self._is_cached[self._new_rows] = True
             with atomic_write(self.folder / _ROWS) as file:
-                arrays = {"offsets": self.offsets, "sums": self._sums, "known": self._known}
-                np.savez(file, **arrays, contents=self._contents)
+                arrays = {"offsets": self.offsets, "sums": self._row_checksums, "known": self._is_cached}
+                np.savez(file, **arrays, contents=self._value_checksums)
             write_json(self.folder / _KEY, self._key)
 
-    def note(self, rows: np.ndarray) -> None:
-        """These rows are known, once the block of :meth:`writing` has ended."""
-        self._new = rows
+    def set_new_rows(self, rows: np.ndarray) -> None:
+        """Set the rows that become valid when the block of :meth:`writing` ends."""
+        self._new_rows = rows
 
     def reload(self) -> None:
-        """Read what another process has written."""
+        """Read the files again after another process has written them."""
         self._files = None
         self._read_rows()
 
     def read(self, at: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, int32 [n, k], and log-probs, float32 [n, k + 1], of positions [n]."""
+        """Return tokens, int32 [n, k], and log-probs, float32 [n, k + 1], of positions [n]."""
         if self._files is None:
             kinds = ((_TOKENS, np.int32, self._k), (_LOG_PROBS, np.float32, self._k + 1))
             self._files = tuple(
@@ -183,8 +186,8 @@ class TeacherCache:
         return self._files[0][at], self._files[1][at]
 
 
-class _Numbered:
-    """A dataset whose examples say which row they are."""
+class _WithRowNumbers:
+    """Dataset with the row number in every example."""
 
     def __init__(self, dataset: Any, rows: np.ndarray | None = None) -> None:
         self._dataset, self._rows = dataset, rows
@@ -203,8 +206,8 @@ class _Numbered:
         return getattr(self._dataset, name)
 
 
-def _numbers(examples: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """Rows, and the examples without them."""
+def _split_row_numbers(examples: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """Return the row numbers, and the examples without them."""
     rows = [(one if isinstance(one, Mapping) else one[0])["row"] for one in examples]
 
     def plain(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,20 +225,20 @@ def use_cache(
     epochs: int,
     dims: ParallelDims,
 ) -> BatchLoader:
-    """A loader whose batches say where the cache has them; what the cache does not have yet is computed first.
+    """Return a loader with cache positions in its batches; missing rows are computed first.
 
     Args:
-        loader: of the data.
-        cache: of its dataset.
-        likeliest: a batch to what the teacher says of its labelled tokens.
-        start: added to the positions, so that those of several caches differ.
-        epochs: of the run; rows that it does not come to are left out.
-        dims: the processes, which call this together.
+        loader: loader of the data.
+        cache: cache of the loader's dataset.
+        likeliest: function of a batch that returns the teacher's most likely tokens at its labels.
+        start: added to the positions, to make them unique among several caches.
+        epochs: number of epochs of the run; rows that it does not visit are skipped.
+        dims: parallel dims; all ranks must call this.
     """
-    collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
 
     def with_positions(examples: list[Any]) -> Batch:
-        rows, plain = _numbers(examples)
+        rows, plain = _split_row_numbers(examples)
         cache.check_rows(rows, plain)
         batch = collate(plain)
         labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
@@ -248,16 +251,16 @@ def use_cache(
                     "they are: use torchtune.data.collate_documents, or set teacher_cache to null."
                 )
             at[labelled] = found + start
-        return dataclasses.replace(batch, per_token={**batch.per_token, AT: at})
+        return dataclasses.replace(batch, per_token={**batch.per_token, CACHE_POSITIONS: at})
 
-    missing = cache.missing(loader.visited(epochs))
+    missing = cache.missing(loader.visited_indices(epochs))
     if dims.any(len(missing) > 0):
         log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
-        _fill(loader, cache, missing, dims.collate(with_positions), likeliest, start, dims)
-    return loader.derive(dataset=_Numbered(loader.dataset), collate_fn=dims.collate(with_positions))
+        _compute_missing(loader, cache, missing, dims.collate(with_positions), likeliest, start, dims)
+    return loader.derive(dataset=_WithRowNumbers(loader.dataset), collate_fn=dims.collate(with_positions))
 
 
-def _fill(
+def _compute_missing(
     loader: BatchLoader,
     cache: TeacherCache,
     rows: np.ndarray,
@@ -266,9 +269,9 @@ def _fill(
     start: int,
     dims: ParallelDims,
 ) -> None:
-    """Write what the teacher says of some rows, which the processes share."""
+    """Compute and write some rows, which are split among the ranks."""
     batches = BatchLoader(
-        _Numbered(loader.dataset, rows),
+        _WithRowNumbers(loader.dataset, rows),
         batch_size=loader.batch_size,
         collate_fn=collate,
         shuffle=False,
@@ -280,18 +283,21 @@ def _fill(
     with cache.writing() if dims.is_main else nullcontext() as write:
         for (batch,) in tqdm(batches, desc="Teacher", total=len(batches), disable=None if dims.is_main else True):
             sign_of_life()
-            at = batch.per_token[AT].flatten()[(batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()].numpy() - start
+            at = (
+                batch.per_token[CACHE_POSITIONS].flatten()[(batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()].numpy()
+                - start
+            )
             tokens, log_probs = (array.cpu().numpy() for array in likeliest(batch).arrays())
             for part in dims.gather((at, (tokens.astype(np.int32), log_probs.astype(np.float32)))):
                 if dims.is_main:
                     write(*part)
-        cache.note(rows)
-    dims.any(False)  # nobody reads before all of it is written
+        cache.set_new_rows(rows)
+    dims.any(False)  # barrier: read only after everything is written
     cache.reload()
 
 
-def _count_and_sum(example: Any) -> tuple[int, int]:
-    """Labels of an example or a pack, and a checksum of its tokens and labels."""
+def _count_and_checksum(example: Any) -> tuple[int, int]:
+    """Return the number of labels of an example or pack, and a checksum of its tokens and labels."""
     count, found = 0, 0
     for document in [example] if isinstance(example, Mapping) else example:
         tokens, labels = (np.asarray(document[name], dtype=np.int64) for name in ("tokens", "labels"))
@@ -301,13 +307,13 @@ def _count_and_sum(example: Any) -> tuple[int, int]:
 
 
 class CachedOutputs:
-    """What a cache says of the positions of a batch; see :class:`torchtune.modules.loss.TeacherOutputs`.
+    """Cached outputs at the positions of a batch; see :class:`torchtune.modules.loss.TeacherOutputs`.
 
     Args:
         caches: ``(first position, cache)``, ascending.
         at: positions, int64 [b, s].
-        vocab_size: tokens over which the distributions are normalised.
-        temperature: of them.
+        vocab_size: number of tokens in the normalisation of the distributions.
+        temperature: temperature of the distributions.
     """
 
     are_likeliest = True
@@ -318,7 +324,7 @@ class CachedOutputs:
         self._caches, self._at, self.vocab_size, self._temperature = caches, at, vocab_size, temperature
 
     def select(self, index: Tensor, vocab_size: int) -> LikeliestTokens:
-        """Read some positions, int64 [n]. Raises ``TeacherCacheError`` if a batch has others than the cache."""
+        """Read some positions, int64 [n]. Raises ``TeacherCacheError`` if the batch does not match the cache."""
         at = self._at.flatten()[index].cpu().numpy()
         if vocab_size != self.vocab_size or (at < 0).any():
             raise TeacherCacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")

@@ -1,4 +1,4 @@
-"""What the parts of post-training hand to each other."""
+"""Records of post-training."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,16 +8,16 @@ import torch
 
 @dataclass
 class ChosenRejectedOutputs:
-    """What a model says of the two answers of ``p`` pairs.
+    """A model's scores of the two answers of ``p`` pairs.
 
     Attributes:
-        chosen_logps: log-probs of the chosen answers ``[p]``: sums over their tokens if the lengths are given, else
-            what the loss compares (for some losses a mean).
-        rejected_logps: of the rejected answers ``[p]``.
-        chosen_logits: logits of the chosen answers, for metrics; losses do not read them.
-        rejected_logits: of the rejected answers.
-        chosen_lengths: labelled tokens of the chosen answers ``[p]``.
-        rejected_lengths: of the rejected answers ``[p]``.
+        chosen_logps: log-probs of the chosen answers ``[p]``: sums over tokens if the lengths are set, otherwise in the
+            form that the loss compares (for some losses a mean).
+        rejected_logps: log-probs of the rejected answers ``[p]``.
+        chosen_logits: logits of the chosen answers, for metrics; losses do not use them.
+        rejected_logits: logits of the rejected answers.
+        chosen_lengths: number of labelled tokens of the chosen answers ``[p]``.
+        rejected_lengths: number of labelled tokens of the rejected answers ``[p]``.
 
     Example:
         >>> lengths = torch.tensor([2])
@@ -37,12 +37,12 @@ class ChosenRejectedOutputs:
 
     @property
     def chosen_mean(self) -> torch.Tensor:
-        """Log-probs of the chosen answers by token ``[p]``; as they are where no lengths are given."""
+        """Per-token mean log-probs of the chosen answers ``[p]``; ``chosen_logps`` if there are no lengths."""
         return _mean(self.chosen_logps, self.chosen_lengths)
 
     @property
     def rejected_mean(self) -> torch.Tensor:
-        """Log-probs of the rejected answers by token ``[p]``; as they are where no lengths are given."""
+        """Per-token mean log-probs of the rejected answers ``[p]``; ``rejected_logps`` if there are no lengths."""
         return _mean(self.rejected_logps, self.rejected_lengths)
 
 
@@ -51,21 +51,21 @@ def _mean(sums: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
 
 
 class Trajectory(NamedTuple):
-    """Answers of a policy with what proximal policy optimisation reads of them.
+    """Answers of a policy with the inputs of PPO.
 
     Shapes: ``b`` answers, ``s`` tokens of query and response, ``r`` tokens of the response.
 
     Attributes:
         query_responses: tokens ``[b, s]``.
-        logprobs: of the policy ``[b, r]``.
-        ref_logprobs: of the reference ``[b, r]``.
-        values: of the value model ``[b, r]``.
+        logprobs: log-probs of the policy ``[b, r]``.
+        ref_logprobs: log-probs of the reference ``[b, r]``.
+        values: values of the value model ``[b, r]``.
         masks: attention masks ``[b, s, s]``.
         position_ids: ``[b, s]``.
         response_padding_masks: bool ``[b, r]``, True at padding.
         value_padding_masks: bool ``[b, r]``, True at padding, one token later.
         value_seq_idxs: position of the last value ``[b]``.
-        scores: of the reward model ``[b]``.
+        scores: scores of the reward model ``[b]``.
         seq_lens: position of the last token of the response ``[b]``.
 
     Example:
@@ -87,7 +87,7 @@ class Trajectory(NamedTuple):
 
 
 class PPOStats(NamedTuple):
-    """Figures of a step of proximal policy optimisation, scalars each.
+    """Metrics of a PPO step, scalars each.
 
     Attributes:
         loss: policy loss and weighted value loss.
@@ -95,7 +95,7 @@ class PPOStats(NamedTuple):
         value_loss: clipped value loss.
         ratios: mean probability ratio.
         clipfrac: fraction of tokens with a clipped ratio.
-        approx_policy_kls: estimated KL of the old policy and the new one.
+        approx_policy_kls: estimated KL divergence of the old and the new policy.
 
     Example:
         >>> torchtune.rlhf.PPOStats(*torch.zeros(6)).loss

@@ -1,4 +1,4 @@
-"""Rewards of answers: functions of rows and texts, and those that are built in."""
+"""Reward functions of rows and answer texts."""
 
 import json
 import math
@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune.config import _locate
-from torchtune.rlhf._http import NoAnswerError, post_json
+from torchtune.config import locate_from_recipe
+from torchtune.rlhf._http import NoReplyError, post_json
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.utils import require
 
 Row = Mapping[str, Any]
-# (rows, texts of the answers) -> a reward each; None where an answer cannot be scored.
+# (rows, answer texts) -> one reward each; None if an answer cannot be scored.
 RewardFunction = Callable[[Sequence[Row], Sequence[str]], Sequence[float | None]]
 
 
 class Reward(ABC):
-    """A reward of answers, called with rows of the dataset and the texts of their answers.
+    """Base class of rewards, called with dataset rows and the texts of their answers.
 
     Args:
-        weight: of this reward in the sum.
-        name: in logs; by default that of the class.
+        weight: weight of this reward in the sum.
+        name: name in logs; by default the class name.
     """
 
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
@@ -31,19 +31,19 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
-        """A reward for every text; None where it cannot be scored, which drops the answer."""
+        """Return a reward for every text; ``None`` if it cannot be scored, which drops the answer."""
 
 
 class FunctionReward(Reward):
-    """A function of yours, ``(rows, texts) -> list[float | None]``.
+    """Reward by a user function, ``(rows, texts) -> list[float | None]``.
 
     Args:
-        function: the function, its dotted path, or its name where it stands in the recipe's file.
+        function: the function, its dotted path, or its name in the recipe's file.
         weight: see :class:`Reward`.
-        name: by default that of the function.
+        name: name in logs; by default the function's name.
 
     Raises:
-        ValueError: it is no function.
+        ValueError: ``function`` is not callable.
 
     Example:
         >>> def is_short(rows, texts):
@@ -55,27 +55,27 @@ class FunctionReward(Reward):
     def __init__(self, function: str | RewardFunction, weight: float = 1.0, name: str | None = None) -> None:
         own = function.rpartition(".")[2] if isinstance(function, str) else getattr(function, "__name__", None)
         super().__init__(weight, name or own or type(function).__name__)
-        found = _locate.locate(function, _locate.names_of_recipe) if isinstance(function, str) else function
+        found = locate_from_recipe(function) if isinstance(function, str) else function
         if not callable(found):
             kind = type(found).__name__
             raise ValueError(f"function: {function!r:.80} is a {kind}: name a function, as in my_rewards.polite.")
         self._function: RewardFunction = found
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
-        """What the function returns."""
+        """Call the function."""
         return self._function(rows, texts)
 
 
 class _RowReward(Reward):
-    """A reward of one answer at a time."""
+    """Base class of rewards that score one answer at a time."""
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> list[float | None]:
-        """See :class:`Reward`."""
+        """Score every text, see :class:`Reward`."""
         return [self.score(row, text) for row, text in zip(rows, texts, strict=True)]
 
     @abstractmethod
     def score(self, row: Row, text: str) -> float | None:
-        """The reward of one text."""
+        """Return the reward of one text."""
 
 
 def _column(row: Row, column: str) -> Any:
@@ -85,12 +85,12 @@ def _column(row: Row, column: str) -> Any:
 
 
 class ExactMatch(_RowReward):
-    """1 where the answer, without space around it, is what stands in a column, else 0.
+    """Reward 1 if the stripped answer equals a column, else 0.
 
     Args:
-        column: of the right answer.
-        ignore_case: whether upper and lower case are the same.
-        pattern: regular expression; what is compared is its first group (or all of it) at its last match.
+        column: column of the reference answer.
+        ignore_case: compare case-insensitively.
+        pattern: regular expression; its last match in the answer is compared, the first group if there is one.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -105,24 +105,24 @@ class ExactMatch(_RowReward):
     ) -> None:
         super().__init__(weight, name)
         self.column, self.ignore_case = column, ignore_case
-        self.pattern = None if pattern is None else _compiled(pattern)
+        self.pattern = None if pattern is None else _compile_pattern(pattern)
 
     def score(self, row: Row, text: str) -> float:
-        """1 or 0."""
-        given, right = _matched(self.pattern, text.strip()), str(_column(row, self.column)).strip()
+        """Return 1 or 0."""
+        given, right = _last_match(self.pattern, text.strip()), str(_column(row, self.column)).strip()
         if given is None:
             return 0.0
         return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
 
 
-_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # 3-5 ends in 5
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # "3-5" ends in 5
 
 
 class NumberMatch(_RowReward):
-    """1 where the last number of the answer equals the last one in a column, else 0; ``1,200.0`` is ``1.2e3``.
+    """Reward 1 if the last number of the answer equals the last one in a column, else 0; ``1,200.0`` equals ``1.2e3``.
 
     Args:
-        column: of the right answer, whose last number counts too (for example behind ``####``).
+        column: column of the reference answer; its last number is compared (for example after ``####``).
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -132,7 +132,7 @@ class NumberMatch(_RowReward):
         self.column = column
 
     def score(self, row: Row, text: str) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         right, given = _last_number(str(_column(row, self.column))), _last_number(text)
         if right is None:
             raise RolloutError(f"column '{self.column}' holds no number")
@@ -145,31 +145,31 @@ def _last_number(text: str) -> float | None:
 
 
 class RegexMatch(_RowReward):
-    """1 where a regular expression matches, else 0.
+    """Reward 1 if a regular expression matches, else 0.
 
     Args:
-        pattern: the regular expression; ``.`` matches line breaks too.
-        whole: it has to match the whole answer, without space around it: a format.
+        pattern: the regular expression; ``.`` also matches line breaks.
+        whole: match the whole stripped answer, to check its format.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
 
     def __init__(self, pattern: str, whole: bool = False, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(weight, name)
-        self.pattern, self.whole = _compiled(pattern), whole
+        self.pattern, self.whole = _compile_pattern(pattern), whole
 
     def score(self, row: Row, text: str) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         return float(bool(self.pattern.fullmatch(text.strip()) if self.whole else self.pattern.search(text)))
 
 
 class JSONFields(_RowReward):
-    """Share of the fields of the right JSON object that the answer, a JSON object, has with the same value.
+    """Share of fields with equal values in the answer and the reference, both JSON objects.
 
-    An answer that is no JSON object gets 0; a field that should not be there counts as one that is wrong.
+    An answer that is not a JSON object gets 0; an extra field counts as a wrong one.
 
     Args:
-        column: of the right answer, a JSON text or a mapping.
+        column: column of the reference answer, a JSON text or a mapping.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -179,25 +179,25 @@ class JSONFields(_RowReward):
         self.column = column
 
     def score(self, row: Row, text: str) -> float:
-        """From 0 to 1."""
+        """Return the share, from 0 to 1."""
         right = _column(row, self.column)
-        right = right if isinstance(right, Mapping) else _json_object(str(right))
+        right = right if isinstance(right, Mapping) else _parse_json_object(str(right))
         if right is None:
             raise RolloutError(f"column '{self.column}' is no JSON object")
-        given = _json_object(text)
+        given = _parse_json_object(text)
         fields = {*right, *(given or {})}
         if given is None or not fields:
             return float(given is not None)
-        same = [key in given and key in right and _same(given[key], right[key]) for key in fields]
+        same = [key in given and key in right and _is_equal(given[key], right[key]) for key in fields]
         return sum(same) / len(fields)
 
 
 class LengthReward(_RowReward):
-    """1 for answers up to a number of characters, decreasing to 0 at the limit.
+    """Reward 1 for answers up to a number of characters, decreasing linearly to 0 at the limit.
 
     Args:
-        target: longest answer that gets 1, in characters.
-        limit: answers of this length get 0.
+        target: maximum length with reward 1, in characters.
+        limit: length from which the reward is 0.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -209,17 +209,17 @@ class LengthReward(_RowReward):
         self.target, self.limit = target, limit
 
     def score(self, row: Row, text: str) -> float:
-        """From 0 to 1."""
+        """Return the reward, from 0 to 1."""
         return min(1.0, max(0.0, (self.limit - len(text)) / (self.limit - self.target)))
 
 
 class MathReward(_RowReward):
-    """1 where the answer's last mathematical expression equals the right one (extra ``math``), else 0.
+    """Reward 1 if the answer's last mathematical expression equals the reference (extra ``math``), else 0.
 
-    None, which drops the answer, where the right one cannot be read.
+    ``None``, which drops the answer, if the reference cannot be parsed.
 
     Args:
-        column: of the right answer.
+        column: column of the reference answer.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -230,40 +230,40 @@ class MathReward(_RowReward):
         self._math = require("math_verify", extra="math", purpose="MathReward")
 
     def score(self, row: Row, text: str) -> float | None:
-        """1, 0 or None."""
+        """Return 1, 0 or ``None``."""
         right = self._math.parse(str(_column(row, self.column)))
         return float(self._math.verify(right, self._math.parse(text))) if right else None
 
 
 class ReasoningGymReward(_RowReward):
-    """The score that the row's environment of ``reasoning-gym`` gives (extra of the same name), from 0 to 1.
+    """Reward by the row's ``reasoning-gym`` environment (extra of the same name), from 0 to 1.
 
-    For problems with several right answers. Many environments give a part of it to texts that only contain the
-    answer, which is what a model learns then: name what is the answer by ``pattern``.
+    It supports problems with several right answers. Many environments give partial credit to texts that merely
+    contain the answer, which a model learns to exploit: extract the answer with ``pattern``.
 
     Args:
-        pattern: regular expression; what is scored is its first group (or all of it) at its last match, and an answer
-            without a match gets 0. By default all of the answer, without space around it.
+        pattern: regular expression; its last match in the answer is scored, the first group if there is one, and an
+            answer without a match gets 0. By default the whole stripped answer.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
 
     def __init__(self, pattern: str | None = None, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(weight, name)
-        self.pattern = None if pattern is None else _compiled(pattern)
+        self.pattern = None if pattern is None else _compile_pattern(pattern)
         self._gym = require("reasoning_gym", extra="reasoning-gym", purpose="ReasoningGymReward")
 
     def score(self, row: Row, text: str) -> float:
-        """From 0 to 1."""
+        """Return the score, from 0 to 1."""
         environment = (_column(row, "metadata") or {}).get("source_dataset")
         if environment is None:
             raise RolloutError("the row is of no environment: use torchtune.datasets.reasoning_gym_dataset")
-        given = _matched(self.pattern, text.strip())
+        given = _last_match(self.pattern, text.strip())
         return 0.0 if given is None else float(self._gym.get_score_answer_fn(environment)(given, row))
 
 
-def _matched(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """What a pattern finds last in a text, its first group if it has one; None where it finds nothing."""
+def _last_match(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """Return the last match of a pattern, its first group if it has one; ``None`` without a match."""
     if pattern is None:
         return text
     found = list(pattern.finditer(text))
@@ -271,14 +271,14 @@ def _matched(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 class JudgeReward(_RowReward):
-    """What a language model behind an OpenAI-compatible endpoint says of an answer: a number.
+    """Reward by a judge, a language model behind an OpenAI-compatible endpoint.
 
     Args:
-        url: of the server, up to and with ``/v1``.
-        model: name of the model there.
-        prompt: what it is asked; ``{text}`` stands for the answer, and ``{column}`` for a column of the row.
-        pattern: regular expression; its first group is the number. Answers without a match are dropped.
-        scale: the number is divided by it.
+        url: URL of the server, ending with ``/v1``.
+        model: name of the model on the server.
+        prompt: prompt of the judge; ``{text}`` stands for the answer, and ``{column}`` for a column of the row.
+        pattern: regular expression; its first group is the score. Answers without a match are dropped.
+        scale: divides the score.
         timeout: seconds for one answer.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
@@ -297,12 +297,12 @@ class JudgeReward(_RowReward):
     ) -> None:
         super().__init__(weight, name)
         self.url, self.model, self.prompt, self.scale, self.timeout = url.rstrip("/"), model, prompt, scale, timeout
-        self.pattern = _compiled(pattern)
+        self.pattern = _compile_pattern(pattern)
         if not self.pattern.groups:
             raise ValueError(f"pattern {pattern!r} has no group: put the number in round brackets.")
 
     def score(self, row: Row, text: str) -> float | None:
-        """The number, or None."""
+        """Return the score, or ``None``."""
         try:
             asked = self.prompt.format_map({**row, "text": text})
         except KeyError as error:
@@ -324,8 +324,8 @@ class Scores:
     """Rewards of some answers.
 
     Attributes:
-        total: weighted sum of every answer, NaN where it could not be scored.
-        parts: name of a reward -> its value for every answer, without its weight; NaN where there was none.
+        total: weighted sum for every answer, NaN if it could not be scored.
+        parts: reward name -> unweighted reward of every answer, NaN if it could not be scored.
     """
 
     total: list[float]
@@ -333,11 +333,11 @@ class Scores:
 
 
 class RewardSum:
-    """The weighted sum of rewards.
+    """Weighted sum of rewards.
 
     Args:
         rewards: each a :class:`Reward`, or a function ``(rows, texts) -> list[float | None]``.
-        setting: what they are called in messages.
+        setting: name of the setting in messages.
 
     Example:
         >>> def is_short(rows, answers, **others):
@@ -360,65 +360,67 @@ class RewardSum:
         """Score every text.
 
         Args:
-            rows: of the dataset, one per text.
+            rows: dataset rows, one per text.
             texts: the answers.
-            numbers: of the rows, for messages.
+            numbers: row numbers, for messages.
 
         Raises:
-            RolloutError: a reward raises, returns another number of values than there are texts, or a value that is
-                neither a finite number nor None; the message names the rows.
+            RolloutError: a reward raises, or returns a wrong number of values or a value that is neither a finite
+                number nor ``None``; the message names the rows.
         """
         numbers = list(range(len(rows))) if numbers is None else numbers
         total, parts = [0.0] * len(texts), {}
         for name, reward in self._rewards.items():
-            values = _called(f"{self._setting}: '{name}'", reward, rows, texts, numbers)
+            values = _call_reward(f"{self._setting}: '{name}'", reward, rows, texts, numbers)
             parts[name] = values
             weight = getattr(reward, "weight", 1.0)
             total = [before + weight * value for before, value in zip(total, values, strict=True)]
         return Scores(total, parts)
 
 
-def _called(
+def _call_reward(
     name: str, reward: RewardFunction, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int]
 ) -> list[float]:
-    if not texts:  # of a process without prompts of its own
+    if not texts:  # this rank has no prompts
         return []
     try:
-        values = reward([dict(row) for row in rows], texts)  # copies: it may change them, and others read them too
+        values = reward([dict(row) for row in rows], texts)  # copies: the function may modify them
         if isinstance(values, Mapping | Set):
             raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
         values = list(values)
-    except NoAnswerError as error:  # asked again for each row, it would take as many timeouts
-        raise NoAnswerError(f"{name} fails for {_named(numbers)}: {error}") from error
-    except (Exception, SystemExit) as error:  # of somebody else's function, whatever it may be
-        where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
+    except NoReplyError as error:  # not retried row by row, which would take one timeout per row
+        raise NoReplyError(f"{name} fails for {_format_rows(numbers)}: {error}") from error
+    except (Exception, SystemExit) as error:  # a user function may raise anything
+        where = [
+            number for number, row, text in zip(numbers, rows, texts, strict=True) if _fails_for(reward, row, text)
+        ]
         what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         raise RolloutError(
-            f"{name} fails for {_named(where or numbers)}: {what.rstrip('.')}; correct the reward or the rows."
+            f"{name} fails for {_format_rows(where or numbers)}: {what.rstrip('.')}; correct the reward or the rows."
         ) from error
     if len(values) != len(texts):
         raise RolloutError(
-            f"{name} returned {len(values)} values for {len(texts)} answers ({_named(numbers)}): it must "
+            f"{name} returned {len(values)} values for {len(texts)} answers ({_format_rows(numbers)}): it must "
             "return one for each."
         )
     bad = [at for at, value in enumerate(values) if value is not None and not _is_finite(value)]
     if bad:
         raise RolloutError(
-            f"{name} returned {values[bad[0]]!r} for {_named([numbers[at] for at in bad])}: it must return "
+            f"{name} returned {values[bad[0]]!r} for {_format_rows([numbers[at] for at in bad])}: it must return "
             "finite numbers, or None for an answer that cannot be scored."
         )
     return [math.nan if value is None else float(value) for value in values]
 
 
-def _raises(reward: RewardFunction, row: Row, text: str) -> bool:
+def _fails_for(reward: RewardFunction, row: Row, text: str) -> bool:
     try:
         reward([dict(row)], [text])
-    except (Exception, SystemExit):  # noqa: BLE001 - of somebody else's function
+    except (Exception, SystemExit):  # noqa: BLE001 - raised by a user function
         return True
     return False
 
 
-def _named(numbers: Sequence[int]) -> str:
+def _format_rows(numbers: Sequence[int]) -> str:
     found = sorted(set(numbers))
     shown = ", ".join(map(str, found[:10])) + (", …" if len(found) > 10 else "")
     return f"row{'s' if len(found) > 1 else ''} {shown}"
@@ -431,14 +433,14 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
+def _parse_json_object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -446,6 +448,6 @@ def _json_object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, and not only because True is 1."""
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, where True does not equal 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)

@@ -1,4 +1,4 @@
-"""Rewards of tokens and their advantages, with masks; for recipes of proximal policy optimisation."""
+"""Masked token rewards and advantages, for PPO recipes."""
 
 import torch
 
@@ -9,13 +9,13 @@ def get_reward_penalty_mask(
     penalise_no_eos: bool = True,
     min_response_length: int | None = None,
 ) -> torch.Tensor:
-    """Which responses get a penalty in the place of their reward.
+    """Select the responses that get a penalty instead of their reward.
 
     Args:
-        padding_masks: bool ``[b, r]``, True behind the end of the response.
+        padding_masks: bool ``[b, r]``, True after the end of the response.
         seq_lens: length of every response ``[b]``.
-        penalise_no_eos: penalise a response that has no end.
-        min_response_length: penalise shorter ones.
+        penalise_no_eos: penalise a response without padding, which is unfinished.
+        min_response_length: penalise shorter responses.
 
     Returns:
         bool ``[b]``.
@@ -40,17 +40,17 @@ def get_rewards_ppo(
     kl_coeff: float,
     valid_score_idxs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reward of every token: the score at the last one, minus the log-ratio to the reference at each.
+    """Compute token rewards: the score at the last token, minus the weighted log-ratio to the reference at every token.
 
     Args:
-        scores: of the reward model ``[b]``.
-        logprobs: of the policy ``[b, r]``.
-        ref_logprobs: of the reference ``[b, r]``.
+        scores: scores of the reward model ``[b]``.
+        logprobs: log-probs of the policy ``[b, r]``.
+        ref_logprobs: log-probs of the reference ``[b, r]``.
         kl_coeff: weight of the log-ratio.
-        valid_score_idxs: where the score goes ``[b]``; by default to the last position.
+        valid_score_idxs: position of the score ``[b]``; by default the last one.
 
     Returns:
-        total rewards, log-ratios, and their part of the rewards, ``[b, r]`` each.
+        Total rewards, log-ratios, and the log-ratios' part of the rewards, ``[b, r]`` each.
 
     Example:
         >>> log_probs = torch.zeros(1, 3)
@@ -66,7 +66,7 @@ def get_rewards_ppo(
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Sum of ``x`` where ``mask`` is True.
+    """Compute the sum of ``x`` where ``mask`` is True.
 
     Example:
         >>> torchtune.rlhf.masked_sum(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -76,7 +76,7 @@ def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> t
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean of ``x`` where ``mask`` is True; 0 where it is True nowhere.
+    """Compute the mean of ``x`` where ``mask`` is True; 0 if it is False everywhere.
 
     Example:
         >>> torchtune.rlhf.masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -86,7 +86,7 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> 
 
 
 def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of masked values with mean 0; ``unbiased`` divides by their count minus 1.
+    """Compute the variance of masked values with mean 0; ``unbiased`` divides by their count minus 1.
 
     Example:
         >>> torchtune.rlhf.masked_var(torch.tensor([1.0, -1.0, 9.0]), torch.tensor([True, True, False]), unbiased=False)
@@ -101,9 +101,9 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
     """Scale ``x`` to variance 1 and, with ``shift_mean=False``, to mean 0.
 
     Args:
-        x: of any shape.
-        mask: bool of that shape; values where it is False do not count.
-        shift_mean: keep the mean, which is added back.
+        x: tensor of any shape.
+        mask: bool, same shape; values at False are ignored.
+        shift_mean: keep the original mean.
 
     Example:
         >>> torchtune.rlhf.whiten(torch.tensor([1.0, 2.0, 3.0]), shift_mean=False).std().round().item()
@@ -126,18 +126,18 @@ def estimate_advantages(
     masks: torch.Tensor | None = None,
     shift_mean: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438), whitened, and returns.
+    """Compute generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438), whitened, and returns.
 
     Args:
-        values: of the value model ``[b, r]``.
-        rewards: of the tokens ``[b, r]``.
-        gamma: discount.
-        lmbda: mixes one-step (0) and whole (1) returns.
-        masks: bool ``[b, r]``, True where a token counts; advantages are 0 elsewhere.
+        values: values of the value model ``[b, r]``.
+        rewards: token rewards ``[b, r]``.
+        gamma: discount factor.
+        lmbda: GAE λ, from one-step returns (0) to full returns (1).
+        masks: bool ``[b, r]``, True at tokens that count; advantages are 0 elsewhere.
         shift_mean: see :func:`whiten`; ``False`` centres the advantages, which a policy gradient needs.
 
     Returns:
-        advantages and returns, ``[b, r]`` each.
+        Advantages and returns, ``[b, r]`` each.
 
     Example:
         >>> values, rewards = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, 1.0]])

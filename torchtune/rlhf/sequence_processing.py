@@ -1,4 +1,4 @@
-"""Log-probs from logits, and what comes after a stop token; for recipes that pad and hold whole logits."""
+"""Log-probs from logits, and truncation at stop tokens; for recipes with padding and full logits."""
 
 import torch
 
@@ -13,10 +13,10 @@ def truncate_sequence_at_first_stop_token(
     Args:
         sequences: int64 ``[b, s]``.
         stop_tokens: int64 ``[n]``.
-        fill_value: token that stands behind the stop token.
+        fill_value: token after the stop token.
 
     Returns:
-        bool ``[b, s]``, True behind the first stop token, and the filled sequences ``[b, s]``.
+        Bool ``[b, s]``, True after the first stop token, and the filled sequences ``[b, s]``.
 
     Example:
         >>> torchtune.rlhf.truncate_sequence_at_first_stop_token(torch.tensor([[5, 2, 7]]), torch.tensor([2]))[1]
@@ -28,10 +28,10 @@ def truncate_sequence_at_first_stop_token(
 
 
 def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of the tokens ``sequences`` ``[b, r]`` under the softmax of ``logits / temperature`` ``[b, r, v]``.
+    """Return log-probs of ``sequences`` ``[b, r]`` under the softmax of ``logits / temperature`` ``[b, r, v]``.
 
     Returns:
-        ``[b, r]`` in nats, in the dtype of the logits. :func:`torchtune.modules.loss.linear_log_probs` needs no logits.
+        ``[b, r]`` in nats, in the logits' dtype. :func:`torchtune.modules.loss.linear_log_probs` avoids the logits.
 
     Example:
         >>> torchtune.rlhf.logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
@@ -44,7 +44,7 @@ def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperatur
 def batched_logits_to_logprobs(
     logits: torch.Tensor, sequences: torch.Tensor, temperature: float = 1.0, chunk_size: int = 4
 ) -> torch.Tensor:
-    """As :func:`logits_to_logprobs`, ``chunk_size`` rows at a time.
+    """Compute :func:`logits_to_logprobs` for ``chunk_size`` rows at a time.
 
     Example:
         >>> torchtune.rlhf.batched_logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
@@ -55,7 +55,8 @@ def batched_logits_to_logprobs(
 
 
 def truncate_sequence_for_logprobs(query_response_logits: torch.Tensor, context_length: int) -> torch.Tensor:
-    """The logits ``[b, r, v]`` that predict the response, of those ``[b, context_length + r, v]`` of the sequence.
+    """Select the logits ``[b, r, v]`` that predict the response from those of the sequence ``[b, context_length + r,
+    v]``.
 
     Example:
         >>> torchtune.rlhf.truncate_sequence_for_logprobs(torch.zeros(1, 5, 8), context_length=3).shape
@@ -70,22 +71,22 @@ def get_batch_log_probs(
     label_pad_token_id: int = CROSS_ENTROPY_IGNORE_IDX,
     return_average_logprobs: bool = False,
 ) -> torch.Tensor:
-    """Log-probs of every row's labels, summed or averaged over its labelled positions.
+    """Compute the log-probs of every row's labels, summed or averaged over labelled positions.
 
-    It shifts the labels itself: give those of :func:`torchtune.data.padded_collate_dpo`. Labels of this library's
-    datasets are shifted already; for them there is :func:`torchtune.rlhf.document_log_probs`.
+    Labels are shifted here: pass the labels of :func:`torchtune.data.padded_collate_dpo`. For labels that are already
+    shifted, as in this library's datasets, use :func:`torchtune.rlhf.document_log_probs`.
 
     Args:
         logits: ``[b, s, v]``.
         labels: int64 ``[b, s]``, not shifted: ``labels[i]`` is the token at position ``i``.
-        label_pad_token_id: label of positions that do not count.
-        return_average_logprobs: mean in the place of the sum.
+        label_pad_token_id: ignore index.
+        return_average_logprobs: return the mean instead of the sum.
 
     Returns:
         ``[b]`` in nats.
 
     Raises:
-        ValueError: logits and labels differ in shape.
+        ValueError: logits and labels have incompatible shapes.
 
     Example:
         >>> logits, labels = torch.zeros(1, 3, 4), torch.tensor([[-100, 1, 2]])

@@ -1,4 +1,4 @@
-"""Keeping activations in host memory between the forward and the backward pass."""
+"""Activation offloading: saved tensors stay in host memory between the forward and the backward pass."""
 
 import contextlib
 from collections import deque
@@ -14,33 +14,33 @@ _Packed = torch.Tensor | int
 
 
 class _SimulatedStreams:
-    """What the namespace of a device has, for a simulated one: everything is done at once."""
+    """Stand-in for ``torch.cuda`` and its streams in a simulation: every operation completes at once."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: self
 
     def __enter__(self) -> None:
-        """Of a stream: nothing."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
-        """Of a stream: nothing."""
+        """Do nothing."""
 
 
 class OffloadActivations(saved_tensors_hooks):
-    """Inside the block, what autograd keeps for the backward pass moves to host memory, and back when needed.
+    """Move tensors saved for the backward pass to host memory, and back when the backward pass needs them.
 
-    Parameters, views of them, tensors already on the host and small ones stay where they are. With streams the
-    copies run beside the computation: a tensor is held on the device until its copy is done (at most
-    ``max_fwd_stash_size`` of them), and in the backward pass the tensor before the one asked for is fetched ahead.
+    Parameters, their views, tensors on the host and small tensors are not moved. With streams, copies overlap with
+    computation: at most ``max_fwd_stash_size`` tensors wait on the device for their copies, and the backward pass
+    prefetches the next tensor.
 
     Args:
-        use_pin_memory: copy into page-locked memory, which is faster and cannot be swapped out.
-        use_streams: copy on a stream of its own.
-        max_fwd_stash_size: tensors that may wait on the device for the end of their copy.
-        min_offload_size: bytes below which a tensor stays.
+        use_pin_memory: copy to pinned (page-locked) memory, which is faster and cannot be swapped out.
+        use_streams: copy on a separate stream.
+        max_fwd_stash_size: maximum number of tensors on the device that wait for their copies.
+        min_offload_size: minimum size in bytes of an offloaded tensor.
 
     Raises:
-        UserError: there is no accelerator that copies to and from.
+        UserError: there is no accelerator with separate memory.
         ValueError: ``max_fwd_stash_size`` is below 1.
 
     Example:
@@ -70,19 +70,19 @@ class OffloadActivations(saved_tensors_hooks):
         self.max_fwd_stash_size = max_fwd_stash_size
         self.copy_stream = self.namespace.Stream() if use_streams else None
         self._next_key = 0
-        self._hosted: dict[int, torch.Tensor] = {}
-        self._fetched: dict[int, torch.Tensor] = {}
-        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._host_tensors: dict[int, torch.Tensor] = {}
+        self._device_tensors: dict[int, torch.Tensor] = {}
+        self._pending_copies: deque[tuple[torch.Tensor, Any]] = deque()
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
-        # A graph that was thrown away without a backward pass leaves nothing behind.
-        self._hosted.clear()
-        self._fetched.clear()
-        self._leaving.clear()
+        # Drop tensors of a graph that never ran its backward pass.
+        self._host_tensors.clear()
+        self._device_tensors.clear()
+        self._pending_copies.clear()
         super().__enter__()
 
-    def _stays(self, tensor: torch.Tensor) -> bool:
+    def _should_keep(self, tensor: torch.Tensor) -> bool:
         base = tensor._base if tensor._base is not None else tensor
         return (
             tensor.device.type != self.device.type
@@ -92,7 +92,7 @@ class OffloadActivations(saved_tensors_hooks):
         )
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        if self._stays(tensor):
+        if self._should_keep(tensor):
             return tensor
         key = self._next_key
         self._next_key += 1
@@ -102,43 +102,43 @@ class OffloadActivations(saved_tensors_hooks):
             host.copy_(tensor)
         else:
             compute = self.namespace.current_stream()
-            while len(self._leaving) >= self.max_fwd_stash_size:
-                compute.wait_event(self._leaving.popleft()[1])
+            while len(self._pending_copies) >= self.max_fwd_stash_size:
+                compute.wait_event(self._pending_copies.popleft()[1])
             self.copy_stream.wait_stream(compute)
             with self.namespace.stream(self.copy_stream):
                 host.copy_(tensor, non_blocking=True)
-                self._leaving.append((tensor, self.copy_stream.record_event()))
-        self._hosted[key] = host
+                self._pending_copies.append((tensor, self.copy_stream.record_event()))
+        self._host_tensors[key] = host
         return key
 
-    def _fetch(self, key: int) -> None:
-        if key in self._hosted and key not in self._fetched:
+    def _prefetch(self, key: int) -> None:
+        if key in self._host_tensors and key not in self._device_tensors:
             with self.namespace.stream(self.copy_stream):
-                self._fetched[key] = self._hosted[key].to(self.device, non_blocking=True, copy=True)
+                self._device_tensors[key] = self._host_tensors[key].to(self.device, non_blocking=True, copy=True)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         if self.copy_stream is None:
-            return self._hosted[packed].to(self.device, copy=True)
-        self._drain()
-        self._fetch(packed)
+            return self._host_tensors[packed].to(self.device, copy=True)
+        self._release_copied()
+        self._prefetch(packed)
         compute = self.namespace.current_stream()
         compute.wait_stream(self.copy_stream)
-        tensor = self._fetched.pop(packed)
-        if tensor.device.type != "cpu":  # not a simulated one
+        tensor = self._device_tensors.pop(packed)
+        if tensor.device.type != "cpu":  # not simulated
             tensor.record_stream(compute)
-        self._fetch(packed - 1)
+        self._prefetch(packed - 1)
         return tensor
 
-    def _drain(self) -> None:
-        """The backward pass has begun: what waited for its copy may go."""
-        while self._leaving:
-            self.namespace.current_stream().wait_event(self._leaving.popleft()[1])
+    def _release_copied(self) -> None:
+        """Release the tensors that waited for their copies: the backward pass has begun."""
+        while self._pending_copies:
+            self.namespace.current_stream().wait_event(self._pending_copies.popleft()[1])
 
 
 class NoOpManager(saved_tensors_hooks):
-    """Inside the block, saved tensors stay where they are, whatever an outer block says.
+    """Keep saved tensors on the device inside the block, even within :class:`OffloadActivations`.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -153,7 +153,7 @@ class NoOpManager(saved_tensors_hooks):
 
 
 def _keep_on_device(module: torch.nn.Module) -> None:
-    """Leave what ``module`` saves on the device: it is needed first in the backward pass."""
+    """Disable offloading in ``module``: the backward pass needs its saved tensors first."""
     blocks: list[NoOpManager] = []
 
     def enter(*_: Any) -> None:
@@ -170,14 +170,14 @@ def _keep_on_device(module: torch.nn.Module) -> None:
 def get_act_offloading_ctx_manager(
     model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
 ) -> "OffloadActivations | contextlib.nullcontext":
-    """The block that a recipe runs its forward pass in.
+    """Return the context manager for a recipe's forward pass.
 
-    The output projection's activations stay on the device. The block may be entered many times.
+    Activations of the output projection stay on the device. The context manager can be entered repeatedly.
 
     Args:
-        model: gets hooks on its ``output`` module if activations are offloaded; a ``ModuleDict`` holds several.
-        enable_activation_offloading: False gives a block that does nothing.
-        use_streams: copy on a stream of its own.
+        model: model to train. With offloading, its ``output`` module gets hooks; a ``ModuleDict`` holds several models.
+        enable_activation_offloading: if False, return a context manager that does nothing.
+        use_streams: copy on a separate stream.
 
     Raises:
         UserError: there is no accelerator to offload from.

@@ -1,4 +1,4 @@
-"""Processes and threads."""
+"""Process groups and CPU threads."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ from torchtune.utils import DeviceSupport, get_logger
 
 
 def is_distributed() -> bool:
-    """Whether this process was started by torchrun with more than its own rank known, and torch can communicate.
+    """Return whether torchrun started this process and ``torch.distributed`` is available.
 
     Example:
         >>> torchtune.training.is_distributed()
@@ -21,10 +21,10 @@ def is_distributed() -> bool:
 
 
 def is_restart() -> bool:
-    """Whether torchrun started a process of this run again, after one had died: the run then goes on by itself.
+    """Return whether torchrun restarted a worker of this run after a failure, so that the run resumes by itself.
 
-    All processes call it, and are told the same: torchrun counts restarts machine by machine. Machines that join or
-    leave (``--nnodes 1:4``) are no restart: give ``resume_from_checkpoint=True`` with them.
+    A collective: torchrun counts restarts per machine, and all ranks return the same value. A change in the number of
+    machines (``--nnodes 1:4``) is not a restart: set ``resume_from_checkpoint=True`` for it.
 
     Example:
         >>> torchtune.training.is_restart()
@@ -35,13 +35,13 @@ def is_restart() -> bool:
 
 
 def join_process_group(backend: str, **options: Any) -> None:
-    """``init_process_group`` with what torchrun told this process.
+    """Call ``init_process_group`` with the environment set by torchrun.
 
-    torchrun hands the store of one life of its workers on to the next. Where a rank finds the address that another had
-    in its last life, the two cannot connect; so each life has keys of its own.
+    torchrun keeps its store across restarts. A rank that reads another rank's address from before a restart cannot
+    connect, so keys get a new prefix after each restart.
 
-    gloo connects two ranks when they first talk, not all with all: an all-reduce needs two neighbours, whatever the
-    number of ranks. ``TORCH_GLOO_LAZY_INIT=0`` in the environment brings torch's default back.
+    gloo connects two ranks at their first message instead of all pairs at once: an all-reduce needs only two
+    neighbors. ``TORCH_GLOO_LAZY_INIT=0`` in the environment restores torch's default.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     life, told = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ
@@ -53,7 +53,7 @@ def join_process_group(backend: str, **options: Any) -> None:
 
 
 def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) -> str:
-    """Backend for ``init_process_group``, for example ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` with CPU offload.
+    """Return the backend of ``init_process_group``, e.g. ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` for CPU offload.
 
     Example:
         >>> torchtune.training.get_distributed_backend("cpu")
@@ -66,7 +66,7 @@ def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) 
 
 
 def set_torch_num_threads() -> None:
-    """Share the cores of the machine among its local ranks."""
+    """Divide the machine's CPU cores among its local ranks."""
     cores = os.cpu_count() or 1
     threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)
@@ -74,7 +74,7 @@ def set_torch_num_threads() -> None:
 
 
 def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
-    """Check that every parameter and buffer holds data. Raises ``RuntimeError`` that names the first that does not.
+    """Raise ``RuntimeError`` with the name of the first parameter or buffer that is on the meta device, if any.
 
     Example:
         >>> torchtune.training.validate_no_params_on_meta_device(model)

@@ -9,12 +9,12 @@ import torch
 def scale_grads_(
     parameters: torch.Tensor | Iterable[torch.Tensor], scaler: torch.Tensor, foreach: bool | None = None
 ) -> None:
-    """Multiply the gradients of ``parameters`` by ``scaler`` in place, each in its own type.
+    """Multiply the gradients of ``parameters`` by ``scaler`` in place, each in its own dtype.
 
     Args:
-        parameters: one tensor or several; those without a gradient are passed over.
+        parameters: one tensor or several; tensors without a gradient are skipped.
         scaler: a scalar tensor.
-        foreach: ``False`` goes tensor by tensor; otherwise one fused call per device and type.
+        foreach: False scales tensor by tensor; otherwise one fused call per device and dtype.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""Small changes to a whole model."""
+"""In-place changes to a whole model."""
 
 import torch
 
@@ -6,9 +6,9 @@ from torchtune.utils import get_logger, log_once
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of ``model`` to 0 in place, and say so: preference losses compare two forward passes.
+    """Set every dropout of ``model`` to 0 in place and log it: preference losses compare two forward passes.
 
-    Covers ``torch.nn.Dropout`` and modules that keep a probability in ``attn_dropout``.
+    Covers ``torch.nn.Dropout`` and modules with a probability in ``attn_dropout``.
 
     Example:
         >>> layer = torch.nn.Dropout(0.5)

@@ -1,4 +1,4 @@
-"""The state of all random generators, as one thing to save."""
+"""The state of all random number generators as one state dict."""
 
 import random
 from typing import Any
@@ -10,10 +10,10 @@ _ACCELERATORS = ("cuda", "xpu", "npu", "mps")
 
 
 class RNGState:
-    """State of python's, numpy's, torch's and the current accelerator's global generators.
+    """State of the global generators of Python, NumPy, torch and the current accelerator.
 
-    It holds nothing itself: ``state_dict`` reads the generators, ``load_state_dict`` sets them. Everything in the
-    dict is a tensor, a number or ``None``, so that any checkpoint format takes it.
+    The object itself is stateless: ``state_dict`` reads the generators, ``load_state_dict`` sets them. Values are
+    tensors, numbers or ``None``, which every checkpoint format supports.
 
     Example:
         >>> state = torchtune.training.RNGState().state_dict()
@@ -24,7 +24,7 @@ class RNGState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Read the generators."""
+        """Return the state of the generators."""
         version, internal, gauss = random.getstate()
         algorithm, keys, position, has_gauss, cached = np.random.get_state()
         if algorithm != "MT19937":
@@ -37,12 +37,12 @@ class RNGState:
             "torch": torch.get_rng_state(),
         }
         for kind in _ACCELERATORS:
-            if _in_use(kind):
+            if _is_available(kind):
                 state[kind] = getattr(torch, kind).get_rng_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the generators. The state of an accelerator that is not in use here is left aside."""
+        """Set the generators; states of accelerators that this machine lacks are ignored."""
         version, *internal = state_dict["python"].tolist()
         random.setstate((version, tuple(internal), state_dict["python_gauss"]))
         *keys, position, has_gauss = state_dict["numpy"].tolist()
@@ -51,18 +51,18 @@ class RNGState:
         )
         torch.set_rng_state(state_dict["torch"].cpu())
         for kind in _ACCELERATORS:
-            if kind in state_dict and _in_use(kind):
+            if kind in state_dict and _is_available(kind):
                 getattr(torch, kind).set_rng_state(state_dict[kind].cpu())
 
     def derive(self, rank: int) -> None:
-        """Go on with other numbers, which depend on the present state and ``rank`` alone."""
+        """Reseed the generators from their current state and ``rank``."""
         seed = f"{random.getrandbits(64)}/{rank}"
         random.seed(seed)
         np.random.seed(random.getrandbits(32))
         torch.manual_seed(random.getrandbits(62))
 
 
-def _in_use(kind: str) -> bool:
+def _is_available(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
     namespace = getattr(torch, kind, None)

@@ -1,4 +1,4 @@
-"""Tokenizer against embedding."""
+"""Fit a model's embedding to a tokenizer."""
 
 import math
 from typing import Any
@@ -10,21 +10,21 @@ from torchtune.utils import UserError, get_logger
 
 
 def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
-    """Check that every token of ``tokenizer`` has a row in the embedding of ``model``, and enlarge it if asked.
+    """Check that the model's embedding has a row for every token of ``tokenizer``, and enlarge it on request.
 
     Args:
-        model: a materialised decoder with ``tok_embeddings``.
+        model: a materialized decoder with ``tok_embeddings``.
         tokenizer: has ``vocab_size``, one more than its largest id.
-        resize: enlarge embedding and output in place where they are too small; they are never made smaller. Of a
-            frozen embedding, beside adapters, the new rows are trained.
+        resize: enlarge embedding and output in place if they are too small; they never shrink. If the embedding is
+            frozen (training with adapters), only the new rows are trained.
 
     Raises:
-        ConversionError: new rows of a frozen embedding cannot be trained here.
-        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False, or gives images that the
-            model cannot read.
+        ConversionError: new rows of a frozen embedding cannot be trained in this model.
+        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False, or it produces images that
+            the model cannot read.
 
     Example:
-        >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token had no row
+        >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token has no row
     """
     if getattr(tokenizer, "takes_images", False):
         _check_images(model, tokenizer)
@@ -57,7 +57,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
-    """Check that the model reads images, of the tokenizer's tiles. Raises :class:`UserError`."""
+    """Raise :class:`UserError` unless the model reads images of the tokenizer's tile size."""
     if text_decoder(model) is model:
         raise UserError(
             f"tokenizer: a {type(tokenizer).__name__} gives images, but the model reads text only: take a text "

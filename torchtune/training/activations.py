@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: recompute what is cheap, keep what is dear."""
+"""Selective activation checkpointing: recompute element-wise operations, keep attention and some matrix products."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtune.modules.peft._functional import base_products_are_kept
+from torchtune.modules.peft import keep_base_products
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
 from torchtune.training.memory import CheckpointedForward, checkpoint_module, set_activation_checkpointing
 from torchtune.utils import UserError, onednn_linear_op, reduce_scatter_op
 
 
 class ActivationCheckpointingError(UserError, ValueError):
-    """A mode or option that does not exist."""
+    """The mode or option does not exist."""
 
 
 def _attention_ops() -> set[Any]:
@@ -35,7 +35,7 @@ def _matmul_ops() -> set[Any]:
 
 
 class _EveryOtherMatmul:
-    """Keep the results of attention and of every other matrix product; one instance counts one pass."""
+    """Policy that saves attention and every other matrix product; one instance per checkpointed forward."""
 
     def __init__(self) -> None:
         self.saved, self.products = _attention_ops(), _matmul_ops()
@@ -55,15 +55,15 @@ def _every_other_matmul() -> Any:
 
 
 class _WithBaseProducts:
-    """A forward whose adapters leave the products of their bases as they are, for the backward pass."""
+    """Forward in which adapters do not modify the base's products in place, so that checkpointing can save them."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler decides what it adds in place
+        if torch.compiler.is_compiling():  # the compiler handles in-place updates itself
             return self.forward(*args, **kwargs)
-        with base_products_are_kept():
+        with keep_base_products():
             return self.forward(*args, **kwargs)
 
 
@@ -72,8 +72,9 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
 
     Args:
         module: usually a layer.
-        ac_mode: ``"full"`` recomputes everything; ``"selective"`` what ``ac_style`` says.
-        ac_style: ``"op"`` keeps attention and every other matrix product; a number has been applied by the caller.
+        ac_mode: ``"full"`` recomputes everything, ``"selective"`` follows ``ac_style``.
+        ac_style: ``"op"`` saves attention and every other matrix product; an integer means that the caller already
+            selects every n-th layer.
 
     Raises:
         ActivationCheckpointingError: the mode or option is unknown.
@@ -93,16 +94,16 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
 def checkpoint_activations(
     model: torch.nn.Module, every_layer: bool, ac_mode: str | None = None, ac_option: int | str | None = None
 ) -> None:
-    """Set activation checkpointing as the settings of a recipe say.
+    """Apply activation checkpointing according to a recipe's settings.
 
     Args:
-        model: a decoder, or a model with parts; its layers are changed in place.
-        every_layer: recompute every transformer layer, those of encoders too.
-        ac_mode: see :func:`apply_selective_activation_checkpointing`; not together with ``every_layer``.
-        ac_option: see there.
+        model: a decoder or a composite model; its layers are changed in place.
+        every_layer: recompute every transformer layer, including those of encoders.
+        ac_mode: see :func:`apply_selective_activation_checkpointing`; excludes ``every_layer``.
+        ac_option: see :func:`apply_selective_activation_checkpointing`.
 
     Raises:
-        ActivationCheckpointingError: both ways are asked for, or the mode or option is unknown.
+        ActivationCheckpointingError: both ways are enabled, or the mode or option is unknown.
 
     Example:
         >>> torchtune.training.checkpoint_activations(model, True)
@@ -122,9 +123,9 @@ def apply_selective_activation_checkpointing(
 
     Args:
         model: a decoder.
-        ac_mode: ``"full"``: every layer; ``"selective"``: by ``ac_option``; ``None`` or ``"none"``: nothing.
-        ac_option: ``"op"``: in every layer keep attention and every other matrix product; ``n`` (a number, or one
-            as text): recompute every n-th layer whole.
+        ac_mode: ``"full"`` recomputes every layer; ``"selective"`` follows ``ac_option``; None or ``"none"``: off.
+        ac_option: ``"op"`` saves attention and every other matrix product in every layer; a number ``n`` (or its
+            string) recomputes every n-th layer as a whole.
 
     Raises:
         ActivationCheckpointingError: the mode or option is unknown.

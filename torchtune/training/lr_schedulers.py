@@ -1,28 +1,25 @@
-"""Schedules of the learning rate.
+"""Learning rate schedules.
 
-The warmup of ``W`` steps takes step ``i < W`` with ``(i + 1) / (W + 1)`` of the full rate: the first step trains, and
-step ``W`` is the first with the full rate. A warmup that is as long as the run would end before the full rate is
-reached: it is shortened to a tenth of the run, with a warning.
+During a warmup of ``W`` steps, step ``i < W`` uses ``(i + 1) / (W + 1)`` of the full rate: the first step trains, and
+step ``W`` is the first at the full rate. A warmup at least as long as the run is shortened to a tenth of the run, with
+a warning.
 """
 
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtune.utils import get_logger, log_rank_zero
 
-if TYPE_CHECKING:
-    from torchtune.training.compat._optimizer_in_backward import OptimizerInBackwardWrapper
-
 
 class WarmupSchedule(LambdaLR):
-    """A schedule whose rate is a function of the step alone, so that a resumed one continues exactly.
+    """Schedule that depends only on the step, so that a resumed run continues exactly.
 
-    ``load_state_dict`` also writes the rates into the optimizer, whether or not its own state was loaded before.
+    ``load_state_dict`` also sets the rates of the optimizer, whether or not its state was loaded before.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -37,8 +34,8 @@ class WarmupSchedule(LambdaLR):
         self._last_lr = rates
 
 
-def _shortened(num_warmup_steps: int, num_training_steps: int) -> int:
-    """A warmup that leaves steps for the full rate."""
+def _limit_warmup(num_warmup_steps: int, num_training_steps: int) -> int:
+    """Return a warmup that is shorter than the run."""
     if num_warmup_steps < max(1, num_training_steps):
         return num_warmup_steps
     shorter = num_training_steps // 10
@@ -52,17 +49,17 @@ def _shortened(num_warmup_steps: int, num_training_steps: int) -> int:
     return shorter
 
 
-def _with_warmup(
+def _make_schedule(
     optimizer: torch.optim.Optimizer,
     num_warmup_steps: int,
     num_training_steps: int | None,
     decay: Callable[[float], float],
     last_epoch: int,
 ) -> WarmupSchedule:
-    """Linear warmup, then ``decay`` of the progress, which runs from 0 to 1."""
+    """Build a linear warmup followed by ``decay(progress)``, with progress from 0 to 1."""
     warmup, total = num_warmup_steps, num_training_steps
     if total is not None:
-        warmup = _shortened(warmup, total)
+        warmup = _limit_warmup(warmup, total)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -82,11 +79,11 @@ def get_cosine_schedule_with_warmup(
     """Warm up linearly, then follow a cosine: ``max(0, 0.5 * (1 + cos(pi * 2 * num_cycles * progress)))``.
 
     Args:
-        optimizer: whose rates are scheduled.
-        num_warmup_steps: steps below the full rate, at its start.
-        num_training_steps: steps of the whole run.
-        num_cycles: waves after the warmup; 0.5 goes from the full rate to 0.
-        last_epoch: index of the last step of a run that is continued, -1 for a new one.
+        optimizer: optimizer to schedule.
+        num_warmup_steps: number of warmup steps.
+        num_training_steps: number of steps of the run.
+        num_cycles: cosine waves after the warmup; 0.5 decays from the full rate to 0.
+        last_epoch: index of the last step when a run continues; -1 for a new run.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -100,19 +97,19 @@ def get_cosine_schedule_with_warmup(
     def decay(progress: float) -> float:
         return 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * progress))
 
-    return _with_warmup(optimizer, num_warmup_steps, num_training_steps, decay, last_epoch)
+    return _make_schedule(optimizer, num_warmup_steps, num_training_steps, decay, last_epoch)
 
 
 def get_linear_schedule_with_warmup(
     optimizer: torch.optim.Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """Warm up linearly, then fall linearly to 0 at the last step.
+    """Warm up linearly, then decay linearly to 0 at the last step.
 
     Args:
-        optimizer: whose rates are scheduled.
-        num_warmup_steps: steps below the full rate, at its start.
-        num_training_steps: steps of the whole run.
-        last_epoch: index of the last step of a run that is continued, -1 for a new one.
+        optimizer: optimizer to schedule.
+        num_warmup_steps: number of warmup steps.
+        num_training_steps: number of steps of the run.
+        last_epoch: index of the last step when a run continues; -1 for a new run.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -122,7 +119,7 @@ def get_linear_schedule_with_warmup(
         >>> optimizer.step(); schedule.step(); schedule.get_last_lr()
         [0.666...]
     """
-    return _with_warmup(optimizer, num_warmup_steps, num_training_steps, lambda progress: 1.0 - progress, last_epoch)
+    return _make_schedule(optimizer, num_warmup_steps, num_training_steps, lambda progress: 1.0 - progress, last_epoch)
 
 
 def get_constant_schedule_with_warmup(
@@ -131,10 +128,10 @@ def get_constant_schedule_with_warmup(
     """Warm up linearly, then keep the full rate.
 
     Args:
-        optimizer: whose rates are scheduled.
-        num_warmup_steps: steps below the full rate, at its start.
-        num_training_steps: not needed; taken so that recipes may hand it over to any schedule.
-        last_epoch: index of the last step of a run that is continued, -1 for a new one.
+        optimizer: optimizer to schedule.
+        num_warmup_steps: number of warmup steps.
+        num_training_steps: number of steps of the run, only used to shorten the warmup.
+        last_epoch: index of the last step when a run continues; -1 for a new run.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -142,20 +139,19 @@ def get_constant_schedule_with_warmup(
         >>> optimizer.step(); schedule.step(); schedule.get_last_lr()
         [0.666...]
     """
-    return _with_warmup(optimizer, num_warmup_steps, num_training_steps, lambda _: 1.0, last_epoch)
+    return _make_schedule(optimizer, num_warmup_steps, num_training_steps, lambda _: 1.0, last_epoch)
 
 
-def get_lr(optimizer: "torch.optim.Optimizer | OptimizerInBackwardWrapper") -> float:
-    """The learning rate of an optimizer: that of its first group.
+def get_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of an optimizer's first parameter group.
 
-    Where groups have their own rates (say, matrices and norms), a schedule scales them alike, so the first one
-    shows the course of all.
+    Groups may have different rates (say, matrices and norms), but a schedule scales all of them alike.
 
     Example:
         >>> torchtune.training.get_lr(torch.optim.SGD(model.parameters(), lr=0.5))
         0.5
     """
     groups = getattr(optimizer, "param_groups", None)
-    if groups is None:  # a wrapper over one optimizer per parameter
+    if groups is None:  # a wrapper of one optimizer per parameter
         groups = next(iter(optimizer.optim_map.values())).param_groups
     return float(groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""Memory: statistics of the device, and recomputing activations instead of keeping them."""
+"""Memory statistics of the device, and activation checkpointing."""
 
 import gc
 import logging
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchtune.training.compat._optimizer_in_backward import (
-    OptimizerInBackwardWrapper as OptimizerInBackwardWrapper,
-)
-from torchtune.training.compat._optimizer_in_backward import (
-    create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper,
-)
-from torchtune.training.compat._optimizer_in_backward import (
-    register_optim_in_bwd_hooks as register_optim_in_bwd_hooks,
-)
+from torchtune._lazy import attach
 from torchtune.utils import get_logger, log_once
+
+# Their former address.
+__getattr__, _, _ = attach(
+    __name__,
+    dict.fromkeys(
+        ("OptimizerInBackwardWrapper", "create_optim_in_bwd_wrapper", "register_optim_in_bwd_hooks"), "torchtune.compat"
+    ),
+)
 
 ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
 
@@ -32,9 +32,9 @@ _GIB = 1024**3
 
 
 class CheckpointedForward:
-    """Calls a module's forward so that only its inputs are kept; the rest is computed again in the backward pass.
+    """Forward that saves only its inputs and recomputes activations in the backward pass.
 
-    It takes the place of ``module.forward``: the module keeps its class and every parameter its name.
+    It replaces ``module.forward``, so the module keeps its class and parameter names.
     """
 
     def __init__(self, forward: Callable[..., Any], **kwargs: Any) -> None:
@@ -42,18 +42,18 @@ class CheckpointedForward:
         self.kwargs = {"use_reentrant": False, **kwargs}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, checkpointed where a backward pass can follow."""
+        """Run the forward, checkpointed if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         return checkpoint(self.forward, *args, **self.kwargs, **kwargs)
 
 
 def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
-    """Recompute the activations of ``module`` in its backward pass; in place, once.
+    """Recompute the activations of ``module`` in its backward pass; in place, at most once.
 
     Args:
-        module: whose forward is replaced.
-        kwargs: for ``torch.utils.checkpoint.checkpoint``, for example ``context_fn``.
+        module: module to checkpoint.
+        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``, for example ``context_fn``.
     """
     if not isinstance(module.forward, CheckpointedForward):
         module.forward = CheckpointedForward(module.forward, **kwargs)
@@ -61,17 +61,17 @@ def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module
 
 
 def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
-    """Recompute the activations of the chosen modules in the backward pass, in place.
+    """Recompute the activations of the selected modules in the backward pass, in place.
 
-    Parameter names do not change. Of modules inside each other only the outermost is chosen.
+    Parameter names do not change. Of nested modules, only the outermost is selected.
 
     Args:
         model: changed in place.
-        auto_wrap_policy: set of module classes, or ``policy(module, recurse, numel) -> bool`` as FSDP's are.
-        kwargs: for ``torch.utils.checkpoint.checkpoint``.
+        auto_wrap_policy: set of module classes, or ``policy(module, recurse, numel) -> bool`` as in FSDP.
+        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
 
     Raises:
-        ValueError: no module was chosen.
+        ValueError: no module is selected.
 
     Example:
         >>> torchtune.training.set_activation_checkpointing(model, auto_wrap_policy={type(model.layers[0])})
@@ -97,7 +97,7 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
 
 
 def cleanup_before_training() -> None:
-    """Collect garbage, give cached device memory back and start the peak statistics anew."""
+    """Collect garbage, empty the device's cache and reset the peak memory statistics."""
     gc.collect()
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -106,7 +106,7 @@ def cleanup_before_training() -> None:
 
 
 def reset_memory_stats(device: torch.device) -> None:
-    """Let the peaks of ``get_memory_stats`` start from now."""
+    """Reset the peaks of ``get_memory_stats``."""
     if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
         getattr(torch, device.type).reset_peak_memory_stats(device)
     elif device.type == "cpu" and sys.platform == "linux":
@@ -131,14 +131,15 @@ def _peak_resident_bytes() -> int:
 
 
 def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, float]:
-    """Peaks since the last reset, in GiB.
+    """Return peak memory since the last reset, in GiB.
 
-    On an accelerator: ``peak_memory_active`` (tensors in use), ``peak_memory_alloc`` (the allocator's blocks) and
-    ``peak_memory_reserved`` (taken from the driver; MPS lacks it). On CPU: ``peak_memory_resident`` (the process).
+    On an accelerator: ``peak_memory_active`` (tensors in use), ``peak_memory_alloc`` (allocated blocks) and
+    ``peak_memory_reserved`` (reserved from the driver; not on MPS). On CPU: ``peak_memory_resident`` (of the process).
+    MPS has no peaks: its values are the current ones.
 
     Args:
-        device: whose memory.
-        reset_stats: start the peaks anew after reading.
+        device: device to measure.
+        reset_stats: reset the peaks after reading.
 
     Example:
         >>> torchtune.training.get_memory_stats(torch.device("cpu"))
@@ -166,10 +167,10 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
 
 
 def log_memory_stats(stats: dict[str, float], message: str = DEFAULT_LOG_MESSAGE) -> None:
-    """Log what ``get_memory_stats`` returned, one figure a line.
+    """Log the statistics of ``get_memory_stats``, one per line.
 
     Args:
-        stats: figures in GiB.
+        stats: values in GiB.
         message: the first line.
     """
     lines = [f"\t{name.replace('_', ' ')}: {value:.2f} GiB" for name, value in stats.items()]

@@ -1,4 +1,4 @@
-"""Where metrics go: a file, the terminal, or a tracking service."""
+"""Metric loggers: a file, the terminal, or a tracking service."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
 
 
-def _number(data: Scalar) -> int | float:
+def _to_number(data: Scalar) -> int | float:
     return data.item() if hasattr(data, "item") else data
 
 
@@ -35,7 +35,7 @@ def save_config(config: "DictConfig") -> Path:
 
 
 def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> dict[str, Any]:
-    """Turn nested dicts into one whose keys are the paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
+    """Flatten nested dicts; keys become paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
 
     Example:
         >>> torchtune.training.metric_logging.flatten_dict({"a": {"b": 1}})
@@ -51,21 +51,21 @@ def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> 
     return flat
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
-    """The settings as plain containers, as they are saved (resolved, secrets redacted)."""
+def _to_plain(config: Any) -> dict[str, Any]:
+    """Return the settings as plain containers, as saved (resolved, secrets redacted)."""
     import yaml
 
     return yaml.safe_load(save_config(config).read_text(encoding="utf-8"))
 
 
 class MetricLoggerInterface(Protocol):
-    """What a metric logger has."""
+    """Interface of a metric logger."""
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar.
 
         Args:
-            name: its tag.
+            name: name of the metric.
             data: its value.
             step: number of the optimizer step.
         """
@@ -77,13 +77,13 @@ class MetricLoggerInterface(Protocol):
         """Log several scalars of one step."""
 
     def close(self) -> None:
-        """Write what is pending and let go of files and connections."""
+        """Write pending metrics, and close files and connections."""
 
 
 class DiskLogger(MetricLoggerInterface):
-    """Appends one line per call to a text file; a run that resumes goes on in the same file.
+    """Metric logger that appends one line per call to a text file; a resumed run appends to the same file.
 
-    A file that is removed meanwhile is made again, with what it held. JSON has no NaN: it is written as ``null``.
+    A file that is deleted during the run is restored with its content. NaN is written as ``null``, as JSON lacks it.
 
     ``txt`` lines read ``Step 3 | loss:1.5 lr:2e-05``, ``jsonl`` lines ``{"step": 3, "loss": 1.5, "lr": 2e-05}``.
 
@@ -91,10 +91,10 @@ class DiskLogger(MetricLoggerInterface):
         log_dir: folder of the file.
         output_fmt: ``"txt"`` or ``"jsonl"``.
         filename: name of the file; ``log.txt`` or ``log.jsonl`` by default.
-        kwargs: left aside.
+        kwargs: ignored.
 
     Raises:
-        ValueError: ``output_fmt`` is another one.
+        ValueError: ``output_fmt`` is unknown.
 
     Example:
         >>> logger = torchtune.training.metric_logging.DiskLogger(str(folder))
@@ -109,12 +109,12 @@ class DiskLogger(MetricLoggerInterface):
         self.output_fmt = output_fmt
         self._file_name = self.log_dir / (filename or f"log.{output_fmt}")
         self._file: AppendedFile | None = AppendedFile(self._file_name)
-        if self._file.ends_inside_a_line():
+        if self._file.has_partial_line():
             self._file.write(b"\n")
         get_logger().info(f"Metrics are written to {self._file_name}.")
 
     def path_to_log_file(self) -> Path:
-        """Path of the file."""
+        """Return the path of the file."""
         return self._file_name
 
     def log(self, name: str, data: Scalar, step: int) -> None:
@@ -122,12 +122,12 @@ class DiskLogger(MetricLoggerInterface):
         self.log_dict({name: data}, step)
 
     def log_config(self, config: "DictConfig") -> None:
-        """Write the config beside the checkpoints."""
+        """Write the config to ``output_dir``."""
         save_config(config)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Write the scalars of one step as one line."""
-        numbers = {name: _number(data) for name, data in payload.items()}
+        numbers = {name: _to_number(data) for name, data in payload.items()}
         if self.output_fmt == "jsonl":
             line = json.dumps(valid_json({"step": step, **numbers}), allow_nan=False)
         else:
@@ -144,7 +144,7 @@ class DiskLogger(MetricLoggerInterface):
 
 
 class StdoutLogger(MetricLoggerInterface):
-    """Prints metrics to standard output.
+    """Metric logger that prints to standard output.
 
     Example:
         >>> logger = torchtune.training.metric_logging.StdoutLogger()
@@ -157,12 +157,12 @@ class StdoutLogger(MetricLoggerInterface):
         self.log_dict({name: data}, step)
 
     def log_config(self, config: "DictConfig") -> None:
-        """Write the config beside the checkpoints."""
+        """Write the config to ``output_dir``."""
         save_config(config)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Print the scalars of one step in one line."""
-        print(f"Step {step} | " + " ".join(f"{name}:{_number(data)}" for name, data in payload.items()), flush=True)
+        print(f"Step {step} | " + " ".join(f"{name}:{_to_number(data)}" for name, data in payload.items()), flush=True)
 
     def close(self) -> None:
         """Flush standard output."""
@@ -170,16 +170,16 @@ class StdoutLogger(MetricLoggerInterface):
 
 
 class WandBLogger(MetricLoggerInterface):
-    """Logs to Weights & Biases, on rank 0 (``pip install 'torchtune[wandb]'``).
+    """Metric logger for Weights & Biases, on rank 0 (``pip install 'torchtune[wandb]'``).
 
-    With ``log_dir`` the id of the run is kept there, and a run that resumes continues the same curves.
+    With ``log_dir``, the id of the run is stored there, and a resumed run continues the same curves.
 
     Args:
         project: name of the project.
-        entity: user or team; the default of the account otherwise.
-        group: name that groups runs.
-        log_dir: folder for W&B's files.
-        kwargs: for ``wandb.init``, for example ``mode="offline"``, ``name`` or ``id``.
+        entity: user or team; by default that of the account.
+        group: group of runs.
+        log_dir: folder of W&B's files.
+        kwargs: arguments of ``wandb.init``, for example ``mode="offline"``, ``name`` or ``id``.
 
     Raises:
         UserError: wandb is not installed.
@@ -190,7 +190,7 @@ class WandBLogger(MetricLoggerInterface):
 
     @staticmethod
     def check_installed() -> ModuleType:
-        """The package, imported. Raises ``UserError`` if it is not installed."""
+        """Return the imported package. Raises ``UserError`` if it is not installed."""
         return require("wandb", extra="wandb", purpose="WandBLogger")
 
     def __init__(
@@ -220,9 +220,9 @@ class WandBLogger(MetricLoggerInterface):
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
 
     def log_config(self, config: "DictConfig") -> None:
-        """Log the config, and keep it beside the checkpoints."""
+        """Log the config, and write it to ``output_dir``."""
         if self._run is not None:
-            self._run.config.update(_as_dict(config), allow_val_change=True)
+            self._run.config.update(_to_plain(config), allow_val_change=True)
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar."""
@@ -231,7 +231,7 @@ class WandBLogger(MetricLoggerInterface):
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the scalars of one step."""
         if self._run is not None:
-            self._run.log({**{name: _number(data) for name, data in payload.items()}, "global_step": step})
+            self._run.log({**{name: _to_number(data) for name, data in payload.items()}, "global_step": step})
 
     def close(self) -> None:
         """Finish the run."""
@@ -241,14 +241,14 @@ class WandBLogger(MetricLoggerInterface):
 
 
 class TensorBoardLogger(MetricLoggerInterface):
-    """Writes TensorBoard event files, on rank 0 (``pip install 'torchtune[tensorboard]'``).
+    """Metric logger that writes TensorBoard event files, on rank 0 (``pip install 'torchtune[tensorboard]'``).
 
-    A run that resumes writes a further event file into the same folder, which TensorBoard shows as one curve.
+    A resumed run adds an event file to the same folder, which TensorBoard shows as one curve.
 
     Args:
         log_dir: folder of the event files.
-        organize_logs: put them into the subfolder ``run``, apart from what else lies in ``log_dir``.
-        kwargs: for ``torch.utils.tensorboard.SummaryWriter``.
+        organize_logs: write to the subfolder ``run``, apart from other files in ``log_dir``.
+        kwargs: arguments of ``torch.utils.tensorboard.SummaryWriter``.
 
     Raises:
         UserError: tensorboard is not installed.
@@ -259,7 +259,7 @@ class TensorBoardLogger(MetricLoggerInterface):
 
     @staticmethod
     def check_installed() -> ModuleType:
-        """The package, imported. Raises ``UserError`` if it is not installed."""
+        """Return the imported package. Raises ``UserError`` if it is not installed."""
         return require("tensorboard", extra="tensorboard", purpose="TensorBoardLogger")
 
     def __init__(self, log_dir: str, organize_logs: bool = True, **kwargs: Any) -> None:
@@ -274,10 +274,10 @@ class TensorBoardLogger(MetricLoggerInterface):
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Write one scalar."""
         if self._writer is not None:
-            self._writer.add_scalar(name, _number(data), global_step=step, new_style=True)
+            self._writer.add_scalar(name, _to_number(data), global_step=step, new_style=True)
 
     def log_config(self, config: "DictConfig") -> None:
-        """Write the config as text, and beside the checkpoints."""
+        """Write the config as text, and to ``output_dir``."""
         path = save_config(config)
         if self._writer is not None:
             text = path.read_text(encoding="utf-8")
@@ -296,19 +296,19 @@ class TensorBoardLogger(MetricLoggerInterface):
 
 
 class CometLogger(MetricLoggerInterface):
-    """Logs to Comet, on rank 0 (``pip install 'torchtune[comet]'``).
+    """Metric logger for Comet, on rank 0 (``pip install 'torchtune[comet]'``).
 
     Args:
-        api_key: key of the account; Comet's own configuration otherwise.
-        workspace: workspace; the default one of the account otherwise.
+        api_key: key of the account; by default from Comet's own configuration.
+        workspace: workspace; by default that of the account.
         project: name of the project.
-        experiment_key: key of an experiment to go on with.
+        experiment_key: key of an experiment to continue.
         mode: ``"get_or_create"``, ``"get"`` or ``"create"``.
         online: False writes an offline archive.
         experiment_name: name of the experiment.
         tags: tags of the experiment.
         log_code: log the code of the run.
-        kwargs: for ``comet_ml.ExperimentConfig``.
+        kwargs: arguments of ``comet_ml.ExperimentConfig``.
 
     Raises:
         UserError: comet_ml is not installed.
@@ -319,7 +319,7 @@ class CometLogger(MetricLoggerInterface):
 
     @staticmethod
     def check_installed() -> ModuleType:
-        """The package, imported. Raises ``UserError`` if it is not installed."""
+        """Return the imported package. Raises ``UserError`` if it is not installed."""
         return require("comet_ml", extra="comet", purpose="CometLogger")
 
     def __init__(
@@ -353,17 +353,17 @@ class CometLogger(MetricLoggerInterface):
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar."""
         if self._experiment is not None:
-            self._experiment.log_metric(name, _number(data), step=step)
+            self._experiment.log_metric(name, _to_number(data), step=step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the scalars of one step."""
         if self._experiment is not None:
-            self._experiment.log_metrics({name: _number(data) for name, data in payload.items()}, step=step)
+            self._experiment.log_metrics({name: _to_number(data) for name, data in payload.items()}, step=step)
 
     def log_config(self, config: "DictConfig") -> None:
-        """Log the config, and keep it beside the checkpoints."""
+        """Log the config, and write it to ``output_dir``."""
         if self._experiment is not None:
-            self._experiment.log_parameters(flatten_dict(_as_dict(config)))
+            self._experiment.log_parameters(flatten_dict(_to_plain(config)))
             self._experiment.log_asset(str(Path(config.output_dir) / "torchtune_config.yaml"))
 
     def close(self) -> None:
@@ -374,12 +374,12 @@ class CometLogger(MetricLoggerInterface):
 
 
 class MLFlowLogger(MetricLoggerInterface):
-    """Logs to MLflow, on rank 0 (``pip install 'torchtune[mlflow]'``).
+    """Metric logger for MLflow, on rank 0 (``pip install 'torchtune[mlflow]'``).
 
     Args:
-        experiment_name: experiment; MLflow's default one otherwise.
-        tracking_uri: server or folder; ``MLFLOW_TRACKING_URI`` otherwise.
-        run_id: run to go on with.
+        experiment_name: experiment; by default MLflow's default one.
+        tracking_uri: server or folder; by default ``MLFLOW_TRACKING_URI``.
+        run_id: run to continue.
         run_name: name of a new run.
 
     Raises:
@@ -391,7 +391,7 @@ class MLFlowLogger(MetricLoggerInterface):
 
     @staticmethod
     def check_installed() -> ModuleType:
-        """The package, imported. Raises ``UserError`` if it is not installed."""
+        """Return the imported package. Raises ``UserError`` if it is not installed."""
         return require("mlflow", extra="mlflow", purpose="MLFlowLogger")
 
     def __init__(
@@ -411,22 +411,22 @@ class MLFlowLogger(MetricLoggerInterface):
             self._run = self._mlflow.start_run(run_id=run_id, run_name=run_name)
 
     def log_config(self, config: "DictConfig") -> None:
-        """Log the config as parameters and as a file, and keep it beside the checkpoints."""
+        """Log the config as parameters and as a file, and write it to ``output_dir``."""
         if self._run is not None:
-            flat = {key: str(value) for key, value in flatten_dict(_as_dict(config)).items()}
-            with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # parameters of a run never change
+            flat = {key: str(value) for key, value in flatten_dict(_to_plain(config)).items()}
+            with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # parameters of a run are immutable
                 self._mlflow.log_params(flat)
             self._mlflow.log_artifact(str(Path(config.output_dir) / "torchtune_config.yaml"))
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar."""
         if self._run is not None:
-            self._mlflow.log_metric(name, _number(data), step=step)
+            self._mlflow.log_metric(name, _to_number(data), step=step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the scalars of one step."""
         if self._run is not None:
-            self._mlflow.log_metrics({name: _number(data) for name, data in payload.items()}, step=step)
+            self._mlflow.log_metrics({name: _to_number(data) for name, data in payload.items()}, step=step)
 
     def close(self) -> None:
         """End the run."""
@@ -436,25 +436,25 @@ class MLFlowLogger(MetricLoggerInterface):
 
 
 class SilentLogger(MetricLoggerInterface):
-    """Logs nothing: what processes besides the first one get.
+    """Metric logger that logs nothing, for all ranks but the first.
 
     Example:
         >>> torchtune.training.metric_logging.SilentLogger().log("loss", 1.5, step=1)
     """
 
     def log(self, name: str, data: Scalar, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def log_config(self, config: "DictConfig") -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def main_process_logger(make: Callable[[], MetricLoggerInterface], dims: "ParallelDims") -> MetricLoggerInterface:
-    """The logger that ``make`` returns, in the process that speaks for all; the others get a silent one."""
+    """Return ``make()`` on the main rank, and a :class:`SilentLogger` on all others."""
     return make() if dims.is_main else SilentLogger()

@@ -1,16 +1,16 @@
-"""Positions for pooling."""
+"""Positions of the tokens to pool."""
 
 import torch
 
 
 def get_unmasked_sequence_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """Index of the last position of each row that is not masked; 0 for a row that is masked throughout.
+    """Return the index of the last unmasked position of each row; 0 for a row that is fully masked.
 
     Args:
         mask: bool [b, s], True at padding.
 
     Returns:
-        int64 [b], ready to gather the last hidden state of each row.
+        int64 [b], indices of the last hidden state of each row.
 
     Example:
         >>> torchtune.training.get_unmasked_sequence_lengths(torch.tensor([[False, False, True]]))

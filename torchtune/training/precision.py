@@ -1,4 +1,4 @@
-"""Data types of weights and activations."""
+"""Dtypes of weights and activations."""
 
 import logging
 from collections.abc import Generator, Iterable
@@ -19,11 +19,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in PRECISION_STR_TO_DTYPE.items()}
 
 
 class PrecisionError(UserError, ValueError):
-    """A type that does not exist, or that the device does not compute in."""
+    """The dtype does not exist, or the device does not support it."""
 
 
 def verify_bf16_support(device: torch.device | None = None) -> bool:
-    """Whether ``device`` (``None``: the best one of this machine) computes in bfloat16."""
+    """Return whether ``device`` (default: the best one of this machine) supports bfloat16."""
     device = get_device() if device is None else device
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
@@ -35,14 +35,14 @@ def verify_bf16_support(device: torch.device | None = None) -> bool:
 
 
 def get_dtype(dtype: str | None = None, device: torch.device | None = None) -> torch.dtype:
-    """Turn ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"`` into a torch type; ``None`` is float32.
+    """Convert ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"`` to a torch dtype; None is float32.
 
     Args:
-        dtype: the name.
-        device: where it will be used; ``None`` checks nothing but the name for a CPU-only machine.
+        dtype: name of the dtype.
+        device: device that must support it; by default the best one of this machine.
 
     Raises:
-        PrecisionError: the name is unknown (a ``ValueError`` too), or the device does not compute in bfloat16.
+        PrecisionError: the name is unknown, or the device does not support bfloat16.
 
     Example:
         >>> torchtune.training.get_dtype("bf16")
@@ -57,13 +57,13 @@ def get_dtype(dtype: str | None = None, device: torch.device | None = None) -> t
     return PRECISION_STR_TO_DTYPE[dtype]
 
 
-def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``device`` has instructions for products in ``dtype``; without them, products are emulated.
+def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether ``device`` has instructions for matrix products in ``dtype``; otherwise they are emulated.
 
-    Emulated bfloat16 is 4 to 15 times slower than float32 on a CPU with AVX2 alone.
+    On a CPU with only AVX2, emulated bfloat16 is 4 to 15 times slower than float32.
 
     Example:
-        >>> torchtune.training.precision.computes_fast(torch.float32, torch.device("cpu"))
+        >>> torchtune.training.precision.has_fast_matmul(torch.float32, torch.device("cpu"))
         True
     """
     if is_simulated() or dtype not in (torch.bfloat16, torch.float16):
@@ -72,7 +72,7 @@ def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
         return onednn_computes(dtype)
     if dtype == torch.float16:
         return True
-    if device.type == "cuda":  # one that is not here is asked about by --dry-run, and taken for a current one
+    if device.type == "cuda":  # --dry-run may name a GPU that this machine lacks: assume a current one
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return verify_bf16_support(device)
 
@@ -80,20 +80,20 @@ def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
 def best_dtype(device: torch.device, stored: torch.dtype | None = None) -> str:
     """Return the name of ``stored`` (default: bfloat16), or of float32 if the device only emulates it."""
     best = torch.bfloat16 if stored is None else stored
-    return DTYPE_NAMES[best if computes_fast(best, device) else torch.float32]
+    return DTYPE_NAMES[best if has_fast_matmul(best, device) else torch.float32]
 
 
 def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | None = None) -> tuple[str, torch.dtype]:
     """Return name and dtype of a model's weights and activations.
 
     Args:
-        dtype: what the settings ask for. A warning says so if the device only emulates it. ``None`` means the best
-            dtype of the device: ``stored``, or float32 where the device emulates that.
-        device: where the model runs.
+        dtype: name from the settings; a warning is logged if the device only emulates it. None means the best dtype of
+            the device: ``stored``, or float32 if the device emulates that.
+        device: device of the model.
         stored: dtype of the checkpoint's weights; bfloat16 by default.
 
     Raises:
-        PrecisionError: the name is unknown, or the device does not compute in bfloat16.
+        PrecisionError: the name is unknown, or the device does not support bfloat16.
 
     Example:
         >>> torchtune.training.choose_dtype("fp32", torch.device("cpu"))
@@ -102,20 +102,20 @@ def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | 
     if dtype is None:
         dtype = best_dtype(device, stored)
     chosen = get_dtype(dtype, device)
-    if not computes_fast(chosen, device):
+    if not has_fast_matmul(chosen, device):
         log_rank_zero(get_logger(), emulation_warning(dtype, device), level=logging.WARNING)
     return dtype, chosen
 
 
 def emulation_warning(dtype: str, device: torch.device) -> str:
-    """Return the sentence about a dtype that the device only emulates."""
+    """Return the warning about a dtype that the device only emulates."""
     name = "CPU" if device.type == "cpu" else f"{device.type} device"
     return f"dtype: this {name} only emulates {dtype}, several times slower than fp32: set dtype=fp32."
 
 
 @contextmanager
 def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Make ``dtype`` torch's default type inside the block; the old one comes back even after an error.
+    """Make ``dtype`` torch's default dtype inside the block; the previous one is restored even after an error.
 
     Example:
         >>> with torchtune.training.set_default_dtype(torch.bfloat16):
@@ -139,11 +139,11 @@ def validate_expected_param_dtype(
 
     Args:
         named_params: pairs of name and parameter.
-        dtype: the expected type.
-        exclude_param_names: names that are not checked.
+        dtype: the expected dtype.
+        exclude_param_names: names of parameters that are not checked.
 
     Raises:
-        ValueError: a parameter has another type; the message names it.
+        ValueError: a parameter has another dtype; the message names it.
 
     Example:
         >>> torchtune.training.validate_expected_param_dtype(model.named_parameters(), torch.float32)

@@ -1,4 +1,4 @@
-"""Seeds of everything random."""
+"""Seeding of all random number generators."""
 
 import os
 import random
@@ -11,16 +11,16 @@ from torchtune.utils import UserError, get_world_size_and_rank
 
 
 class SeedError(UserError, ValueError):
-    """A seed that the generators do not take."""
+    """The generators do not accept the seed."""
 
 
 def _draw_shared_seed(world_size: int, limit: int) -> int:
-    drawn = int(torch.randint(0, limit + 1, (1,), generator=_entropy()))
+    drawn = int(torch.randint(0, limit + 1, (1,), generator=_entropy_generator()))
     return broadcast_object(drawn) if world_size > 1 else drawn
 
 
-def _entropy() -> torch.Generator:
-    """A generator seeded by the operating system, so that a draw does not depend on the global one."""
+def _entropy_generator() -> torch.Generator:
+    """Return a generator seeded by the operating system, so that a draw does not depend on the global generator."""
     generator = torch.Generator()
     generator.seed()
     return generator
@@ -30,15 +30,15 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
     """Seed torch, numpy and ``random`` with ``seed`` + rank.
 
     Args:
-        seed: the same on every rank; ``None`` draws one on rank 0 and hands it to the others.
+        seed: equal on every rank; None draws a seed on rank 0 and broadcasts it.
         debug_mode: for ``torch.set_deterministic_debug_mode``; above 0 (``"default"``) also makes cuDNN
             deterministic and sets ``CUBLAS_WORKSPACE_CONFIG=:4096:8``.
 
     Returns:
-        The seed without the rank, to be recorded.
+        The seed without the rank, to log it.
 
     Raises:
-        SeedError: the seed (plus rank) does not fit 32 bits; a ``ValueError`` too.
+        SeedError: the seed (plus rank) does not fit in 32 bits.
 
     Example:
         >>> torchtune.training.set_seed(7)

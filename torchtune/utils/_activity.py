@@ -1,23 +1,24 @@
-"""What a process is doing, for the watchdog and error messages."""
+"""Progress of the process, for the watchdog and error messages."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Phases of the loop, which reports its own signs of life; in other phases, any progress of the code is one.
+# Phases in which the loop itself reports heartbeats; in other phases, any progress of the code counts as one.
 LOOP_PHASES = ("training", "validation", "loading data", "loading ahead")
 
 
 class Activity:
-    """Written by the run, read by other threads, without a lock.
+    """Progress of a run, written by its main thread and read by other threads without a lock.
 
     Attributes:
-        step: completed optimizer steps; None before the loop.
+        step: completed optimizer steps; ``None`` before the loop.
         phase: name of the current phase.
-        moves: count of steps of the program, equal on all ranks at the same point.
-        signs: count of other signs of life, which differ between ranks.
-        moved: time of the last of both (``time.monotonic``).
-        shape: of the last tokens that the model was given.
+        moves: number of progress marks, equal on all ranks at the same point of the program.
+        signs: number of other heartbeats, which differ between ranks.
+        moved: time of the last mark or heartbeat (``time.monotonic``).
+        row: name of the row of data that is prepared; empty between rows.
+        shape: shape of the last tokens passed to the model.
 
     Example:
         >>> activity = torchtune.utils.Activity(step=3)
@@ -32,18 +33,21 @@ class Activity:
         self.moves = 0
         self.signs = 0
         self.moved = time.monotonic()
+        self.row = ""
         self.shape: tuple[int, ...] | None = None
 
     def move(self, phase: str | None = None) -> None:
-        """Count a step of the program, perhaps with the beginning of a phase."""
+        """Count a progress mark, and enter ``phase`` if there is one."""
         if phase is not None:
             self.phase = phase
         self.moves += 1
+        self.row = ""
         self.moved = time.monotonic()
 
-    def sign(self) -> None:
-        """Count another sign of life."""
+    def sign(self, row: str = "") -> None:
+        """Count a heartbeat, and note the row that begins, if there is one."""
         self.signs += 1
+        self.row = row
         self.moved = time.monotonic()
 
     def __str__(self) -> str:
@@ -51,7 +55,7 @@ class Activity:
 
 
 def place(step: int | None, phase: str) -> str:
-    """Where in the run ``phase`` is, when ``step`` steps are done: "in step 8", "saving after step 7", "set-up" …"""
+    """Describe a point of the run, after ``step`` completed steps: "in step 8", "saving after step 7", "set-up" …"""
     if step is None:
         return phase
     if phase == "training":
@@ -61,33 +65,33 @@ def place(step: int | None, phase: str) -> str:
     return f"{phase} for step {step + 1}" if phase == "loading data" else f"{phase} after step {step}"
 
 
-_watched: Activity | None = None
+_watched_activity: Activity | None = None
 
 
 def watched_activity() -> Activity | None:
-    """The activity of the run that is watched in this process, if one is."""
-    return _watched
+    """Return the activity set by :func:`watch_activity` in this process, or ``None``."""
+    return _watched_activity
 
 
 @contextmanager
 def watch_activity(activity: Activity) -> Iterator[None]:
-    """Inside the block, :func:`doing` and :func:`sign_of_life` write to ``activity``."""
-    global _watched
-    before, _watched = _watched, activity
+    """Context manager in which :func:`doing` and :func:`sign_of_life` write to ``activity``."""
+    global _watched_activity
+    before, _watched_activity = _watched_activity, activity
     try:
         yield
     finally:
-        _watched = before
+        _watched_activity = before
 
 
 @contextmanager
 def doing(phase: str) -> Iterator[None]:
-    """Name what goes on inside the block, for the message of a watchdog; all ranks enter it.
+    """Context manager that names the current phase for the watchdog's message; all ranks must enter it.
 
     Args:
-        phase: for example ``"loading the checkpoint"``.
+        phase: name of the phase, for example ``"loading the checkpoint"``.
     """
-    activity = _watched
+    activity = _watched_activity
     if activity is None:
         yield
         return
@@ -99,7 +103,11 @@ def doing(phase: str) -> Iterator[None]:
         activity.move(before)
 
 
-def sign_of_life() -> None:
-    """Tell a watchdog, if there is one, that this process gets on: for loops that take long."""
-    if _watched is not None:
-        _watched.sign()
+def sign_of_life(row: str = "") -> None:
+    """Send a heartbeat to the watchdog, if there is one, from inside a long loop.
+
+    Args:
+        row: name of the row of data that begins; until the next heartbeat, only the row's end is progress.
+    """
+    if _watched_activity is not None:
+        _watched_activity.sign(row)

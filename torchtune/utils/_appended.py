@@ -1,4 +1,4 @@
-"""Files that grow while a run lives, and outlive that somebody removes them."""
+"""Files that are appended to during a run, and restored if they are deleted."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ from torchtune.utils._logging import get_logger
 
 
 class AppendedFile:
-    """Appends to a file. Where it was removed, it is made again, with all that it held, and that is said.
+    """File opened for appending. If it is deleted meanwhile, it is created again with its contents and a warning.
 
-    A file that is removed while it is open goes on to take what is written, and vanishes with the process: a run would
-    end well and leave nothing.
+    Without this, writes would go to the deleted file, which vanishes with the process: the run would succeed without
+    a log.
 
     Args:
-        path: of the file; its folder is made.
+        path: path of the file; missing folders are created.
 
     Example:
         >>> file = torchtune.utils.AppendedFile(folder / "log.txt")
@@ -30,21 +30,21 @@ class AppendedFile:
         return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, data: bytes) -> int:
-        """Append, in one write to the end of the file; returns how many bytes the system took.
+        """Append ``data`` with one system call and return the number of bytes written.
 
         Raises:
-            OSError: it took none.
+            OSError: nothing was written.
         """
         self.restore()
         return os.write(self.descriptor, data)
 
-    def ends_inside_a_line(self) -> bool:
-        """Whether a process that was killed has left half a line."""
+    def has_partial_line(self) -> bool:
+        """Return whether the last line is incomplete, as after a kill."""
         size = os.fstat(self.descriptor).st_size
         return size > 0 and os.pread(self.descriptor, 1, size - 1) != b"\n"
 
     def restore(self) -> None:
-        """Make the file again if it is no longer there."""
+        """Create the file again if it was deleted."""
         was = os.fstat(self.descriptor)
         try:
             now = os.stat(self.path)
@@ -58,14 +58,14 @@ class AppendedFile:
             copied = 0
             while now is None and (part := os.pread(self.descriptor, 2**20, copied)):
                 copied += os.write(new, part)
-            os.dup2(new, self.descriptor)  # whoever was given the number goes on with it
+            os.dup2(new, self.descriptor)  # keep the descriptor's number: others may hold it
         finally:
             os.close(new)
         if now is None:
             get_logger().warning(f"{self.path} was removed under the running run: it is made again, with what it held.")
 
     def close(self) -> None:
-        """Close the file, which is there then."""
+        """Close the file, after restoring it if it was deleted."""
         try:
             self.restore()
         finally:

@@ -1,18 +1,18 @@
-"""Devices, by name."""
+"""Device selection by name."""
 
 import os
 from collections.abc import MutableMapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from torchtune.utils._errors import UserError
+from torchtune.utils._user_error import UserError
 
 if TYPE_CHECKING:
     import torch
 
 
 class DeviceSupport(Enum):
-    """Device types, with a display name and the backend that their processes talk through.
+    """Device types, with a display name and the backend for collectives.
 
     Example:
         >>> torchtune.utils.DeviceSupport.from_type("cpu").name
@@ -33,7 +33,7 @@ class DeviceSupport(Enum):
 
     @staticmethod
     def from_type(device_type: str) -> "DeviceSupport":
-        """The member of ``device_type`` (``"cuda"`` …). Raises ``ValueError`` for an unknown one."""
+        """Return the member of ``device_type`` (``"cuda"`` …). Raises ``ValueError`` for an unknown one."""
         for member in DeviceSupport:
             if member.device_type == device_type:
                 return member
@@ -52,7 +52,7 @@ def _available(device_type: str) -> bool:
 
 
 def get_device_support() -> DeviceSupport:
-    """The best device type of this machine: CUDA, NPU, XPU, HPU, MPS, then CPU."""
+    """Return the best available device type: CUDA, NPU, XPU, HPU, MPS, then CPU."""
     for member in (
         DeviceSupport.CUDA,
         DeviceSupport.NPU,
@@ -66,17 +66,17 @@ def get_device_support() -> DeviceSupport:
 
 
 def get_torch_device_namespace() -> Any:
-    """The torch module of the best device type, for example ``torch.cuda``."""
+    """Return torch's module of the best device type, for example ``torch.cuda``."""
     import torch
 
     return getattr(torch, get_device_support().device_type)
 
 
 def parse_device(device: str | None) -> "torch.device":
-    """The device that a name means; ``None`` means the best one.
+    """Convert a name to a device; ``None`` is the best one.
 
     Raises:
-        UserError: it is not the name of a device.
+        UserError: the name is not a device's.
     """
     import torch
 
@@ -89,10 +89,10 @@ def parse_device(device: str | None) -> "torch.device":
 
 
 def find_device(device: str | None = None) -> "torch.device":
-    """The device that a name means, if this machine has it; nothing is started on it.
+    """Convert a name to a device of this machine, without initializing the device.
 
     Raises:
-        UserError: it is not the name of a device, or not one of this machine.
+        UserError: the name is not a device's, or this machine does not have it.
     """
     import torch
 
@@ -113,12 +113,12 @@ def find_device(device: str | None = None) -> "torch.device":
 
 
 def get_device(device: str | None = None) -> "torch.device":
-    """Turn a name into a device, which becomes the current one; ``None`` picks the best one.
+    """Convert a name to a device and make it the current one; ``None`` is the best one.
 
-    In a distributed run a device type without an index becomes this process's local rank.
+    In a distributed run, a device type without an index gets the local rank as its index.
 
     Raises:
-        UserError: the device does not exist on this machine.
+        UserError: this machine does not have the device.
 
     Example:
         >>> torchtune.utils.get_device("cpu")
@@ -133,7 +133,7 @@ def get_device(device: str | None = None) -> "torch.device":
 
 
 def get_world_size_and_rank() -> tuple[int, int]:
-    """World size and rank of the process group, (1, 0) without one.
+    """Return the world size and rank of the default process group, (1, 0) without one.
 
     Example:
         >>> torchtune.utils.get_world_size_and_rank()
@@ -147,13 +147,13 @@ def get_world_size_and_rank() -> tuple[int, int]:
 
 
 def batch_to_device(batch: MutableMapping[str, Any], device: "torch.device") -> None:
-    """Move all values of ``batch`` that have ``.to(device)``, in place and in nested dicts.
+    """Move all values of ``batch`` with a method ``to`` to ``device``, in place and in nested dicts.
 
-    Other values (numbers, strings, lists) are left unchanged.
+    Other values (numbers, strings, lists) stay unchanged.
 
     Args:
         batch: a dict or a :class:`torchtune.data.Batch`.
-        device: to move to.
+        device: target device.
 
     Example:
         >>> batch = {"tokens": torch.tensor([1, 2])}

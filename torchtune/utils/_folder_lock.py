@@ -1,39 +1,38 @@
-"""A folder that one run at a time writes to, whichever machines see it."""
+"""A folder that one process at a time writes to."""
 
 import atexit
-import contextlib
+import errno
 import json
 import os
 import platform
-import threading
+import sys
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from torchtune.utils._errors import UserError
-from torchtune.utils._files import explain_os_error
-from torchtune.utils._logging import get_logger
+from filelock import FileLock, Timeout
 
-LOCK_NAME = ".run.lock"
-# Variables with the id of a job, and how often it was started again: a later life follows on the death of the earlier.
-_LIVES = (("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+from torchtune.utils._activity import sign_of_life
+from torchtune.utils._atomic_files import WriteError, explain_os_error
+from torchtune.utils._logging import get_logger, log_once
+from torchtune.utils._user_error import UserError
+
+# Seconds that a refusal waits: another rank may be checking the lock, or a killed owner's last child be ending.
+_PATIENCE = 3.0
+_held: dict[Path, "FolderLock"] = {}  # of this process: a lock that was left open gives way to the next
 
 
 class FolderLock:
-    """A file in a folder that says which process has it.
+    """A lock on a folder, in a file that names its owner.
 
-    A process that was killed leaves its lock behind. Whether its owner lives is known on the same machine by its id
-    and the time of its start, and by a launcher that started the same job again. Elsewhere it shows in the time of the
-    file's last change, which the owner renews; that of a new file in the same folder is the time now, so that the
-    clocks of the machines do not matter.
+    The operating system releases the lock when the process ends. Whether it works across machines depends on their
+    file system; if a file system does not support locks, a warning is logged.
 
     Args:
-        folder: which.
-        beat: seconds after which the owner renews the file.
-        patience: seconds without a renewal after which an owner on another machine counts as dead.
+        folder: folder to lock; created if it is missing.
+        name: name of the lock file. Locks with other names in the same folder are independent.
+        key: setting that the folder is from, for messages.
 
     Example:
         >>> lock = torchtune.utils.FolderLock(folder)
@@ -43,292 +42,121 @@ class FolderLock:
         >>> lock.release()
     """
 
-    def __init__(self, folder: Path, *, beat: float = 10.0, patience: float = 60.0) -> None:
-        self.folder, self.path = folder, folder / LOCK_NAME
-        self._beat, self._patience = beat, patience
-        self._mine: dict[str, Any] | None = None
-        self._lost: str | None = None
-        self._made_folder = False
-        self._stop = threading.Event()
-        self._changing = threading.RLock()
+    def __init__(self, folder: Path, *, name: str = ".run.lock", key: str = "output_dir") -> None:
+        self.folder, self.path, self._key = folder, folder / name, key
+        self._lock: FileLock | None = None
+        self._pid, self._describe_process, self._created_folder = 0, "", False
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it."""
-        return self._mine is not None
+        """Whether this process has it; a fork of the owner has not."""
+        return self._pid == os.getpid()
 
-    def acquire(self) -> None:
-        """Take the lock, over from an owner that is dead if need be, and keep it until :meth:`release`.
+    def acquire(self, waiting: str | None = None) -> None:
+        """Take the lock and keep it until :meth:`release`, or until the process ends.
+
+        Args:
+            waiting: wait while another process has it, and log this text after ten seconds. By default, raise.
 
         Raises:
-            UserError: another process has it, or the folder cannot be written to.
+            UserError: another process has it, the file is a link or a folder, or it cannot be written.
         """
-        if self._mine is not None:
+        if self.is_held:
             return
-        self._lost = None
+        if waiting is None and self.path in _held:
+            _held[self.path].release()
+        start = time.monotonic()
+
+        def wait() -> bool:
+            sign_of_life()
+            if time.monotonic() - start > 10:
+                log_once(get_logger(), waiting)
+            return False
+
+        self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False, on_acquired=self._sign)
+        self._created_folder = not self.folder.exists()
         try:
-            self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._mine = self._take()
+            self._lock.acquire(_PATIENCE if waiting is None else -1, poll_interval=0.1, cancel_check=wait)
+        except Timeout:
+            raise UserError(
+                f"{self._key}: {self.folder} is in use by another run ({self._describe()}): wait until it has ended "
+                f"or stop it, or choose another {self._key}."
+            ) from None
         except OSError as error:
-            raise explain_os_error(error, self.path) from error
-        self._clear()
-        self._stop = threading.Event()
-        threading.Thread(target=self._keep, args=(self._stop,), name="run lock", daemon=True).start()
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                fact = f"The lock {self.path} cannot be opened ({error.strerror})"
+                raise WriteError(fact, "remove it, or choose another folder") from error
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise explain_os_error(error, self.path) from error
+            text = f"{self._key}: the file system of {self.folder} has no locks ({error.strerror}): keep others out."
+            get_logger().warning(text)
+        self._pid, _held[self.path] = os.getpid(), self
         atexit.register(self.release)
 
-    def refuse_used(self) -> None:
-        """Without taking it: see that no living process of this machine has it.
+    def _sign(self, descriptor: int) -> None:
+        owner = {"host": platform.node(), "pid": os.getpid(), "program": Path(sys.argv[0]).name}
+        self._describe_process = json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S %Z")})
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, self._describe_process.encode())
+        except OSError:  # the disk is full
+            self.path.unlink()
+            raise
 
-        Raises:
-            UserError: one has.
-        """
-        with contextlib.suppress(OSError):
-            found = _read(self.path)
-            if found is not None and _is_here(found[0]) and not _is_dead(found[0]):
-                raise self._in_use(found[0])
+    def check_unused(self) -> None:
+        """Raise ``UserError`` if another process has the lock."""
+        if not self.is_held and self.path.exists():
+            with suppress(OSError), self.held():
+                pass
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which the lock is held; afterwards it is as it was before."""
-        if self._mine is not None:
-            self.check()
-            yield
-            return
-        self.acquire()
+    def held(self, waiting: str | None = None) -> Iterator[bool]:
+        """Hold the lock inside the block, see :meth:`acquire`; yield whether the file system supports locks."""
+        was_held = self.is_held
+        self.check()
+        self.acquire(waiting)
         try:
-            yield
+            yield self._lock.is_locked
         finally:
-            self.release()
+            if not was_held:
+                self.release()
 
     def check(self) -> None:
-        """See that the lock, if it is held, is still there; where somebody removed it, it is made again.
-
-        Raises:
-            UserError: another process has taken it.
-        """
-        with self._changing:
-            if self._mine is not None and self._lost is None:
-                self._renew()
-        if self._lost is not None:
-            raise UserError(self._lost)
+        """Take a held lock again if its file was removed. Raises ``UserError`` if another process has it by now."""
+        if not self.is_held or not self._lock.is_locked or self._read_lock() == self._describe_process:
+            return
+        gone = "" if self.folder.is_dir() else ", with everything in it,"
+        get_logger().warning(
+            f"{self._key}: {self.path if not gone else self.folder} was removed{gone} under the running run, which "
+            "goes on and makes it again: what was saved there before is gone unless you have moved it."
+        )
+        self.release()
+        self.acquire()
 
     def release(self) -> None:
-        """Give the lock back; without it, do nothing."""
-        self._stop.set()
-        with self._changing:
-            mine, self._mine = self._mine, None
-            atexit.unregister(self.release)
-            if mine is None or mine["pid"] != os.getpid():  # a fork holds nothing
-                return
-            with contextlib.suppress(OSError):
-                found = _read(self.path)
-                if found is not None and found[0].get("token") == mine["token"]:
-                    self.path.unlink()
-                if self._made_folder:
-                    self.folder.rmdir()  # if nothing was written
-
-    def _keep(self, stop: threading.Event) -> None:
-        while not stop.wait(self._beat):
-            with self._changing:
-                if stop.is_set() or self._lost is not None:
-                    return
-                with contextlib.suppress(OSError):  # a file server that does not answer may do so at the next beat
-                    self._renew()
-
-    def _renew(self) -> None:
-        found = _read(self.path)
-        if found is None:
-            gone = "" if self.folder.is_dir() else ", with everything in it,"
-            self.folder.mkdir(parents=True, exist_ok=True)
-            get_logger().warning(
-                f"output_dir: {self.path if not gone else self.folder} was removed{gone} under the running run, which "
-                "goes on and makes it again: what was saved there before is gone unless you have moved it."
-            )
-            if _create(self.path, self._mine):
-                return
-            found = _read(self.path)
-        if found is not None and found[0].get("token") != self._mine["token"]:
-            self._lost = (
-                f"output_dir: {self.folder} was taken over by another run ({_describe(found[0])}), so this one must "
-                "not write there any more: stop one of them, and give the other an output_dir of its own."
-            )
-            if not (
-                _is_here(found[0]) and found[0]["pid"] == os.getpid()
-            ):  # else it was left open, and is no other run
-                get_logger().error(self._lost)
+        """Release the lock; do nothing if it is not held."""
+        atexit.unregister(self.release)
+        if not self.is_held:
             return
-        os.utime(self.path)
+        self._pid = 0
+        _held.pop(self.path, None)
+        with suppress(OSError):
+            if self._read_lock() == self._describe_process:
+                self.path.unlink()  # before the lock is released, so that waiting processes see the removal
+            if self._created_folder:
+                self.folder.rmdir()  # if nothing was written
+        self._lock.release()
 
-    def _take(self) -> dict[str, Any]:
-        mine = _owner()
-        while not _create(self.path, mine):
-            found = _read(self.path)
-            if found is None:
-                continue
-            theirs, changed = found
-            if _is_dead(theirs) or self._falls_silent(theirs, changed):
-                self._remove(theirs)
-                continue
-            raise self._in_use(theirs)
-        return mine
-
-    def _in_use(self, theirs: dict[str, Any]) -> UserError:
-        return UserError(
-            f"output_dir: {self.folder} is in use by another run ({_describe(theirs)}): wait until it has ended or "
-            "stop it, or choose another output_dir."
-        )
-
-    def _falls_silent(self, theirs: dict[str, Any], changed: float) -> bool:
-        """Whether an owner whose process cannot be seen from here no longer renews its lock."""
-        if _is_here(theirs):
-            return False
-        told = False
-        while (left := self._patience - (_now(self.folder) - changed)) > 0:
-            if not told:
-                told = True
-                get_logger().warning(
-                    f"output_dir: {self.folder} was locked by a run on another machine ({_describe(theirs)}): seeing "
-                    f"for {left:.0f} s whether it still lives."
-                )
-            time.sleep(min(left, self._beat / 4))
-            found = _read(self.path)
-            if found is None or found[0].get("token") != theirs.get("token"):
-                return True  # it has ended; whoever came first has the lock
-            if found[1] != changed:
-                return False
-        return True
-
-    def _clear(self) -> None:
-        """Remove what processes left here that were killed while they took the lock."""
-        for aside in self.folder.glob(f"{LOCK_NAME}.{'[0-9a-f]' * 8}"):
-            with contextlib.suppress(OSError):
-                found = _read(aside)
-                if found is None or found[0].get("token") == self._mine["token"]:
-                    continue
-                if _is_dead(found[0]) or _now(self.folder) - found[1] > self._patience:
-                    aside.unlink()
-
-    def _remove(self, theirs: dict[str, Any]) -> None:
-        """Remove the lock of a dead owner, not that of another who was quicker to remove it."""
-        aside = self.path.with_name(f"{LOCK_NAME}.{uuid.uuid4().hex[:8]}")
+    def _read_lock(self) -> str:
         try:
-            os.rename(self.path, aside)
+            return self.path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            return
-        found = _read(aside)
-        if found is not None and found[0].get("token") != theirs.get("token"):
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self.path)
-        aside.unlink(missing_ok=True)
+            return ""
 
-
-def _read(path: Path) -> tuple[dict[str, Any], float] | None:
-    """What a lock says, and when it was last changed; ``None`` if there is none. It is opened: NFS looks again then."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            changed, text = os.fstat(file.fileno()).st_mtime, file.read()
-    except FileNotFoundError:
-        return None
-    try:
-        owner = json.loads(text)
-    except (ValueError, RecursionError):
-        owner = {}
-    return owner if isinstance(owner, dict) else {}, changed
-
-
-def _create(path: Path, owner: dict[str, Any]) -> bool:
-    """Make the lock unless there is one; it appears with its contents, or where links are unknown, before them."""
-    aside = path.with_name(f"{LOCK_NAME}.{uuid.uuid4().hex[:8]}")
-    try:
-        aside.write_text(json.dumps(owner) + "\n", encoding="utf-8")
+    def _describe(self) -> str:
         try:
-            os.link(aside, path)
-        except FileExistsError:
-            return False
-        except OSError:
-            try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            except FileExistsError:
-                return False
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps(owner) + "\n")
-        return True
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _now(folder: Path) -> float:
-    """The time by the clock that stamps files in ``folder``."""
-    probe = folder / f"{LOCK_NAME}.{uuid.uuid4().hex[:8]}"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _owner() -> dict[str, Any]:
-    """This process."""
-    pid = os.getpid()
-    lives = {name: [os.environ[name], int(os.environ.get(count) or 0)] for name, count in _LIVES if name in os.environ}
-    return {
-        "token": uuid.uuid4().hex,
-        "host": platform.node(),
-        "machine": _machine(),
-        "pid": pid,
-        "started": _started(pid),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "lives": lives,
-    }
-
-
-def _machine() -> list[str]:
-    """What is equal where process ids mean the same: the boot, and the namespace of ids, which containers have."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return [boot, os.readlink("/proc/self/ns/pid")]
-    except OSError:
-        return [platform.node()]
-
-
-def _started(pid: int) -> str | None:
-    """When a living process was started, in a form of the machine's; ``None`` if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    if Path("/proc/self/stat").exists():
-        return None
-    try:  # a system without /proc
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "unknown"
-
-
-def _is_here(owner: dict[str, Any]) -> bool:
-    return owner.get("machine") == _machine() and isinstance(owner.get("pid"), int)
-
-
-def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether it is certain that the owner no longer runs, or is this very process."""
-    if _is_here(owner):
-        started = _started(owner["pid"])
-        return started is None or started != owner.get("started") or owner["pid"] == os.getpid()
-    lives = owner.get("lives")
-    for name, (job, count) in _owner()["lives"].items():
-        theirs = lives.get(name) if isinstance(lives, dict) else None
-        # "none" is torchrun's id of every job that was given no id.
-        if job != "none" and isinstance(theirs, list) and theirs[:1] == [job] and theirs[1:] < [count]:
-            return True
-    return False
-
-
-def _describe(owner: dict[str, Any]) -> str:
-    if "pid" not in owner:
-        return "which does not say who it is"
-    return f"process {owner['pid']} on {owner.get('host')}, since {owner.get('since')}"
+            owner = json.loads(self._read_lock())
+            return f"process {owner['pid']} on {owner['host']}, since {owner['since']}, {owner['program']}"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return "which does not say who it is"

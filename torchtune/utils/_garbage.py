@@ -1,26 +1,26 @@
-"""Python's garbage collector while a program starts."""
+"""Garbage collection during start-up."""
 
 import gc
 
-_SELDOM = 100_000
-_usual: tuple[int, int, int] | None = None
+_RAISED_THRESHOLD = 100_000
+_default_thresholds: tuple[int, int, int] | None = None
 
 
-def collect_seldom() -> None:
-    """Look for garbage seldom until :func:`collect_as_usual`.
+def reduce_garbage_collection() -> None:
+    """Run Python's garbage collector rarely until :func:`restore_garbage_collection`.
 
-    For the start of a program: imports make a million objects that stay, and to look through them each time 700 were
-    added took a fifth of the time to the first step. In the loop, cycles may hold activations, and must not wait.
+    Imports create a million long-lived objects. With the default threshold of 700, collections took a fifth of the time
+    to the first step. The training loop needs the default, because cycles may hold activations.
     """
-    global _usual
-    if _usual is None:
-        _usual = gc.get_threshold()
-        gc.set_threshold(_SELDOM, *_usual[1:])
+    global _default_thresholds
+    if _default_thresholds is None:
+        _default_thresholds = gc.get_threshold()
+        gc.set_threshold(_RAISED_THRESHOLD, *_default_thresholds[1:])
 
 
-def collect_as_usual() -> None:
-    """End :func:`collect_seldom`; without it, nothing happens."""
-    global _usual
-    if _usual is not None:
-        gc.set_threshold(*_usual)
-        _usual = None
+def restore_garbage_collection() -> None:
+    """Undo :func:`reduce_garbage_collection`, if it was called."""
+    global _default_thresholds
+    if _default_thresholds is not None:
+        gc.set_threshold(*_default_thresholds)
+        _default_thresholds = None

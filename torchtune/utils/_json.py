@@ -1,23 +1,23 @@
-"""JSON that came with somebody else's checkpoint."""
+"""Read JSON files of downloaded checkpoints."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from torchtune.utils._errors import UserError
+from torchtune.utils._user_error import UserError
 
-_MOST_BYTES = 64 * 2**20  # the index of the largest published model has 9 MB
+_MAX_BYTES = 64 * 2**20  # the index of the largest published model has 9 MB
 
 
 def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Args:
         path: the file.
-        error: raised where there is no such object.
+        error: class of the error to raise.
 
     Raises:
-        UserError: the file is missing, unreadable, larger than 64 MiB, or holds anything else; of the class ``error``.
+        UserError: the file is missing, unreadable, larger than 64 MiB, or not a JSON object; of the class ``error``.
 
     Example:
         >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
@@ -26,7 +26,7 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
     """
     try:
         size = path.stat().st_size
-        if not path.is_file() or size > _MOST_BYTES:
+        if not path.is_file() or size > _MAX_BYTES:
             what = f"has {size:,} bytes" if path.is_file() else "is no file"
             raise error(f"{path} {what}, where a few lines of JSON are expected: download it again.")
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""JSON lines that a user wrote: how they are read, and what is said of those that cannot be."""
+"""Read JSON lines written by a user, with messages for invalid ones."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torchtune.utils._errors import UserError
+from torchtune.utils._user_error import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
@@ -17,21 +17,21 @@ _SUFFIXES = (".jsonl", ".ndjson")
 
 
 def open_lines(path: Path) -> IO[bytes]:
-    """A file of lines, unpacked where its content is that of gzip."""
+    """Open a file of lines, and decompress it if its content is gzip."""
     return cast(IO[bytes], gzip.open(path)) if is_gzip(path) else path.open("rb")
 
 
 def is_gzip(path: Path) -> bool:
-    """Whether a file is packed by gzip, whatever its name is."""
+    """Return whether a file's content is gzip; its name does not matter."""
     with path.open("rb") as file:
         return file.read(2) == _GZIP
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of the lines that are not empty.
+    """Yield (line number from 1, line) for each line that is not blank.
 
     Raises:
-        UserError: a packed file is damaged.
+        UserError: a gzip file is damaged.
     """
     with open_lines(path) as file:
         try:
@@ -43,7 +43,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def has_json_lines(path: Path) -> bool:
-    """Whether a file has a JSON value per line: by its suffix, or a ``.json`` file by its first line."""
+    """Return whether a file has a JSON value per line: by its suffix, or for ``.json`` by its first line."""
     if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
         return True
     if not path.name.lower().removesuffix(".gz").endswith(".json"):
@@ -52,17 +52,17 @@ def has_json_lines(path: Path) -> bool:
     if not first.startswith(b"{"):
         return False
     try:
-        json_line(first)
+        parse_json_line(first)
     except UserError:
-        return False  # one object in several lines
+        return False  # one object on several lines
     return True
 
 
-def text_line(line: bytes) -> str:
-    """The text of a line, without its end and the mark of UTF-8 that some editors put first.
+def decode_line(line: bytes) -> str:
+    """Decode a line as UTF-8, without the line ending and a byte order mark.
 
     Raises:
-        UserError: with the reason alone, it is not UTF-8.
+        UserError: it is not UTF-8; the message is the reason only.
     """
     try:
         return line.removeprefix(_BOM).decode("utf-8").rstrip("\r\n")
@@ -72,17 +72,17 @@ def text_line(line: bytes) -> str:
         raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
 
 
-def json_line(line: bytes) -> Any:
-    """The JSON value of a line, or of a whole file.
+def parse_json_line(line: bytes) -> Any:
+    """Parse a line, or the text of a whole file, as JSON.
 
     Raises:
-        UserError: with the reason alone, it is none.
+        UserError: it is not JSON; the message is the reason only.
     """
-    text = text_line(line)
+    text = decode_line(line)
     try:
         value = json.loads(text)
         if _SURROGATE.search(line):
-            refuse_halves(value)
+            check_surrogates(value)
         return value
     except json.JSONDecodeError as error:
         if (place := text.find("\0") + 1) > 0:
@@ -92,15 +92,15 @@ def json_line(line: bytes) -> Any:
         raise UserError(f"no JSON, {error.msg} at {line}column {error.colno}") from error
     except RecursionError as error:
         raise UserError("it is nested too deeply") from error
-    except ValueError as error:  # an integer of more digits than Python reads
+    except ValueError as error:  # an integer with more digits than Python parses
         raise UserError(f"no JSON, {str(error).partition(';')[0]}") from error
 
 
-def refuse_halves(value: Any) -> None:
-    """Look at every text in plain data; what is not plain in it is passed over.
+def check_surrogates(value: Any) -> None:
+    """Check every text in plain data for lone surrogates; other objects are skipped.
 
     Raises:
-        UserError: with the reason alone, a text holds half of a pair of surrogates, which no encoding has.
+        UserError: a text has half of a surrogate pair, which cannot be encoded; the message is the reason only.
     """
     try:
         json.dumps(value, ensure_ascii=False, default=lambda other: None, skipkeys=True).encode("utf-8")

@@ -1,4 +1,4 @@
-"""What every process of a run says, kept in files; the screen is for the first one."""
+"""Log files: each process writes its own, and the terminal shows rank 0."""
 
 import faulthandler
 import logging
@@ -15,25 +15,25 @@ from torchtune.utils._appended import AppendedFile
 from torchtune.utils._logging import SCREEN_FORMAT, get_logger, get_rank
 
 LOG_DIR = "logs"
-# Said once on a machine, whatever its ranks know of it.
+# Printed once per machine, for any number of ranks.
 LOST = "another rank is lost"
-# Environment variable with the process id of `tune run`, for the workers that torchrun starts in it.
+# Environment variable with the process id of `tune run`, for the workers started by torchrun.
 AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
-# Environment variable with the number of machines that `tune run` was started for, or its range.
+# Environment variable with the number of machines of `tune run`, or its range.
 MACHINES_VARIABLE = "TORCHTUNE_NNODES"
-_SAID = "said_"
+_MARKER_PREFIX = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class LogFile(logging.Handler):
-    """Appends every record to a file, which is made with the first one; that it cannot be is said once, as a warning.
+    """Log handler that appends every record to a file; if the file cannot be written, it warns once.
 
-    A record is one write to the end of the file: nothing waits in a buffer when the process is killed, and lines of
-    several processes do not mix. A process that crashes inside of C leaves its stacks there too. A file that somebody
-    removes is made again.
+    The file is created with the first record, and again if it is deleted. Each record is one appending write:
+    nothing is lost in a buffer when the process is killed, and lines of several processes do not mix. Crashes in C
+    code write their stack traces to it, too.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,13 +41,13 @@ class LogFile(logging.Handler):
         self.path = path
         self._file: AppendedFile | None = None
         self._warned = False
-        self._torn = False
-        self._for_crashes = False
+        self._has_partial_line = False
+        self._handles_crashes = False
         self.setFormatter(logging.Formatter(_FORMAT))
 
     @property
     def descriptor(self) -> int | None:
-        """Of the file, once there is one."""
+        """File descriptor, or ``None`` before the first record."""
         return None if self._file is None else self._file.descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -63,8 +63,8 @@ class LogFile(logging.Handler):
 
     def _open(self, record: logging.LogRecord) -> None:
         self._file = AppendedFile(self.path)
-        self._for_crashes = not faulthandler.is_enabled()
-        if self._for_crashes:
+        self._handles_crashes = not faulthandler.is_enabled()
+        if self._handles_crashes:
             faulthandler.enable(self.descriptor)
         size = os.environ.get("WORLD_SIZE", "1")
         text = f"Rank {get_rank()} of {size} starts: process {os.getpid()} on {platform.node()}."
@@ -73,15 +73,15 @@ class LogFile(logging.Handler):
         self._write(self.format(first))
 
     def _write(self, line: str) -> None:
-        data = (("\n" if self._torn else "") + line + "\n").encode(errors="backslashreplace")
-        written = self._file.write(data)  # a full disk may take a part, or none
-        self._torn = written < len(data)
+        data = (("\n" if self._has_partial_line else "") + line + "\n").encode(errors="backslashreplace")
+        written = self._file.write(data)  # a full disk may take only a part
+        self._has_partial_line = written < len(data)
 
     def close(self) -> None:
-        """Let go of the file."""
-        if self._for_crashes:
+        """Close the file."""
+        if self._handles_crashes:
             faulthandler.disable()
-            self._for_crashes = False
+            self._handles_crashes = False
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -92,29 +92,29 @@ class LogFile(logging.Handler):
 
 
 _file: LogFile | None = None
-_noted: str | None = None
-# What showed them before.
-_show_warning: Any = None
-_show_exception: Any = None
+_last_noted: str | None = None
+# The functions that were installed before.
+_previous_showwarning: Any = None
+_previous_excepthook: Any = None
 
 
 def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logger:
-    """The library's logger for a run: all that this process says goes into ``<output_dir>/logs/rank_<r>.log``.
+    """Return the library's logger, with a file ``<output_dir>/logs/rank_<r>.log`` for this process.
 
-    The file takes messages of ``level``, Python's warnings, and the error that ends the process, each with its time; a
-    run that resumes goes on in the same file. On the screen rank 0 shows the same, the others errors alone. The rank
-    is torchrun's, 0 without it. Called again, the file of the earlier run is closed.
+    The file receives messages of ``level``, Python's warnings, and the error that ends the process, with timestamps;
+    a resumed run appends to it. The terminal shows the same on rank 0, and only errors on other ranks. The rank is
+    torchrun's, 0 without torchrun. A second call closes the previous file.
 
     Args:
-        output_dir: of the run. Nothing is made there before there is something to say.
+        output_dir: output folder of the run. Nothing is created there before the first record.
         level: ``"DEBUG"``, ``"INFO"`` …
     """
-    global _file, _show_warning, _show_exception
+    global _file, _previous_showwarning, _previous_excepthook
     logger = get_logger(level)
     close_run_logger()
     rank = get_rank()
     if rank != 0:
-        if not logger.handlers:  # handlers of the root show what the application wants
+        if not logger.handlers:  # the root logger's handlers show the level chosen by the application
             logger.addHandler(logging.StreamHandler())
             logger.handlers[-1].setFormatter(logging.Formatter(SCREEN_FORMAT))
         logger.propagate = False
@@ -122,40 +122,43 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
             handler.setLevel(logging.ERROR)
     _file = LogFile(Path(output_dir) / LOG_DIR / f"rank_{rank}.log")
     logger.addHandler(_file)
-    _show_warning, warnings.showwarning = warnings.showwarning, _warning_into_file
-    _show_exception, sys.excepthook = sys.excepthook, _exception_into_file
+    _previous_showwarning, warnings.showwarning = warnings.showwarning, _log_warning
+    _previous_excepthook, sys.excepthook = sys.excepthook, _log_exception
     return logger
 
 
 def close_run_logger() -> None:
-    """Close the file of :func:`get_run_logger`; without one, do nothing."""
-    global _file, _noted
+    """Close the file of :func:`get_run_logger`, if there is one."""
+    global _file, _last_noted
     if _file is None:
         return
-    _noted = None
+    _last_noted = None
     get_logger().removeHandler(_file)
     _file.close()
     _file = None
-    if warnings.showwarning is _warning_into_file:
-        warnings.showwarning = _show_warning
-    if sys.excepthook is _exception_into_file:
-        sys.excepthook = _show_exception
+    if warnings.showwarning is _log_warning:
+        warnings.showwarning = _previous_showwarning
+    if sys.excepthook is _log_exception:
+        sys.excepthook = _previous_excepthook
 
 
 def run_log_path(rank: int) -> Path | None:
-    """Where a rank of this run writes what it says; ``None`` without :func:`get_run_logger`."""
+    """Return the path of a rank's log file; ``None`` without :func:`get_run_logger`."""
     return None if _file is None else _file.path.with_name(f"rank_{rank}.log")
 
 
 def dump_stacks(title: str) -> None:
-    """Write where every thread is into the file of :func:`get_run_logger`, or on the screen without it."""
+    """Write the stack traces of all threads to the log file, or to stderr without one."""
     if _file is not None:
-        _file.handle(_error(title))
+        _file.handle(_error_record(title))
     faulthandler.dump_traceback(_stacks_file())
 
 
 def dump_stacks_after(seconds: float | None) -> None:
-    """Do so if this is not called again in time, even where no Python code can run any more; ``None`` calls it off."""
+    """Dump stack traces unless this is called again within ``seconds``; ``None`` cancels it.
+
+    It works even if no Python code can run.
+    """
     if seconds is None:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -167,25 +170,25 @@ def _stacks_file() -> Any:
 
 
 def note_in_run_log(text: str) -> None:
-    """Write an error into the file of :func:`get_run_logger` alone: the screen has it already.
+    """Write an error only to the log file, because the terminal shows it already.
 
-    Without a file, where not even the run's folder exists, or if it is what was last noted, do nothing.
+    Does nothing without a log file, if not even the run's folder exists, or if the text is the last one noted.
     """
-    global _noted
-    if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _noted:
-        _noted = text
-        _file.handle(_error(text))
+    global _last_noted
+    if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _last_noted:
+        _last_noted = text
+        _file.handle(_error_record(text))
 
 
 def first_to_say(text: str) -> bool:
-    """Whether no other process that this machine's torchrun started has asked for the same text before.
+    """Return whether this process is the first of this machine's torchrun workers to ask for ``text``.
 
-    They ask in the folder where torchrun keeps a file for the error of each. Without torchrun, there is no other.
+    The processes share torchrun's folder of error files. Without torchrun, it is always True.
     """
-    folder = _folder_of_errors()
+    folder = _error_folder()
     try:
         if folder is not None:
-            (folder / f"{_SAID}{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
+            (folder / f"{_MARKER_PREFIX}{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -194,30 +197,30 @@ def first_to_say(text: str) -> bool:
 
 
 def was_said() -> bool:
-    """Whether a process that this machine's torchrun started has said why it ends."""
-    folder = _folder_of_errors()
-    return folder is not None and any(folder.glob(f"{_SAID}*"))
+    """Return whether a torchrun worker on this machine has already printed its error."""
+    folder = _error_folder()
+    return folder is not None and any(folder.glob(f"{_MARKER_PREFIX}*"))
 
 
-def _folder_of_errors() -> Path | None:
+def _error_folder() -> Path | None:
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return None if own is None else Path(own).parents[1]
 
 
-def _error(text: str) -> logging.LogRecord:
+def _error_record(text: str) -> logging.LogRecord:
     return logging.LogRecord("torchtune", logging.ERROR, "", 0, text, None, None)
 
 
-def _warning_into_file(
+def _log_warning(
     message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
 ) -> None:
     if file is None and _file is not None:
         text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
         _file.handle(logging.LogRecord("torchtune", logging.WARNING, filename, lineno, text, None, None))
     if file is not None or get_rank() == 0:
-        _show_warning(message, category, filename, lineno, file, line)
+        _previous_showwarning(message, category, filename, lineno, file, line)
 
 
-def _exception_into_file(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _log_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     note_in_run_log("".join(traceback.format_exception(kind, error, trace)).rstrip())
-    _show_exception(kind, error, trace)
+    _previous_excepthook(kind, error, trace)

@@ -17,7 +17,7 @@ def get_logger(level: str | None = None) -> logging.Logger:
     """Return the library's logger (``"torchtune"``), with a stderr handler.
 
     Args:
-        level: name of a level (``"DEBUG"``, ``"INFO"`` …) to set; ``None`` leaves it as it is.
+        level: name of a level (``"DEBUG"``, ``"INFO"`` …) to set; ``None`` leaves it unchanged.
 
     Example:
         >>> torchtune.utils.get_logger().name
@@ -34,7 +34,7 @@ def get_logger(level: str | None = None) -> logging.Logger:
 
 
 def get_rank() -> int:
-    """This process's rank, without importing torch where torch has not been needed yet."""
+    """Return this process's rank from the environment, so that torch need not be imported."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -46,14 +46,14 @@ def log_rank_zero(logger: logging.Logger, msg: str, level: int = logging.INFO) -
 
 @functools.cache
 def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
-    """Log ``msg`` on rank 0, the first time that it is asked for in this process."""
+    """Log ``msg`` on rank 0, once per process."""
     log_rank_zero(logger, msg, level)
 
 
 def deprecated(msg: str = "") -> Callable[[T], T]:
-    """Mark a function or class as deprecated: the first call warns with ``FutureWarning``.
+    """Decorate a function or class as deprecated: every call warns with ``FutureWarning``.
 
-    A class stays a class (``isinstance`` and subclassing keep working).
+    A class stays a class (``isinstance`` and subclassing work).
     """
 
     def decorate(obj: T) -> T:
@@ -80,7 +80,7 @@ def deprecated(msg: str = "") -> Callable[[T], T]:
 
 
 def deprecate_parameter(param_name: str, msg: str = "") -> Callable[[T], T]:
-    """Mark one parameter as deprecated: passing it (other than ``None``) warns with ``FutureWarning``."""
+    """Decorate a function with a deprecated parameter: passing it (except ``None``) warns with ``FutureWarning``."""
 
     def decorate(obj: T) -> T:
         signature = inspect.signature(obj)

@@ -6,24 +6,27 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
-from torchtune.utils._errors import UserError
+from torchtune.utils._user_error import UserError
 
-# Logger of a package -> how its messages begin that tell of kernels for other machines whenever it is imported.
-_NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass"}
+# Logger -> prefix of its messages about kernels for other hardware, logged at every import.
+_HIDDEN = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass",
+}
 
 
 @contextmanager
-def without_noise(module: str) -> Iterator[None]:
-    """A block that imports ``module``, without what torchao logs of kernels that this machine lacks."""
+def hide_import_warnings(module: str) -> Iterator[None]:
+    """Context manager for importing ``module`` that hides torchao's messages about unavailable kernels."""
     with ExitStack() as stack:
-        for name, start in _NOISE.items() if module.partition(".")[0] == "torchao" else ():
+        for name, start in _HIDDEN.items() if module.partition(".")[0] == "torchao" else ():
             logger = logging.getLogger(name)
 
-            def is_news(record: logging.LogRecord, start: str = start) -> bool:
+            def should_log(record: logging.LogRecord, start: str = start) -> bool:
                 return not record.getMessage().startswith(start)
 
-            logger.addFilter(is_news)
-            stack.callback(logger.removeFilter, is_news)
+            logger.addFilter(should_log)
+            stack.callback(logger.removeFilter, should_log)
         yield
 
 
@@ -32,8 +35,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
     Args:
         module: dotted module to import, for example ``"wandb"``.
-        extra: name of the extra of this library that installs it.
-        purpose: what needs it, as the subject of the error, for example ``"WandBLogger"``.
+        extra: extra of this library that installs it.
+        purpose: the feature that needs it, as the subject of the message, for example ``"WandBLogger"``.
 
     Raises:
         UserError: the package is not installed; the message names the extra.
@@ -43,7 +46,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         top = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != top:
-            raise  # the package is there but one of its own needs is not: that is not ours to explain
+            raise  # a dependency of the installed package is missing
         raise UserError(
             f"{purpose} needs the package '{top}', which is not installed: pip install 'torchtune[{extra}]'."
         ) from error

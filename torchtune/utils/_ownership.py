@@ -1,37 +1,37 @@
-"""Whose a folder is: what lies where everybody may write is trusted only if nobody else put it there."""
+"""Check who owns a path: in a world-writable folder, another user may have created it."""
 
 import os
 import stat
 from pathlib import Path
 
-from torchtune.utils._errors import UserError
+from torchtune.utils._user_error import UserError
 
 
 class ForeignPathError(UserError):
-    """A path that another user of this machine controls."""
+    """Path that another user of this machine controls."""
 
 
 def refuse_foreign(path: str | Path, key: str = "") -> None:
-    """Refuse a path through a folder that everybody may write to, such as /tmp, to what another user put there.
+    """Raise if a path leads through another user's file, link or folder inside a world-writable folder such as /tmp.
 
-    Names under /tmp are guessed easily. Who makes ``/tmp/<model>`` first, as a folder or a link, decides which weights
-    and which chat template are trained with, and may read what is written there. A path is also refused where a link
-    on its way leads to such a place. Files of root are trusted, except that root trusts no other user either.
+    Names under /tmp are easy to guess. A user who creates ``/tmp/<model>`` first controls the weights and chat template
+    that are trained with, and may read the outputs. Links along the path are followed and checked, too. Files of root
+    are trusted, but root trusts only itself.
 
     Args:
-        path: of a file or folder; what does not exist belongs to nobody.
-        key: setting that the path is from, for the message.
+        path: path of a file or folder, which need not exist.
+        key: setting with the path, for the message.
 
     Raises:
-        ForeignPathError: it, a folder above it or a link on the way belongs to another user.
+        ForeignPathError: the path, a folder above it or a link along it belongs to another user.
     """
     trusted = {os.geteuid(), 0}
     for whole in {os.path.abspath(path): None, os.path.realpath(path): None}:
-        shared = False  # whether everybody may write to the folder above
+        shared = False  # whether the parent folder is world-writable
         for part in [*reversed(Path(whole).parents), Path(whole)]:
             try:
                 status = os.lstat(part)
-            except OSError:  # not there, or not to be looked at: whatever opens it says so
+            except OSError:  # missing or not readable: opening it raises the error
                 break
             if shared and status.st_uid not in trusted:
                 kind = "link" if stat.S_ISLNK(status.st_mode) else "folder" if stat.S_ISDIR(status.st_mode) else "file"

@@ -1,4 +1,4 @@
-"""Whether this process only simulates a run, on fake tensors that stand for those of an accelerator."""
+"""Flags of a simulated run, in which fake CPU tensors represent accelerator tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,42 +7,42 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_active = False
-_on_host = False
+_is_active = False
+_is_on_host = False
 
 
 def is_simulated() -> bool:
-    """Whether this runs inside :func:`simulated`: no file is written, and nothing remote is asked."""
-    return _active
+    """Return whether :func:`simulated` is active, in which no file is written and no remote service is called."""
+    return _is_active
 
 
 def computes_on_cpu(device: "torch.device") -> bool:
-    """Whether what is tuned for CPUs applies: a simulation's CPU tensors stand for those of an accelerator."""
-    return device.type == "cpu" and not _active
+    """Return whether CPU-specific code paths apply; in a simulation, CPU tensors represent an accelerator's."""
+    return device.type == "cpu" and not _is_active
 
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """A block in which tensors on the CPU stand for those of an accelerator."""
-    global _active
-    before, _active = _active, True
+    """Context manager in which CPU tensors represent accelerator tensors."""
+    global _is_active
+    before, _is_active = _is_active, True
     try:
         yield
     finally:
-        _active = before
+        _is_active = before
 
 
 @contextmanager
 def allocates_on_host() -> Iterator[None]:
-    """A block in which what is allocated on the CPU lies in host memory in a simulation, too."""
-    global _on_host
-    before, _on_host = _on_host, True
+    """Context manager in which a simulation counts CPU allocations as host memory."""
+    global _is_on_host
+    before, _is_on_host = _is_on_host, True
     try:
         yield
     finally:
-        _on_host = before
+        _is_on_host = before
 
 
 def is_on_host() -> bool:
-    """Whether this runs inside :func:`allocates_on_host`."""
-    return _on_host
+    """Return whether :func:`allocates_on_host` is active."""
+    return _is_on_host

@@ -1,7 +1,7 @@
-"""The names of torch that are not public and that the library cannot do without, each with what it is for.
+"""Private functions of torch that the library needs.
 
-A release of torch may take any of them away: nothing else in the library names them, so that here is the one place to
-mend. Where torch has a public name by now, that one is used.
+A release of torch may remove any of them. All uses are in this module, and a public function is preferred if torch
+has one.
 """
 
 import warnings
@@ -14,12 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
-    """Join all dimensions of a device mesh into one, a process group of its own; torch has no public way."""
+    """Flatten all dimensions of a device mesh into one with a process group; torch has no public function for it."""
     return mesh._flatten(name)
 
 
 class FrozenIntegers(TorchFunctionMode):
-    """Context in which ``fully_shard`` accepts integer parameters: PyTorch 2.11 first lets all require gradients."""
+    """Context in which ``fully_shard`` accepts integer parameters.
+
+    PyTorch 2.11 calls ``requires_grad_`` on all parameters, which fails for integers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.requires_grad_ and not (args[0].is_floating_point() or args[0].is_complex()):
@@ -28,16 +31,16 @@ class FrozenIntegers(TorchFunctionMode):
 
 
 def set_collective_timeout(seconds: float, known: int = 0) -> int:
-    """Set the time after which torch gives a collective up, in all process groups of this rank.
+    """Set the timeout of collectives in all process groups of this rank.
 
-    Only ``torch.distributed`` itself can name all groups. ``set_timeout`` is public from 2.14 on.
+    Only ``torch.distributed`` can list all groups. ``set_timeout`` is public since 2.14.
 
     Args:
-        seconds: the time.
-        known: do nothing if there are no more groups than that.
+        seconds: the timeout.
+        known: do nothing if there are at most this many groups.
 
     Returns:
-        how many groups there are.
+        Number of groups.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -45,10 +48,10 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
     groups = list(distributed_c10d._world.pg_map)
     if len(groups) <= known:
         return known
-    with warnings.catch_warnings():  # for backends that have none
+    with warnings.catch_warnings():  # for backends without a timeout
         warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
         for group in groups:
-            # a group that another thread is about to make has no ranks yet
+            # a group that another thread is creating has no ranks yet
             if group not in distributed_c10d._world.pg_group_ranks or dist.get_rank(group) < 0:
                 continue
             if hasattr(dist, "set_timeout"):
@@ -59,33 +62,33 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
 
 
 def allow_compiled_versions(most: int) -> None:
-    """Let the compiler make up to ``most`` versions of a function, if its limit is lower; more run uncompiled."""
+    """Raise the compiler's limit of recompilations per function to ``most``; over the limit, functions run eagerly."""
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, most)
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs a backward pass in this thread: a forward pass inside of it is a recomputation."""
+    """Return whether autograd runs a backward pass in this thread: a forward pass in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_function_transform() -> bool:
-    """Whether ``torch.func`` or forward-mode AD is at work: most functions with a backward pass refuse them."""
+    """Return whether ``torch.func`` or forward-mode AD is active, which most autograd functions do not support."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def saved_tensor_hooks() -> Any | None:
-    """The innermost ``torch.autograd.graph.saved_tensors_hooks`` of this thread; checkpointing has its own."""
+    """Return the innermost ``torch.autograd.graph.saved_tensors_hooks`` of this thread; checkpointing sets its own."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def hooks_of_all_modules() -> tuple[Any, Any]:
-    """The hooks on the forward passes of all modules, as torch keeps them: what is registered later appears in them."""
+    """Return torch's live dicts of global forward pre-hooks and forward hooks."""
     return torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks
 
 
 def record_memory_history(enabled: bool) -> None:
-    """Let a snapshot of CUDA's memory say where blocks came from; the documentation of torch names these functions."""
+    """Enable or disable recording of allocation stack traces for CUDA memory snapshots."""
     if enabled:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     else:
@@ -93,24 +96,24 @@ def record_memory_history(enabled: bool) -> None:
 
 
 def memory_snapshot() -> Any:
-    """What CUDA's memory is filled with, for https://pytorch.org/memory_viz."""
+    """Return a snapshot of CUDA memory, for https://pytorch.org/memory_viz."""
     return torch.cuda.memory._snapshot()
 
 
 def verbose_profiling() -> Any:
-    """Setting of ``torch.profiler`` without which ``with_stack`` records no stacks, where there is one."""
+    """Return the ``torch.profiler`` config that makes ``with_stack`` record stacks, or ``None`` if torch has none."""
     profiler = torch._C._profiler
     return profiler._ExperimentalConfig(verbose=True) if hasattr(profiler, "_ExperimentalConfig") else None
 
 
 def reduce_scatter_op() -> Any:
-    """The operation that compiled and sharded models reduce gradients with, for rules on what is recomputed."""
+    """Return the reduce-scatter operation of compiled, sharded models, for recomputation policies."""
     return torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 @cache
 def onednn_computes(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of ``dtype`` on this processor; where it does not, it raises."""
+    """Return whether oneDNN supports matrix products in ``dtype`` on this CPU; otherwise it raises."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.float32:
@@ -121,24 +124,24 @@ def onednn_computes(dtype: torch.dtype) -> bool:
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear`` on CPU by oneDNN, without a gradient; float32 has no public way to it."""
-    dense = None if bias is None else bias.contiguous()  # it takes strides of one for granted
+    """Compute ``F.linear`` on CPU with oneDNN, without autograd; torch has no public function for float32."""
+    dense = None if bias is None else bias.contiguous()  # the operator assumes stride 1
     return torch.ops.mkldnn._linear_pointwise(x, weight, dense, "none", [], "")
 
 
 def onednn_linear_op() -> Any | None:
-    """The operation of :func:`onednn_linear`, for rules on what is recomputed; None in a build without oneDNN."""
+    """Return the operation of :func:`onednn_linear`, for recomputation policies; ``None`` in a build without oneDNN."""
     op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return None if op is None else op.default
 
 
 def onednn_layout(weight: torch.Tensor) -> torch.Tensor:
-    """A weight in the layout that :func:`onednn_linear` reads fastest."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 64)  # it is the same for all small batches
+    """Return a weight in the layout that is fastest for :func:`onednn_linear`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 64)  # one layout for all small batches
 
 
 def has_cpp_compiler() -> bool:
-    """Whether the compiler that inductor writes C++ for can be found; only inductor knows where it looks."""
+    """Return whether inductor finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

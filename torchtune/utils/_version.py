@@ -4,7 +4,7 @@ import re
 
 
 def torch_version_ge(version: str) -> bool:
-    """Whether the installed torch is at least ``version`` (numbers only; ``2.13.0+cpu`` counts as 2.13.0).
+    """Return whether the installed torch is at least ``version`` (numbers only; ``2.13.0+cpu`` counts as 2.13.0).
 
     Example:
         >>> torchtune.utils.torch_version_ge("2.0.0")

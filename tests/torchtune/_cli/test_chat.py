@@ -58,9 +58,7 @@ def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) 
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-def test_answers_and_commands(
-    checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_and_commands(checkpoint, adapter, monkeypatch, capsys):
     lines = "the cat\n\n/what\ncaf\udce9\n/system be brief\n/system\nthe cat\n/quit\nthe dog\n"
     _chat(monkeypatch, lines, "--model", checkpoint)
     found = capsys.readouterr()
@@ -77,11 +75,11 @@ def test_answers_and_commands(
 
 
 def test_what_ends_an_answer(
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+    checkpoint,
+    monkeypatch,
+    capsys,
+    request,
+):
     calls: list[int] = []
     original = TransformerDecoder.forward
 
@@ -112,12 +110,12 @@ def test_what_ends_an_answer(
     ],
 )
 def test_errors(
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    args: list[object],
-    message: str,
-) -> None:
+    checkpoint,
+    monkeypatch,
+    capsys,
+    args,
+    message,
+):
     with pytest.raises(SystemExit) as found:
         _chat(monkeypatch, "", *(str(arg).format(checkpoint) for arg in args))
     assert found.value.code == 2

@@ -12,7 +12,7 @@ from tests.tiny import write_tokenizer
 from tests.torchtune.models.tokenizer_files import write_ranks
 from tests.torchtune.modules.transforms.test_vision import photo
 from torchtune._cli import tune
-from torchtune.datasets._facts import format_of, histogram, scan
+from torchtune.datasets._file_report import format_of, histogram, scan
 from torchtune.utils import UserError
 
 TURNS = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "blue"}]
@@ -66,12 +66,12 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_formats(kind: str) -> None:
+def test_formats(kind):
     row, reader = ROWS[kind]
     assert format_of(row) == (kind, reader)
 
 
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_what_is_wrong_is_named_with_its_line(tmp_path, capsys, monkeypatch):
     before = set(sys.modules)
     rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]
     rows += [[{"role": "human", "content": "red"}, TURNS[1]], [{"role": "user", "content": 5}, TURNS[1]]]
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, capsys: Any, monke
     assert not {"pyarrow", "datasets"} & (set(sys.modules) - before)
 
 
-def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path, capsys, monkeypatch):
     train = write(tmp_path / "train.jsonl", ROWS["Alpaca"][0], {"messages": TURNS, "tools": [{"name": "f"}]})
     (tmp_path / "val.csv").write_text("instruction,input,output\nred,,blue\nred,,cat\n")
     out, _ = run(capsys, monkeypatch, "show", train, "--validation", tmp_path / "val.csv")
@@ -118,7 +118,7 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path: Path, capsys: An
         scan(tmp_path / "one.json", everything=True)
 
 
-def test_a_file_with_a_tokenizer(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_file_with_a_tokenizer(tokenizer, tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "rows.jsonl", *[{"messages": TURNS}] * 3)
     arguments = ["show", path, "--tokenizer", tokenizer, "--examples", 1, "packed=true", "--max-seq-len", 128]
     out, err = run(capsys, monkeypatch, *arguments)
@@ -134,7 +134,7 @@ def test_a_file_with_a_tokenizer(tokenizer: Path, tmp_path: Path, capsys: Any, m
     assert "\x1b" not in run(capsys, monkeypatch, *arguments)[0]
 
 
-def test_a_config(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_config(tokenizer, tmp_path, capsys, monkeypatch):
     pairs = [{"instruction": "red", "input": "", "output": word} for word in ("blue", "cat", "red cat")]
     out, err = run(
         capsys, monkeypatch, "show", "smol/135M_lora_single_device", f"tokenizer.path={tokenizer}",
@@ -147,14 +147,14 @@ def test_a_config(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
     assert "steps       3" in out
 
 
-def test_a_histogram_counts_every_value() -> None:
+def test_a_histogram_counts_every_value():
     values = [1, 2, 3, 250, 999, 1000, 5000]
     lines = histogram(values, "tokens per row").splitlines()
     assert lines[0] == "tokens per row: 1 to 5,000, half have at most 250"
     assert sum(int(line.split()[-1]) for line in lines[1:]) == len(values)
 
 
-def test_images_are_shown_by_size(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_images_are_shown_by_size(tokenizer, tmp_path, capsys, monkeypatch):
     for i, size in enumerate([(30, 20), (8, 9)]):
         photo(*size).save(tmp_path / f"{i}.png")
     turns = [{"from": "human", "value": "<image> red"}, {"from": "gpt", "value": "blue"}]

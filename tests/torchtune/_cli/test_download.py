@@ -101,7 +101,7 @@ def url(hub: ThreadingHTTPServer) -> str:
     return f"http://127.0.0.1:{hub.server_port}"
 
 
-def test_a_model_arrives_whole(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_model_arrives_whole(hub, tmp_path):
     folder = tmp_path / "here"
     done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder))
     assert done.returncode == 0, done.stderr
@@ -118,7 +118,7 @@ def test_a_model_arrives_whole(hub: ThreadingHTTPServer, tmp_path: Path) -> None
     assert not [path for verb, path in hub.asked if verb == "GET" and "/resolve/" in path], "fetched twice"
 
 
-def test_a_second_try_fetches_only_what_is_missing(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_second_try_fetches_only_what_is_missing(hub, tmp_path):
     where = ("own/model", "--output-dir", str(tmp_path / "here"))
     hub.out_of_order = "original/params.json"
     broken = download(url(hub), tmp_path / "cache", *where)
@@ -134,7 +134,7 @@ def test_a_second_try_fetches_only_what_is_missing(hub: ThreadingHTTPServer, tmp
     assert set(fetched) == set(FILES) - there
 
 
-def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub, tmp_path):
     hub.cut = "model.safetensors"
     done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "here"))
     assert done.returncode == 0, done.stderr
@@ -142,7 +142,7 @@ def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub: ThreadingHTT
     assert (tmp_path / "here" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_patterns_leave_files_out(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_patterns_leave_files_out(hub, tmp_path):
     folder = tmp_path / "here"
     patterns = ("--ignore-patterns", "original/*", "--ignore-patterns", "*.safetensors")
     done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder), *patterns)
@@ -152,7 +152,7 @@ def test_patterns_leave_files_out(hub: ThreadingHTTPServer, tmp_path: Path) -> N
     assert visible == {"config.json", "original_repo_id.json"}
 
 
-def test_a_gated_model_needs_the_right_token(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_gated_model_needs_the_right_token(hub, tmp_path):
     where = ("own/gated", "--output-dir", str(tmp_path / "here"))
     without = download(url(hub), tmp_path / "cache", *where)
     assert without.returncode == 2
@@ -172,7 +172,7 @@ def test_a_gated_model_needs_the_right_token(hub: ThreadingHTTPServer, tmp_path:
         ("a/b/c", "'a/b/c' is not the name of a repository"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(hub: ThreadingHTTPServer, tmp_path: Path, repo: str, said: str) -> None:
+def test_what_is_not_there_is_one_sentence(hub, tmp_path, repo, said):
     done = download(url(hub), tmp_path / "cache", repo, "--output-dir", str(tmp_path / "here"))
     assert done.returncode == 2
     assert said in done.stderr
@@ -180,7 +180,7 @@ def test_what_is_not_there_is_one_sentence(hub: ThreadingHTTPServer, tmp_path: P
     assert not (tmp_path / "here" / "original_repo_id.json").exists()
 
 
-def test_no_network_is_not_mistaken_for_success(tmp_path: Path) -> None:
+def test_no_network_is_not_mistaken_for_success(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -193,14 +193,14 @@ def test_no_network_is_not_mistaken_for_success(tmp_path: Path) -> None:
     assert "Successfully" not in done.stdout
 
 
-def test_a_folder_that_cannot_be_written(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(hub, tmp_path):
     (tmp_path / "file").write_text("")
     done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "file" / "here"))
     assert done.returncode == 2
     assert f"{tmp_path / 'file' / 'here'} cannot be written (Not a directory): choose another path." in done.stderr
 
 
-def test_kaggle_is_refused_by_name(tmp_path: Path) -> None:
+def test_kaggle_is_refused_by_name(tmp_path):
     done = download("http://127.0.0.1:9", tmp_path, "owner/model", "--source", "kaggle")
     assert done.returncode == 2
     assert "Kaggle is no longer a source" in done.stderr

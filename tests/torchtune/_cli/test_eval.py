@@ -62,7 +62,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_before_and_after(folder: Path, tmp_path: Path, tune: Any) -> None:
+def test_before_and_after(folder, tmp_path, tune):
     questions = ["the cat sees", "a dog", "why not", "red red red"]
     right = greedy(folder / "trained", questions)
     asked = [{"prompt": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
@@ -96,7 +96,7 @@ def test_before_and_after(folder: Path, tmp_path: Path, tune: Any) -> None:
     assert len(list((tmp_path / "eval").glob("*.jsonl"))) == 2
 
 
-def test_other_weights_in_the_same_folder_are_noticed(folder: Path, tmp_path: Path, tune: Any) -> None:
+def test_other_weights_in_the_same_folder_are_noticed(folder, tmp_path, tune):
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the cat", "answer": "x"}])
     model = write_checkpoint(tmp_path / "model")
     tune(model, "--data", data, "--score", "exact")
@@ -110,11 +110,11 @@ def test_other_weights_in_the_same_folder_are_noticed(folder: Path, tmp_path: Pa
     assert found == [greedy(folder / name, ["the cat"])[0] for name in ("base", "trained")]
 
 
-def test_perplexity_is_that_of_the_labelled_tokens(folder: Path, tmp_path: Path, tune: Any) -> None:
+def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, tune):
     from transformers import AutoModelForCausalLM
 
     from torchtune.datasets import chat_dataset
-    from torchtune.modules.transforms.tokenizers import hf_tokenizer
+    from torchtune.tokenizers import hf_tokenizer
 
     data = write_conversations(tmp_path / "rows.jsonl", 10)
     tune(folder / "base", "--data", data, "--perplexity")
@@ -138,7 +138,7 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder: Path, tmp_path: Path,
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_what_cannot_be_evaluated(folder: Path, tmp_path: Path, tune: Any) -> None:
+def test_what_cannot_be_evaluated(folder, tmp_path, tune):
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
     model = folder / "base"
     raises = "tests.torchtune.evaluation.scores.raises"

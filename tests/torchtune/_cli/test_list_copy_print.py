@@ -1,6 +1,5 @@
 """tune cp, cat and the top level."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,20 @@ RECIPE = "lora_finetune_single_device"
 CONFIG = "llama3_2/1B_lora_single_device"
 
 
-def test_no_subcommand_prints_help(tune: Callable) -> None:
+def test_no_subcommand_prints_help(tune):
     bare, asked = tune(), tune("--help")
     assert bare.code == asked.code == 0
     assert bare.out == asked.out
     assert "{download,ls,cp,data,run,estimate,validate,cat,chat,eval,checkpoint}" in bare.out
 
 
-def test_an_unknown_subcommand_is_an_error(tune: Callable) -> None:
+def test_an_unknown_subcommand_is_an_error(tune):
     result = tune("jump")
     assert result.code == 2
     assert "invalid choice" in result.err
 
 
-def test_the_registry_is_what_lies_in_the_folder() -> None:
+def test_the_registry_is_what_lies_in_the_folder():
     folder = find_recipe(RECIPE).parent
     files = {path.stem for path in folder.glob("*.py") if path.name != "__init__.py"}
     assert {recipe.name for recipe in get_all_recipes()} >= files
@@ -43,7 +42,7 @@ def test_the_registry_is_what_lies_in_the_folder() -> None:
     assert [name.split("/")[1].split("B")[0] for name in sizes] == ["0.5", "1.5", "3", "7", "14"]
 
 
-def test_a_config_is_found_for_its_recipe_first() -> None:
+def test_a_config_is_found_for_its_recipe_first():
     assert find_config(CONFIG) == find_config(CONFIG, recipe=RECIPE) == find_config(CONFIG, recipe="generate")
     assert find_config("nothing") is None
     assert find_recipe("nothing") is None
@@ -64,9 +63,7 @@ def test_a_config_is_found_for_its_recipe_first() -> None:
         (RECIPE, "..", f"../{RECIPE}.py"),
     ],
 )
-def test_cp(
-    tune: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, destination: str, written: str
-) -> None:
+def test_cp(tune, tmp_path, monkeypatch, name, destination, written):
     (tmp_path / "here" / "there").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     result = tune("cp", name, destination)
@@ -76,7 +73,7 @@ def test_cp(
     assert Path(written).read_bytes() == source.read_bytes()
 
 
-def test_cp_overwrites_unless_told_not_to(tune: Callable, tmp_path: Path) -> None:
+def test_cp_overwrites_unless_told_not_to(tune, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("kept")
     result = tune("cp", CONFIG, str(tmp_path / "mine"), "-n")
@@ -86,7 +83,7 @@ def test_cp_overwrites_unless_told_not_to(tune: Callable, tmp_path: Path) -> Non
     assert mine.read_text().startswith("recipe:")
 
 
-def test_cp_keeps_a_changed_file(tune: Callable, tmp_path: Path) -> None:
+def test_cp_keeps_a_changed_file(tune, tmp_path):
     mine, shipped = tmp_path / "mine.yaml", find_config(CONFIG).read_text()
     assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n"
     assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n", "nothing was changed, nothing is kept"
@@ -102,7 +99,7 @@ def test_cp_keeps_a_changed_file(tune: Callable, tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml.bak").stat().st_mode & 0o777 == 0o640
 
 
-def test_cp_into_a_missing_directory(tune: Callable, tmp_path: Path) -> None:
+def test_cp_into_a_missing_directory(tune, tmp_path):
     missing = tmp_path / "a" / "b" / "mine.yaml"
     result = tune("cp", CONFIG, str(missing))
     assert result.code == 2
@@ -112,14 +109,14 @@ def test_cp_into_a_missing_directory(tune: Callable, tmp_path: Path) -> None:
     assert missing.exists()
 
 
-def test_cp_of_something_unknown(tune: Callable) -> None:
+def test_cp_of_something_unknown(tune):
     result = tune("cp", "nothing", "x")
     assert result.code == 2
     assert "Invalid file name: nothing. Try `tune ls`" in result.err
     assert "'llama3_2/1B_lora_single_device'" in tune("cp", "llama3_2/1B_lora_single", "x").err
 
 
-def test_cat_prints_the_file(tune: Callable, tmp_path: Path) -> None:
+def test_cat_prints_the_file(tune, tmp_path):
     result = tune("cat", CONFIG)
     assert result.out == find_config(CONFIG).read_text()
     ordered = list(yaml.safe_load(tune("cat", "--sort", CONFIG).out))
@@ -131,7 +128,7 @@ def test_cat_prints_the_file(tune: Callable, tmp_path: Path) -> None:
     assert tune("cat", str(tmp_path / "empty.yaml")).out == ""
 
 
-def test_cat_of_what_is_no_config(tune: Callable, tmp_path: Path) -> None:
+def test_cat_of_what_is_no_config(tune, tmp_path):
     recipe = tune("cat", RECIPE)
     assert (recipe.code, recipe.out) == (0, f"'{RECIPE}' is a recipe, not a config. Please use a config name.\n")
     assert "Invalid config format: 'nothing'. Must be YAML" in tune("cat", "nothing").err
@@ -147,7 +144,7 @@ def test_cat_of_what_is_no_config(tune: Callable, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"a: " + b"[" * 200_000, b"recipe: \xff\n", b"a: \0", b"a: !!python/name:os.system", b"a: 1e999"]
 )
-def test_hostile_files_are_one_sentence(tune: Callable, tmp_path: Path, command: list[str], data: bytes) -> None:
+def test_hostile_files_are_one_sentence(tune, tmp_path, command, data):
     (tmp_path / "c.yaml").write_bytes(data)
     result = tune(*command, str(tmp_path / "c.yaml"))
     assert result.code == 2
@@ -156,7 +153,7 @@ def test_hostile_files_are_one_sentence(tune: Callable, tmp_path: Path, command:
     assert len(message) < 500
 
 
-def test_places_that_cannot_be_written_are_one_sentence(tune: Callable, tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_are_one_sentence(tune, tmp_path):
     for place in (tmp_path / ("x" * 300), Path("/proc/x.yaml")):
         result = tune("cp", CONFIG, str(place))
         assert result.code == 2
@@ -171,7 +168,7 @@ def test_places_that_cannot_be_written_are_one_sentence(tune: Callable, tmp_path
 
 
 @pytest.mark.parametrize("token", ["hun ter2", "hunter2\n", "hünter2", "hunter2"])
-def test_a_token_is_not_quoted(tune: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+def test_a_token_is_not_quoted(tune, tmp_path, monkeypatch, token):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     result = tune("download", "own/model", "--output-dir", str(tmp_path / "out"), "--hf-token", token)
     assert result.code == 2
@@ -180,7 +177,7 @@ def test_a_token_is_not_quoted(tune: Callable, tmp_path: Path, monkeypatch: pyte
     assert token.strip() not in result.err + result.out
 
 
-def test_a_former_name_means_the_recipe_of_now() -> None:
+def test_a_former_name_means_the_recipe_of_now():
     from torchtune._cli._target import resolve_recipe
 
     assert resolve_recipe("dev/grpo_full_finetune_distributed").name == "grpo"
@@ -188,7 +185,7 @@ def test_a_former_name_means_the_recipe_of_now() -> None:
     assert find_recipe("dev/grpo_full_finetune_distributed") == find_recipe("grpo") is not None
 
 
-def test_unknown_arguments_show_the_usage_of_their_command(tune: Callable) -> None:
+def test_unknown_arguments_show_the_usage_of_their_command(tune):
     for command, prog in ((("ls", "--qwen3"), "tune ls"), (("data", "show", "--config", CONFIG), "tune data show")):
         result = tune(*command)
         assert result.code == 2

@@ -2,12 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Callable
 
 import pytest
 
 import torchtune._recipe_registry
-from torchtune._cli._words import families
+from torchtune._cli._find_configs import families
 from torchtune._cli.ls import List, overview
 from torchtune._recipe_registry import get_all_recipes
 
@@ -17,7 +16,7 @@ def listed(out: str) -> list[str]:
     return [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
 
 
-def test_all_shows_every_recipe_once_and_every_config(tune: Callable) -> None:
+def test_all_shows_every_recipe_once_and_every_config(tune):
     lines = tune("ls", "--all").out.splitlines()
     assert lines[0] == f"{'RECIPE':<40} {'CONFIG':<40}"
     rows = [(line[:40].strip(), line[41:].strip()) for line in lines[1:]]
@@ -27,7 +26,7 @@ def test_all_shows_every_recipe_once_and_every_config(tune: Callable) -> None:
     assert [name for _, name in rows] == [name for names in configs for name in names]
 
 
-def test_without_words_a_screen_names_all_recipes_and_families(tune: Callable) -> None:
+def test_without_words_a_screen_names_all_recipes_and_families(tune):
     lines = tune("ls").out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
@@ -40,7 +39,7 @@ def test_without_words_a_screen_names_all_recipes_and_families(tune: Callable) -
     assert "tune ls --all" in tune("ls").out
 
 
-def test_former_names_stand_below_their_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_names_stand_below_their_recipe(monkeypatch):
     pairs = ["lora_dpo_single_device", "lora_dpo_distributed", "full_dpo_single_device", "full_dpo_distributed"]
     former = dict.fromkeys(pairs, "generate") | {"qat": "quantize"}
     monkeypatch.setattr(torchtune._recipe_registry, "_FORMER", former)
@@ -50,7 +49,7 @@ def test_former_names_stand_below_their_recipe(monkeypatch: pytest.MonkeyPatch) 
     assert below["quantize"] == ["also", "qat"]
 
 
-def test_all_words_must_describe_a_config_whatever_their_case(tune: Callable) -> None:
+def test_all_words_must_describe_a_config_whatever_their_case(tune):
     assert listed(tune("ls", "QWEN3", "8b", "lora").out) == [
         "qwen3/8B_lora",
         "qwen3/8B_lora_single_device",
@@ -71,7 +70,7 @@ def test_all_words_must_describe_a_config_whatever_their_case(tune: Callable) ->
     assert "qat" in families() or all("_qat_" in name for name in listed(tune("ls", "qat").out))
 
 
-def test_families_have_headings_and_sizes_their_order(tune: Callable) -> None:
+def test_families_have_headings_and_sizes_their_order(tune):
     lines = tune("ls", "smol", "full_single_device").out.splitlines()
     assert lines[0] == "smol"
     assert listed("\n".join(lines)) == [f"smol/{size}_full_single_device" for size in ("135M", "360M", "1.7B")]
@@ -87,7 +86,7 @@ def test_families_have_headings_and_sizes_their_order(tune: Callable) -> None:
     assert lines[-1] == f"{len(listed(chr(10).join(lines)))} of {every} configs. To run one: tune run --config NAME"
 
 
-def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune: Callable) -> None:
+def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune):
     renamed = [recipe for recipe in get_all_recipes() if recipe.former_names and recipe.configs]
     assert renamed
     for recipe in renamed:
@@ -109,12 +108,12 @@ def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune: Callable) -> No
         (["qwen3", "405B"], "error: no config is all of qwen3, 405B: leave a word out.\n"),
     ],
 )
-def test_words_that_describe_nothing_are_one_sentence(tune: Callable, words: list[str], message: str) -> None:
+def test_words_that_describe_nothing_are_one_sentence(tune, words, message):
     result = tune("ls", *words)
     assert (result.code, result.out, result.err) == (2, "", message)
 
 
-def test_all_takes_no_words(tune: Callable) -> None:
+def test_all_takes_no_words(tune):
     result = tune("ls", "--all", "qwen3")
     assert result.code == 2
     assert "--all lists every config: leave it out, or the words" in result.err
@@ -131,7 +130,7 @@ def test_all_takes_no_words(tune: Callable) -> None:
         ("qwen3/8B_fulll", ["did you mean 'qwen3/8B_full'?"]),
     ],
 )
-def test_a_name_that_is_no_config_is_answered_with_the_nearest(tune: Callable, name: str, nearest: list[str]) -> None:
+def test_a_name_that_is_no_config_is_answered_with_the_nearest(tune, name, nearest):
     result = tune("run", "--config", name)
     assert result.code == 2
     assert result.err.startswith(f"error: there is no config '{name}': ")

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.recipes.runs import write_config
-from torchtune._cli.run import split
+from torchtune._cli.run import parse_command
 from torchtune.utils import UserError
 
 OWN_RECIPE = '''
@@ -92,18 +91,18 @@ def note(folder: Path, rank: int = 0) -> str:
         ("./own.py", "--config", "own.yaml"),
     ],
 )
-def test_a_recipe_of_ones_own_runs(tune: Callable, folder: Path, command: tuple[str, ...]) -> None:
+def test_a_recipe_of_ones_own_runs(tune, folder, command):
     assert tune("run", *command).code == 0
     assert '"note": "first"' in note(folder)
     assert '"word": "hello"' in note(folder)
 
 
-def test_overrides_may_contain_the_equals_sign(tune: Callable, folder: Path) -> None:
+def test_overrides_may_contain_the_equals_sign(tune, folder):
     assert tune("run", "--config", "own.yaml", "note=a=b=c", "times=3").code == 0
     assert '"note": "a=b=c", "times": 3' in note(folder)
 
 
-def test_a_dotted_module_runs(tune: Callable, folder: Path) -> None:
+def test_a_dotted_module_runs(tune, folder):
     (folder / "mine").mkdir()
     (folder / "mine" / "__init__.py").touch()
     (folder / "mine" / "own.py").write_text(OWN_RECIPE)
@@ -111,7 +110,7 @@ def test_a_dotted_module_runs(tune: Callable, folder: Path) -> None:
     assert '"note": "dotted"' in note(folder)
 
 
-def test_help_prints_the_settings(tune: Callable, folder: Path) -> None:
+def test_help_prints_the_settings(tune, folder):
     assert "torchrun" in tune("run", "--help").out
     result = tune("run", "own.py", "--help")
     assert result.code == 0
@@ -121,7 +120,7 @@ def test_help_prints_the_settings(tune: Callable, folder: Path) -> None:
     assert tune("run", "--config", "llama3_2/1B_lora_single_device", "--help").out == shipped.out
 
 
-def test_mistakes_are_shown_before_anything_runs(tune: Callable, folder: Path) -> None:
+def test_mistakes_are_shown_before_anything_runs(tune, folder):
     result = tune("run", "--config", "own.yaml", "times=0", "nte=second")
     assert result.code == 2
     assert result.err.startswith("error: ")
@@ -130,7 +129,7 @@ def test_mistakes_are_shown_before_anything_runs(tune: Callable, folder: Path) -
     assert not (folder / "note_0.json").exists()
 
 
-def test_an_error_of_the_user_has_no_traceback(tune: Callable, folder: Path) -> None:
+def test_an_error_of_the_user_has_no_traceback(tune, folder):
     result = tune("run", "--config", "own.yaml", "fail=True")
     assert (result.code, result.err) == (2, "error: note: there is no ink.\n")
 
@@ -168,14 +167,14 @@ def test_an_error_of_the_user_has_no_traceback(tune: Callable, folder: Path) -> 
         (("own.yaml",), "tune run --config own.yaml"),
     ],
 )
-def test_command_lines_that_cannot_run(tune: Callable, folder: Path, command: tuple[str, ...], said: str) -> None:
+def test_command_lines_that_cannot_run(tune, folder, command, said):
     result = tune("run", *command)
     assert result.code == 2
     assert said in result.err
     assert not (folder / "note_0.json").exists()
 
 
-def test_a_config_without_a_recipe_needs_one(tune: Callable, folder: Path) -> None:
+def test_a_config_without_a_recipe_needs_one(tune, folder):
     (folder / "bare.yaml").write_text("note: bare\n")
     result = tune("run", "--config", "bare.yaml")
     assert result.code == 2
@@ -183,14 +182,14 @@ def test_a_config_without_a_recipe_needs_one(tune: Callable, folder: Path) -> No
     assert tune("run", "own.py", "--config", "bare.yaml").code == 0
 
 
-def test_a_file_without_a_main_function_is_no_recipe(tune: Callable, folder: Path) -> None:
+def test_a_file_without_a_main_function_is_no_recipe(tune, folder):
     (folder / "empty.py").write_text("")
     result = tune("run", "empty.py", "--config", "own.yaml", "--dry-run")
     assert result.code == 2
     assert "no function recipe_main(cfg)" in result.err
 
 
-def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune: Callable, tmp_path: Path) -> None:
+def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune, tmp_path):
     output = tmp_path / "run"
     nowhere = [f"checkpointer.checkpoint_dir={tmp_path}/no_model", f"tokenizer.path={tmp_path}/no_tokenizer"]
     command = ("run", "--config", "smol/135M_lora_single_device", "--dry-run", f"output_dir={output}", "device=cpu")
@@ -206,7 +205,7 @@ def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune: Cal
     assert "epochs" in wrong.err
 
 
-def test_dry_run_of_a_run_that_can_start(tune: Callable, tmp_path: Path) -> None:
+def test_dry_run_of_a_run_that_can_start(tune, tmp_path):
     config = write_config("lora_finetune_single_device", tmp_path, tmp_path / "run")
     result = tune("run", "--config", str(config), "--dry-run")
     assert (result.code, result.err.count("error")) == (0, 0)
@@ -216,13 +215,13 @@ def test_dry_run_of_a_run_that_can_start(tune: Callable, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_of_a_recipe_of_ones_own(tune: Callable, folder: Path) -> None:
+def test_dry_run_of_a_recipe_of_ones_own(tune, folder):
     result = tune("run", "--config", "own.yaml", "--dry-run")
     assert (result.code, result.out) == (0, "Nothing was found that would keep this run from starting.\n")
     assert not (folder / "note_0.json").exists()
 
 
-def test_a_run_on_several_processes_is_checked_before_they_start(tune: Callable, tmp_path: Path) -> None:
+def test_a_run_on_several_processes_is_checked_before_they_start(tune, tmp_path):
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "run", tensor_parallel_dim=3)
     result = tune("run", "--nproc-per-node", "3", "--config", str(config))
     assert (result.code, result.out) == (2, "")
@@ -231,7 +230,13 @@ def test_a_run_on_several_processes_is_checked_before_they_start(tune: Callable,
     assert error.count("\n") == 2, "nothing stands below it"
 
 
-def test_a_config_for_another_recipe_is_said_to_be(tune: Callable, tmp_path: Path, folder: Path) -> None:
+def test_without_torchrun_the_command_says_how_many_processes(tune, tmp_path):
+    result = tune("run", "--config", str(write_config("full_finetune_distributed", tmp_path, tmp_path / "run")))
+    assert result.code == 2
+    assert "--nproc-per-node 2 full_finetune_distributed" in result.err
+
+
+def test_a_config_for_another_recipe_is_said_to_be(tune, tmp_path, folder):
     shipped = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device")
     assert shipped.code == 2
     said = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
@@ -248,23 +253,21 @@ def test_a_config_for_another_recipe_is_said_to_be(tune: Callable, tmp_path: Pat
     assert "The config" not in tune("run", "--config", "own.yaml", "nte=second").err.splitlines()[-1]
 
 
-def test_a_config_that_fits_another_recipe_too_is_only_remarked_on(
-    tune: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_config_that_fits_another_recipe_too_is_only_remarked_on(tune, tmp_path, caplog):
     config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
     result = tune("run", "--nproc-per-node", "2", "full_finetune_distributed", "--config", str(config), "--dry-run")
     assert result.code == 0
     assert "The config is for the recipe full_finetune_single_device, and this is full_finetune_distri" in caplog.text
 
 
-def test_parts_of_a_command_line() -> None:
-    command = split(["--nnodes", "1", "--nproc_per_node=2", "own", "a.b=c", "--dry-run", "~d", "--config", "x"])
+def test_parts_of_a_command_line():
+    command = parse_command(["--nnodes", "1", "--nproc_per_node=2", "own", "a.b=c", "--dry-run", "~d", "--config", "x"])
     assert command.torchrun == ["--nnodes", "1", "--nproc_per_node=2"]
     assert (command.recipe, command.config, command.dry_run) == ("own", "x", True)
     assert command.overrides == ["a.b=c", "~d"]
     long = f"dataset={{source: {'a' * 300}}}"
-    assert split(["own", long, "--config", "x"]).overrides == [long], "longer than the name of a file may be"
-    without = split(["--standalone", "--nproc-per-node", "2", "--config", "x", "a=1"])
+    assert parse_command(["own", long, "--config", "x"]).overrides == [long], "longer than the name of a file may be"
+    without = parse_command(["--standalone", "--nproc-per-node", "2", "--config", "x", "a=1"])
     assert (without.torchrun, without.recipe, without.overrides) == (
         ["--standalone", "--nproc-per-node", "2"],
         None,
@@ -272,11 +275,11 @@ def test_parts_of_a_command_line() -> None:
     )
     for late in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--standalone"]):
         with pytest.raises(UserError, match=f"stands before the recipe: tune run {' '.join(late)} own …"):
-            split(["own", *late, "--config", "x", "a=1"])
+            parse_command(["own", *late, "--config", "x", "a=1"])
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_process_for_each_device(folder: Path) -> None:
+def test_torchrun_starts_a_process_for_each_device(folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "own.py", "--config"]
     done = subprocess.run(
@@ -292,7 +295,7 @@ def test_torchrun_starts_a_process_for_each_device(folder: Path) -> None:
     assert "Running with torchrun" not in refused.stdout
 
 
-def test_validate_takes_names_paths_and_overrides(tune: Callable, folder: Path) -> None:
+def test_validate_takes_names_paths_and_overrides(tune, folder):
     for config in ("llama3_2/1B_lora_single_device", "own.yaml"):
         result = tune("validate", config)
         assert (result.code, result.out) == (0, "Config is well-formed!\n")
@@ -304,7 +307,7 @@ def test_validate_takes_names_paths_and_overrides(tune: Callable, folder: Path) 
     assert "there is no config 'nothing.yaml'" in tune("validate", "nothing.yaml").err
 
 
-def test_validate_checks_components_of_a_config_without_a_recipe(tune: Callable, tmp_path: Path) -> None:
+def test_validate_checks_components_of_a_config_without_a_recipe(tune, tmp_path):
     config = tmp_path / "parts.yaml"
     config.write_text("optimizer:\n  _component_: torch.optim.AdamW\n  lr: 1e-3\n")
     assert tune("validate", str(config)).code == 0

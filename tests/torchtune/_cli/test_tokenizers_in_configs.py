@@ -1,21 +1,19 @@
 """Every tokenizer that a config names, from ``tune validate`` to tokenized conversations."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.tiny import write_conversations, write_tokenizer
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
-from tests.torchtune.modules.transforms.chat_templates_mistral import CONTROL
+from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
 from torchtune.config import instantiate, load_and_check
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers._patterns import CL100K_PATTERN
 
 CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"
-HF = "torchtune.modules.transforms.tokenizers.hf_tokenizer"
+HF = "torchtune.tokenizers.hf_tokenizer"
 _PIECES = {"path": "{}/tokenizer.model"}
 _MERGES = {"path": "{}/vocab.json", "merges_file": "{}/merges.txt"}
 # Tokenizer -> the files that it is given.
@@ -74,12 +72,12 @@ def write_config(folder: Path, config: Path, tokenizer: str, files: dict[str, st
     return written
 
 
-def test_the_table_names_every_tokenizer_of_the_configs() -> None:
+def test_the_table_names_every_tokenizer_of_the_configs():
     assert used().keys() <= FILES.keys()
 
 
 @pytest.mark.parametrize("tokenizer", FILES, ids=lambda name: name.rpartition(".")[2])
-def test_from_a_config_to_tokens(tokenizer: str, folder: Path, tune: Callable[..., Any]) -> None:
+def test_from_a_config_to_tokens(tokenizer, folder, tune):
     path = used().get(tokenizer, used()[HF])
     files = {name: file.format(folder) for name, file in FILES[tokenizer].items()}
     written = write_config(folder, path, tokenizer, files)
@@ -95,7 +93,7 @@ def test_from_a_config_to_tokens(tokenizer: str, folder: Path, tune: Callable[..
         assert max(row["tokens"]) < made.vocab_size
 
 
-def test_what_is_missing_is_said_before_a_file_is_opened(folder: Path, tune: Callable[..., Any]) -> None:
+def test_what_is_missing_is_said_before_a_file_is_opened(folder, tune):
     tokenizer = "torchtune.models.qwen3.qwen3_tokenizer"
     written = write_config(folder, used()[tokenizer], tokenizer, {"path": "/nothing/vocab.json", "merge_file": "x"})
     result = tune("validate", str(written))

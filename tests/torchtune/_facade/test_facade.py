@@ -54,7 +54,7 @@ def assert_equal(model: torch.nn.Module, expected: torch.Tensor) -> None:
         torch.testing.assert_close(model(IDS), expected, rtol=0, atol=2e-5)
 
 
-def test_load(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_load(base, adapter, tmp_path):
     model, tokenizer = torchtune.load(base, device="cpu")
     assert model.tok_embeddings.weight.dtype == torch.float32  # as config.json says
     assert_equal(model, logits(base))
@@ -83,7 +83,7 @@ def test_load(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert not any(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_b" in name)
 
 
-def test_save(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_save(base, adapter, tmp_path):
     model, _ = torchtune.load(base, adapter=adapter, **CPU)
     adapted = logits(base, adapter)
     folder = torchtune.save(model, tmp_path / "adapter")
@@ -122,7 +122,7 @@ def test_save(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert_equal(torchtune.load(torchtune.save(wrapped, tmp_path / "own", base=base), **CPU)[0], own.eval()(IDS))
 
 
-def test_generate(base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_generate(base, monkeypatch, caplog):
     model, tokenizer = torchtune.load(base, **CPU)
     reference, theirs = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
 
@@ -155,7 +155,7 @@ def test_generate(base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert "1 of 1 answers are cut, by the context of" in caplog.text
 
 
-def test_what_cannot_be_generated(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     model, tokenizer = torchtune.load(base, **CPU)
 
     def refused(
@@ -197,7 +197,7 @@ def test_what_cannot_be_generated(base: Path, tmp_path: Path, monkeypatch: pytes
     refused("logits are not finite in torch.float32", [7, 8])
 
 
-def test_what_cannot_be_loaded(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded(base, adapter, tmp_path):
     def refused(match: str, path: Path | str, **kw: object) -> None:
         with pytest.raises(UserError, match=match) as found:
             torchtune.load(path, **{**CPU, **kw})
@@ -232,7 +232,7 @@ def test_what_cannot_be_loaded(base: Path, adapter: Path, tmp_path: Path) -> Non
     refused("quantization_config", quantized)
 
 
-def test_from_the_cache_of_the_hub(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_cache_of_the_hub(base, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

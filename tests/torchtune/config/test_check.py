@@ -67,13 +67,13 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("model=torchtune.config", "model._component_: 'torchtune.config' is a module, not a class or function"),
     ],
 )  # fmt: skip
-def test_one_mistake(mistakes: Mistakes, override: str, message: str) -> None:
+def test_one_mistake(mistakes, override, message):
     found = [line.removeprefix("command line: ") for line in mistakes(override)]
     expected_elsewhere = ("model=", "c.yaml")  # another component leaves the arguments of the first one behind
     assert [line for line in found if not line.startswith(expected_elsewhere)] == [message]
 
 
-def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes: Mistakes) -> None:
+def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes):
     replace = {
         "  layers: 4": "  layer: 4",
         "lr: 2e-5": "lr: fast",
@@ -89,7 +89,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes: Mistakes) -> No
     ]
 
 
-def test_missing_keys(mistakes: Mistakes) -> None:
+def test_missing_keys(mistakes):
     assert mistakes("~output_dir", replace={"${output_dir}/tok": "tok", "${output_dir}/logs": "logs"}) == [
         "c.yaml:1: output_dir: is required (str) but not given"
     ]
@@ -101,7 +101,7 @@ def test_missing_keys(mistakes: Mistakes) -> None:
     )
 
 
-def test_a_component_that_does_not_take_what_it_is_handed(mistakes: Mistakes) -> None:
+def test_a_component_that_does_not_take_what_it_is_handed(mistakes):
     found = mistakes("lr_scheduler={_component_: tests.torchtune.config.assets.parts.Template}")
     assert (
         f"command line: lr_scheduler: {PARTS}.Template takes no argument 'last_epoch', which the recipe hands over"
@@ -113,12 +113,12 @@ def test_a_component_that_does_not_take_what_it_is_handed(mistakes: Mistakes) ->
     ]
 
 
-def test_a_mistake_is_not_repeated_where_it_is_referred_to(mistakes: Mistakes) -> None:
+def test_a_mistake_is_not_repeated_where_it_is_referred_to(mistakes):
     assert mistakes("batch_size=two") == ["command line: batch_size: must be int >= 1, not 'two' (str)"]
     assert len(mistakes("dataset.0.split=3.5", "dataset.1.splt=x")) == 2
 
 
-def test_rules_across_settings(check: Check, mistakes: Mistakes) -> None:
+def test_rules_across_settings(check, mistakes):
     assert mistakes("optimizer_in_bwd=true") == ["c.yaml:53: clip_grad_norm: cannot be used with optimizer_in_bwd"]
     assert check("optimizer_in_bwd=true", "clip_grad_norm=null").optimizer_in_bwd
     assert mistakes("sampler.top_p=2") == ["c.yaml:40: sampler: top_p is a probability: at most 1"]
@@ -127,7 +127,7 @@ def test_rules_across_settings(check: Check, mistakes: Mistakes) -> None:
     ]
 
 
-def test_values_arrive_in_their_types(check: Check) -> None:
+def test_values_arrive_in_their_types(check):
     settings = check("clip_grad_norm=2", "output_dir=123", "debug_mode=1", "prompt.user=a=b: c", "dataset_val=null")
     assert settings.clip_grad_norm == 2.0
     assert isinstance(settings.clip_grad_norm, float)
@@ -142,11 +142,11 @@ def test_values_arrive_in_their_types(check: Check) -> None:
     assert settings.recipe == "typed_recipe"
 
 
-def test_defaults_are_seen_by_references(check: Check) -> None:
+def test_defaults_are_seen_by_references(check):
     assert check("~batch_size").batch_size_val == 2
 
 
-def test_a_retired_key_warns_once(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retired_key_warns_once(check, caplog):
     for _ in range(2):
         check("low_cpu_ram=true")
     assert [record.getMessage() for record in caplog.records] == [
@@ -154,9 +154,7 @@ def test_a_retired_key_warns_once(check: Check, caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_a_module_that_fails_to_import_says_why(
-    mistakes: Mistakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_fails_to_import_says_why(mistakes, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "needs_more.py").write_text("import package_that_is_not_there\n")
     (tmp_path / "is_broken.py").write_text("def f(:\n")
@@ -169,20 +167,20 @@ def test_a_module_that_fails_to_import_says_why(
     assert "module 'raises' failed to import with ZeroDivisionError: division by zero" in mistakes("model=raises.f")[0]
 
 
-def test_components_that_build_arguments(check: Check, mistakes: Mistakes) -> None:
+def test_components_that_build_arguments(check, mistakes):
     template = "{_component_: tests.torchtune.config.assets.parts.Template}"
     check(f"dataset.0.column_map={template}", f"metric_logger.group={template}")
     assert mistakes(f"model.width={template}") == ["command line: model.width: must be int, not a mapping"]
 
 
-def test_rules_bound_what_signatures_leave_open(mistakes: Mistakes, tmp_path: Path) -> None:
+def test_rules_bound_what_signatures_leave_open(mistakes, tmp_path):
     (tmp_path / "own_optimizer.py").write_text("def sgd(params, lr): ...\n")
     own = "optimizer={_component_: own_optimizer.sgd, lr: %s}"
     assert mistakes(own % "fast") == ["command line: optimizer.lr: must be float >= 0, not 'fast' (str)"]
     assert mistakes(own % "-1") == ["command line: optimizer.lr: must be >= 0, not -1.0"]
 
 
-def test_an_untyped_recipe(tmp_path: Path) -> None:
+def test_an_untyped_recipe(tmp_path):
     file = Path(__file__).parent / "assets/untyped.yaml"
     cfg = config.load_and_check(file, ["inference.max_steps=5"], untyped_recipe.recipe_main)
     assert cfg.output_dir == "/tmp/run/out"
@@ -212,9 +210,7 @@ def _main_of(folder: Path, text: str) -> Callable[..., object]:
     ],
 )
 @pytest.mark.parametrize("is_typed", [True, False])
-def test_a_key_without_effect(
-    is_typed: bool, line: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_without_effect(is_typed, line, warns, tmp_path, caplog):
     """A copied recipe with a loss of its own says that the one of the config is not used."""
     module, name = (typed_recipe, "typed") if is_typed else (untyped_recipe, "untyped")
     text = Path(module.__file__).read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
@@ -229,7 +225,7 @@ def test_a_key_without_effect(
     assert len(said) <= 1
 
 
-def test_a_recipe_that_shifts_labels_again(tmp_path: Path) -> None:
+def test_a_recipe_that_shifts_labels_again(tmp_path):
     line = "labels = torch.hstack((labels[..., 1:], self.ignore_labels_cache[: labels.shape[0]]))"
     text = (
         Path(untyped_recipe.__file__)
@@ -247,20 +243,20 @@ def test_a_recipe_that_shifts_labels_again(tmp_path: Path) -> None:
     config.load_and_check(config_path, [f"dataset._component_={PARTS}.Model"], _main_of(tmp_path, shifted))
 
 
-def test_components_alone(tmp_path: Path) -> None:
+def test_components_alone(tmp_path):
     (tmp_path / "c.yaml").write_text(f"anything: 1\no:\n  _component_: {PARTS}.Optimizer\n  lrr: 2\n")
     with pytest.raises(ConfigError) as caught:
         config.load_and_check(tmp_path / "c.yaml", [], None)
     assert [mistake.key for mistake in caught.value.errors] == ["o.lrr"]
 
 
-def test_validate_a_config_in_memory() -> None:
+def test_validate_a_config_in_memory():
     config.validate({"a": {"_component_": f"{PARTS}.Optimizer", "lr": 0.1}, "b": 3})
     with pytest.raises(ConfigError, match=r"a\.b\.0\.usr: .*Template takes no argument 'usr'; did you mean 'user'"):
         config.validate({"a": {"b": [{"_component_": f"{PARTS}.Template", "usr": 1}]}})
 
 
-def test_a_config_is_found_by_path_or_name() -> None:
+def test_a_config_is_found_by_path_or_name():
     with pytest.raises(ConfigError, match=r"no_such: is neither a file nor a shipped config: see 'tune ls'"):
         config.load_and_check("no_such", [], typed_recipe.recipe_main)
     with pytest.raises(ConfigError, match=r"no_such\.yaml: there is no such file"):
@@ -278,16 +274,16 @@ def test_a_config_is_found_by_path_or_name() -> None:
         ("size_batch", "batch_size"),
     ],
 )
-def test_the_nearest_name(name: str, found: str | None) -> None:
+def test_the_nearest_name(name, found):
     names = ["lr", "packed", "batch_size", "epochs", "weight_decay"]
     assert nearest(name, names) == found or (name == "size_batch" and nearest(name, names) is None)
 
 
-def test_markers_can_be_members_of_unions() -> None:
+def test_markers_can_be_members_of_unions():
     assert Annotated[Component, RuntimeArgs("x", rules={"lr": Range(min=0)})] | None
 
 
-def test_ranges() -> None:
+def test_ranges():
     assert str(Range(min=0, below=1)) == ">= 0 and < 1"
     assert Range(above=0, max=1).holds(1)
     assert not Range(above=0, max=1).holds(0)

@@ -1,6 +1,5 @@
 """Configs that attack: bombs, depths, odd numbers and tags are one sentence with file and line, at once."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,7 +89,7 @@ def attack(tmp_path: Path, text: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_hostile_file_is_one_sentence_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_file_is_one_sentence_at_once(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text, words = BOMBS[name]
     message = attack(tmp_path, text)
@@ -117,23 +116,23 @@ def test_a_hostile_file_is_one_sentence_at_once(name: str, tmp_path: Path, monke
         (["~"], "command line: ~: needs a key"),
     ],
 )
-def test_a_hostile_override_is_one_sentence_at_once(overrides: list[str], words: str, tmp_path: Path) -> None:
+def test_a_hostile_override_is_one_sentence_at_once(overrides, words, tmp_path):
     assert words in attack(tmp_path, "", *overrides)
 
 
-def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
+def test_files_of_other_systems_are_read(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_bytes("\ufeffa: ü\r\nb:\r\n  c: '${a}'\r\n".encode())
     assert dict(load_and_check(path)) == {"a": "ü", "b": {"c": "ü"}}
 
 
-def test_aliases_of_one_anchor_are_changed_apart(tmp_path: Path) -> None:
+def test_aliases_of_one_anchor_are_changed_apart(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("a: &x {lr: 1}\nb: *x\n")
     assert dict(load_and_check(path, ["b.lr=2"])) == {"a": {"lr": 1}, "b": {"lr": 2}}
 
 
-def test_references_in_any_order_and_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
     monkeypatch.setenv("SIZE", "3")
     path = tmp_path / "c.yaml"
     path.write_text(
@@ -149,7 +148,7 @@ def test_references_in_any_order_and_of_any_kind(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"a: \xff\n"), lambda path: path.mkdir()])
-def test_what_is_no_text_file(tmp_path: Path, write: Callable[[Path], object]) -> None:
+def test_what_is_no_text_file(tmp_path, write):
     write(tmp_path / "c.yaml")
     with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 3\)|there is no such file"):
         load_and_check(tmp_path / "c.yaml")

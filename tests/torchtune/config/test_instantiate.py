@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -34,7 +33,7 @@ def above_zero(value: float, text: str = "{}") -> dict[str, Any]:
     return json.loads(text)
 
 
-def test_a_value_that_a_component_refuses_is_a_mistake_of_the_config_and_no_other_error_is() -> None:
+def test_a_value_that_a_component_refuses_is_a_mistake_of_the_config_and_no_other_error_is():
     node = {"_component_": f"{__name__}.above_zero", "value": 0}
     for kind in (UserError, ValueError):
         with pytest.raises(kind, match=r"test_instantiate\.above_zero: value is 0: it must be above 0\.$"):
@@ -43,7 +42,7 @@ def test_a_value_that_a_component_refuses_is_a_mistake_of_the_config_and_no_othe
         instantiate({**node, "value": 1, "text": "{"})
 
 
-def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path: Path) -> None:
+def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path):
     """A copied recipe has a loss of its own, which not only the recipe builds."""
     (tmp_path / "config.yaml").write_text("loss: {_component_: local_component}")
 
@@ -54,12 +53,12 @@ def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path: Path) -> N
     assert instantiate({"_component_": "local_component", "value": 3}, caller_globals={}) == (3, {})
 
 
-def test_none_stays_none() -> None:
+def test_none_stays_none():
     assert instantiate(None, 1, x=2) is None
 
 
 @pytest.mark.parametrize("make", [dict, OmegaConf.create])
-def test_nested_components_lists_and_interpolation(make: Any) -> None:
+def test_nested_components_lists_and_interpolation(make):
     root = make({"size": 3, "model": {"_component_": f"{PARTS}.Model", "width": 4, "dropout": "${.width}"}})
     assert instantiate(root["model"]).dropout == 4
     node = {
@@ -73,12 +72,12 @@ def test_nested_components_lists_and_interpolation(make: Any) -> None:
     assert type(tokenizer.prompt_template) is list
 
 
-def test_interpolation_against_the_parent() -> None:
+def test_interpolation_against_the_parent():
     cfg = OmegaConf.create({"dir": "d", "tokenizer": {"_component_": f"{PARTS}.Tokenizer", "path": "${dir}/t"}})
     assert instantiate(cfg.tokenizer).path == "d/t"
 
 
-def test_arguments_are_passed_on_as_they_are() -> None:
+def test_arguments_are_passed_on_as_they_are():
     parameters = [torch.nn.Parameter(torch.ones(2))]
     optimizer = instantiate({"_component_": f"{PARTS}.Optimizer", "lr": 1.0}, parameters, lr=0.5)
     assert optimizer.params is parameters
@@ -89,7 +88,7 @@ def test_arguments_are_passed_on_as_they_are() -> None:
     assert isinstance(instantiate({"_component_": "torch.optim.AdamW", "lr": 1e-3}, generator), torch.optim.AdamW)
 
 
-def test_keywords_are_merged_over_the_config() -> None:
+def test_keywords_are_merged_over_the_config():
     node = {"_component_": "local_component", "value": {"a": 1, "b": {"c": 2}}}
     value, rest = instantiate(node, value={"b": {"d": 3}}, extra={"_component_": f"{PARTS}.Template", "user": "x"})
     assert value == {"a": 1, "b": {"c": 2, "d": 3}}
@@ -97,24 +96,24 @@ def test_keywords_are_merged_over_the_config() -> None:
     assert node["value"] == {"a": 1, "b": {"c": 2}}
 
 
-def test_positional_arguments_go_to_the_outermost_only() -> None:
+def test_positional_arguments_go_to_the_outermost_only():
     node = {"_component_": f"{PARTS}.Tokenizer", "prompt_template": {"_component_": f"{PARTS}.Template"}}
     tokenizer = instantiate(node, "path")
     assert (tokenizer.path, tokenizer.prompt_template.user) == ("path", "")
 
 
-def test_names_without_dots_come_from_the_caller() -> None:
+def test_names_without_dots_come_from_the_caller():
     assert instantiate({"_component_": "local_component", "value": 1}) == (1, {})
     assert instantiate({"_component_": "other"}, caller_globals={"other": dict}) == {}
     with pytest.raises(InstantiationError, match="there is no 'nowhere' in the recipe's file"):
         instantiate({"_component_": "nowhere"})
 
 
-def test_members_of_classes_can_be_named() -> None:
+def test_members_of_classes_can_be_named():
     assert instantiate({"_component_": "builtins.dict.fromkeys"}, ["a"]) == {"a": None}
 
 
-def test_what_cannot_be_instantiated() -> None:
+def test_what_cannot_be_instantiated():
     with pytest.raises(ValueError, match="takes a mapping with a _component_ key, not list"):
         instantiate([1])
     with pytest.raises(InstantiationError, match=r"needs a _component_ key: this node has \['a'\]"):
@@ -144,7 +143,7 @@ class Outer(Configurable):
         self.config, self.args, self.runtime = config, args, runtime
 
 
-def test_a_configurable_round_trips() -> None:
+def test_a_configurable_round_trips():
     data = {"inner": {"size": 3, "names": ["a"]}, "part": {"_component_": f"{PARTS}.Template"}, "rate": 1.0}
     built = Outer.Config.from_dict(data)
     assert built.inner == Inner(size=3, names=("a",))
@@ -154,7 +153,7 @@ def test_a_configurable_round_trips() -> None:
     assert built.build(1, vocabulary=2).runtime == {"vocabulary": 2}
 
 
-def test_a_configurable_is_a_component() -> None:
+def test_a_configurable_is_a_component():
     node = {"_component_": f"{__name__}.Outer", "inner": {"size": 2}}
     made = instantiate({**node, "_component_": "Outer"}, 7, vocabulary=5)
     assert isinstance(made, Outer)
@@ -162,7 +161,7 @@ def test_a_configurable_is_a_component() -> None:
     assert instantiate({"_component_": f"{PARTS}.Sampler"}, vocab_size=3).vocab_size == 3
 
 
-def test_mistakes_in_a_configurable_are_listed() -> None:
+def test_mistakes_in_a_configurable_are_listed():
     with pytest.raises(ConfigError) as caught:
         Outer.Config.from_dict({"inner": {"size": 0, "nams": []}, "rat": 1})
     assert [str(mistake) for mistake in caught.value.errors] == [
@@ -174,7 +173,7 @@ def test_mistakes_in_a_configurable_are_listed() -> None:
         parts.Sampler.Config.from_dict({"top_p": 3})
 
 
-def test_a_configurable_needs_a_dataclass() -> None:
+def test_a_configurable_needs_a_dataclass():
     with pytest.raises(TypeError, match=r"Bad\.Config must be a dataclass"):
 
         class Bad(Configurable):

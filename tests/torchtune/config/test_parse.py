@@ -23,16 +23,16 @@ def run(recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("form", [["--config", str(ASSETS / "typed.yaml")], [f"--config={ASSETS / 'typed.yaml'}"]])
-def test_a_recipe_runs(form: list[str]) -> None:
+def test_a_recipe_runs(form):
     done = run("typed_recipe.py", "batch_size=5", *form, "optimizer.lr=1e-4")
     assert (done.returncode, done.stdout, done.stderr) == (0, "batch_size=5 lr=0.0001\n", "")
 
 
-def test_what_the_recipe_returns_is_the_exit_code() -> None:
+def test_what_the_recipe_returns_is_the_exit_code():
     assert run("typed_recipe.py", "--config", str(ASSETS / "typed.yaml"), "epochs=33").returncode == 3
 
 
-def test_mistakes_are_printed_without_a_traceback() -> None:
+def test_mistakes_are_printed_without_a_traceback():
     done = run("typed_recipe.py", "--config", str(ASSETS / "typed.yaml"), "bach_size=5", "optimizer.lr=-1")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -43,13 +43,13 @@ def test_mistakes_are_printed_without_a_traceback() -> None:
     ]
 
 
-def test_no_config() -> None:
+def test_no_config():
     done = run("typed_recipe.py", "batch_size=5")
     assert done.returncode == 2
     assert "command line: --config: name a config: --config FILE_OR_NAME" in done.stderr
 
 
-def test_help() -> None:
+def test_help():
     done = run("typed_recipe.py", "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(
@@ -58,14 +58,12 @@ def test_help() -> None:
     assert "  seed: int or null >= 0 (default: null)" in done.stdout
 
 
-def test_an_untyped_recipe_runs() -> None:
+def test_an_untyped_recipe_runs():
     done = run("untyped_recipe.py", "--config", str(ASSETS / "untyped.yaml"), "model.width=9")
     assert (done.returncode, done.stdout) == (0, "width=9 steps=12\n")
 
 
-def test_errors_of_the_user_end_a_run_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_the_user_end_a_run_with_one_line(monkeypatch, capsys):
     @parse
     def recipe_main(cfg: typed_recipe.Settings) -> None:
         raise UserError("data.json: row 3 has no column 'input'.")
@@ -77,9 +75,7 @@ def test_errors_of_the_user_end_a_run_with_one_line(
     assert capsys.readouterr().err == "error: data.json: row 3 has no column 'input'.\n"
 
 
-def test_too_many_open_files_end_a_run_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_open_files_end_a_run_with_one_line(monkeypatch, capsys):
     @parse
     def recipe_main(cfg: typed_recipe.Settings) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,11 +92,11 @@ def test_too_many_open_files_end_a_run_with_one_line(
     assert "data.json cannot be opened: too many files are open" in capsys.readouterr().err
 
 
-def test_a_recipe_can_be_called_with_settings() -> None:
+def test_a_recipe_can_be_called_with_settings():
     assert parse(lambda cfg: cfg + 1)(3) == 4
 
 
-def test_importing_and_checking_load_no_torch() -> None:
+def test_importing_and_checking_load_no_torch():
     code = (
         "import sys; import torchtune.config as c; from torchtune.config import parse, instantiate, Component, validate;"
         f"from tests.torchtune.config.assets import typed_recipe as r; c.load_and_check('{ASSETS}/typed.yaml', [], r.recipe_main);"

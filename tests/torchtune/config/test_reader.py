@@ -2,22 +2,21 @@
 """YAML with positions, interpolation, overrides."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from torchtune.config import ConfigError
 from torchtune.config._interpolate import interpolate
-from torchtune.config._overrides import apply
-from torchtune.config._reader import Document, read, read_value
+from torchtune.config._overrides import apply_overrides
+from torchtune.config._reader import Document, read_document, read_value
 
 
 def parsed(tmp_path: Path, text: str, *overrides: str) -> Document:
     path = tmp_path / "c.yaml"
     path.write_text(text, encoding="utf-8")
-    document = read(path)
+    document = read_document(path)
     document.name = "c.yaml"
-    apply(document, overrides)
+    apply_overrides(document, overrides)
     interpolate(document, {})
     return document
 
@@ -54,25 +53,25 @@ def refusals(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("@x", "@x"),
     ],
 )
-def test_values_of_the_command_line_have_yaml_types(text: str, value: Any) -> None:
+def test_values_of_the_command_line_have_yaml_types(text, value):
     found = read_value(text)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_floats_and_dates_in_files(tmp_path: Path) -> None:
+def test_floats_and_dates_in_files(tmp_path):
     data = parsed(tmp_path, "a: 2e-5\nb: [1e5, 1.5, 3]\nc: 2024-01-31\nd: 'None'\ne: 1.2.3\n").data
     assert data == {"a": 2e-5, "b": [1e5, 1.5, 3], "c": "2024-01-31", "d": "None", "e": "1.2.3"}
 
 
-def test_every_key_has_its_line(tmp_path: Path) -> None:
+def test_every_key_has_its_line(tmp_path):
     document = parsed(tmp_path, "a: 1\nb:\n  c:\n  - x\n  - d: 2\n", "b.c.1.d=3")
     assert document.place(("b", "c", 0)).line == 4
     assert document.place(("b", "c", 1, "d")).text == "command line"
     assert document.place(("b", "c", 1, "nothing")).line == 5
 
 
-def test_duplicate_keys_are_refused_at_any_depth(tmp_path: Path) -> None:
+def test_duplicate_keys_are_refused_at_any_depth(tmp_path):
     assert refusals(tmp_path, "a: 1\nb:\n  c: 1\n  c: 2\na: 3\n") == [
         "c.yaml:4: b.c: is given twice, first in line 3: remove one",
         "c.yaml:5: a: is given twice, first in line 1: remove one",
@@ -89,31 +88,31 @@ def test_duplicate_keys_are_refused_at_any_depth(tmp_path: Path) -> None:
         ("a: 1\n---\nb: 2\n", 2, "expected a single document"),
     ],
 )
-def test_syntax_errors_are_one_sentence_with_the_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_syntax_errors_are_one_sentence_with_the_line(tmp_path, text, line, words):
     (message,) = refusals(tmp_path, text)
     assert message.startswith(f"c.yaml:{line}: ")
     assert words in message
     assert "\n" not in message
 
 
-def test_files_that_hold_no_settings(tmp_path: Path) -> None:
+def test_files_that_hold_no_settings(tmp_path):
     assert parsed(tmp_path, "# nothing\n").data == {}
     assert "must hold settings" in refusals(tmp_path, "- a\n- b\n")[0]
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        read(tmp_path / "latin.yaml")
+        read_document(tmp_path / "latin.yaml")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read(tmp_path / "none.yaml")
+        read_document(tmp_path / "none.yaml")
 
 
-def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+def test_anchors_and_merge_keys(tmp_path):
     data = parsed(tmp_path, "a: &x {lr: 1, wd: 2}\nb:\n  <<: *x\n  lr: 3\nc: *x\n").data
     assert data["b"] == {"lr": 3, "wd": 2}
     assert data["c"] == {"lr": 1, "wd": 2}
     assert "contains itself" in refusals(tmp_path, "a: &x [*x]\n")[0]
 
 
-def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNE_TEST", "here")
     text = "a: x\nb: {c: '${a}/y', d: '${.c}/z', e: 3}\nf: ${b.e}\ng: ${oc.env:TUNE_TEST}\nh: [1, '${b}']\ni: \\${a}\n"
     data = parsed(tmp_path, text).data
@@ -124,7 +123,7 @@ def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["i"] == "${a}"
 
 
-def test_interpolation_errors_are_named(tmp_path: Path) -> None:
+def test_interpolation_errors_are_named(tmp_path):
     found = refusals(tmp_path, "output_dir: x\na: ${output_dri}/logs\nb: {c: '${a'}\nd: ${d}\ne: ${oc.env:NO_SUCH}\n")
     assert (
         found[0]
@@ -135,12 +134,12 @@ def test_interpolation_errors_are_named(tmp_path: Path) -> None:
     assert "NO_SUCH" in found[3]
 
 
-def test_interpolations_see_overrides(tmp_path: Path) -> None:
+def test_interpolations_see_overrides(tmp_path):
     assert parsed(tmp_path, "a: 1\nb: ${a}\n", "a=5").data["b"] == 5
     assert parsed(tmp_path, "a: 1\n", "b=${a}", "c=run_${a}").data == {"a": 1, "b": 1, "c": "run_1"}
 
 
-def test_overrides(tmp_path: Path) -> None:
+def test_overrides(tmp_path):
     text = "model: {_component_: a.b, n: 1}\nrows: [{x: 1}, {x: 2}]\nempty: null\none: {two: {three: 3}}\n"
     data = parsed(
         tmp_path,
@@ -183,5 +182,5 @@ def test_overrides(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_overrides_that_cannot_be_applied(tmp_path: Path, token: str, message: str) -> None:
+def test_overrides_that_cannot_be_applied(tmp_path, token, message):
     assert refusals(tmp_path, "epochs: 3\nrows: [1, 2]\nm: {_component_: a.b}\n", token) == [message]

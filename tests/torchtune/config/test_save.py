@@ -20,7 +20,7 @@ Check = Callable[..., typed_recipe.Settings]
 
 
 @pytest.mark.parametrize("name", ["typed.yaml", "torch_parts.yaml"])
-def test_the_saved_config_gives_the_same_settings(name: str, tmp_path: Path) -> None:
+def test_the_saved_config_gives_the_same_settings(name, tmp_path):
     settings = load_and_check(ASSETS / name, ["prompt.user=a: 1e5 # b"], typed_recipe.recipe_main)
     save_config(settings, tmp_path / "saved.yaml")
     again = load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main)
@@ -30,7 +30,7 @@ def test_the_saved_config_gives_the_same_settings(name: str, tmp_path: Path) -> 
     assert (tmp_path / "saved.yaml").read_text() == (tmp_path / "twice.yaml").read_text()
 
 
-def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(tmp_path: Path) -> None:
+def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(tmp_path):
     main = load_recipe("quantize", tmp_path).recipe_main
     first, rest = (RECIPES / "configs" / "quantization.yaml").read_text().split("\n", 1)
     assert first == "recipe: quantize"
@@ -59,21 +59,21 @@ def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(
         "",
     ],
 )
-def test_texts_survive(text: str, check: Check, tmp_path: Path) -> None:
+def test_texts_survive(text, check, tmp_path):
     settings = check()
     settings.prompt = {"user": text}
     save_config(settings, tmp_path / "saved.yaml")
     assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).prompt == {"user": text}
 
 
-def test_values_changed_after_checking_are_saved(check: Check, tmp_path: Path) -> None:
+def test_values_changed_after_checking_are_saved(check, tmp_path):
     settings = check("seed=null")
     settings.seed = 11
     save_config(settings, tmp_path / "saved.yaml")
     assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).seed == 11
 
 
-def test_secrets_are_not_written(check: Check, tmp_path: Path) -> None:
+def test_secrets_are_not_written(check, tmp_path):
     settings = check("hub_token=hf_abc", "dataset.0.name=x")
     save_config(settings, tmp_path / "saved.yaml")
     text = (tmp_path / "saved.yaml").read_text()
@@ -90,16 +90,16 @@ def test_secrets_are_not_written(check: Check, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["token", "hf_token", "HF_TOKEN", "wandb_api_key", "apikey", "db_password", "client_secret", "auth_token"])  # fmt: skip
-def test_names_of_secrets(key: str) -> None:
+def test_names_of_secrets(key):
     assert is_secret(key)
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "max_new_tokens", "eos_token", "pad_token_id", "num_tokens", "special_tokens_path"])  # fmt: skip
-def test_names_of_no_secrets(key: str) -> None:
+def test_names_of_no_secrets(key):
     assert not is_secret(key)
 
 
-def test_log_config(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_config(check, caplog):
     with caplog.at_level(logging.INFO, logger="torchtune"):
         log_config("typed_recipe", check("hub_token=hf_abc"))
     (message,) = [record.getMessage() for record in caplog.records]
@@ -110,7 +110,7 @@ def test_log_config(check: Check, caplog: pytest.LogCaptureFixture) -> None:
     assert keys == sorted(keys)
 
 
-def test_help_text() -> None:
+def test_help_text():
     lines = describe_settings(typed_recipe.Settings).splitlines()
     assert lines[0] == "Settings of the typed fixture."
     assert lines[2:4] == ["  output_dir: str (required)", "      Where everything is written, the resolved config too."]
@@ -122,5 +122,5 @@ def test_help_text() -> None:
     assert "declares no settings" in describe_settings(config.settings_of(lambda cfg: None))
 
 
-def test_settings_of() -> None:
+def test_settings_of():
     assert settings_of(typed_recipe.recipe_main) is typed_recipe.Settings

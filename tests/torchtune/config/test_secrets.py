@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.torchtune.config.assets import typed_recipe
 from torchtune.config import load_and_check, log_config, save_config
-from torchtune.config._secrets import REDACTED, hide, is_secret, redact_shapes
+from torchtune.config._secrets import REDACTED, is_secret, redact_secrets, redact_tokens
 
 Check = Callable[..., typed_recipe.Settings]
 VALUE = "s3cr3t \"value\" of '97\\' bytes"
@@ -25,7 +25,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_value_of_the_environment_is_saved_as_it_was_written(check: Check, tmp_path: Path, caplog) -> None:
+def test_a_value_of_the_environment_is_saved_as_it_was_written(check, tmp_path, caplog):
     overrides = (
         "prompt={direct: '${oc.env:MY_VALUE}', by_reference: '${prompt.direct}', part: 'a-${prompt.by_reference}'}"
     )
@@ -53,7 +53,7 @@ def test_a_value_of_the_environment_is_saved_as_it_was_written(check: Check, tmp
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_section_that_holds_one_is_saved_as_it_was_written(tmp_path: Path) -> None:
+def test_a_section_that_holds_one_is_saved_as_it_was_written(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(
         "a: {key: '${oc.env:MY_VALUE}', n: [1, '${oc.env:MY_VALUE}']}\nb: ${a}\nc: '${b.n[1]}'\nd: \\${x}\n"
@@ -73,7 +73,7 @@ def test_a_section_that_holds_one_is_saved_as_it_was_written(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("environment")
-def test_errors_quote_no_value_of_the_environment(mistakes: Callable[..., list[str]], monkeypatch) -> None:
+def test_errors_quote_no_value_of_the_environment(mistakes, monkeypatch):
     monkeypatch.setenv("SHORT", "x7")
     monkeypatch.setenv("LONG", " ".join(["s3cr3t"] * 40))
     found = mistakes(
@@ -90,7 +90,7 @@ def test_errors_quote_no_value_of_the_environment(mistakes: Callable[..., list[s
     assert any("batch_size: must be int >= 1, not ${oc.env:MY_VALUE} (str)" in message for message in found)
 
 
-def test_errors_quote_no_secret_that_was_typed(mistakes: Callable[..., list[str]]) -> None:
+def test_errors_quote_no_secret_that_was_typed(mistakes):
     token = "hf_" + "aB3" * 8
     found = mistakes(f"batch_size={token}", f"hub_token=[{token}", "hub_token={api_key: hunter2", f"{token}=1", "hub_token=[hunter2]")  # fmt: skip
     assert len(found) >= 3
@@ -111,12 +111,12 @@ INNOCENT = [
 
 
 @pytest.mark.parametrize("key", SECRETS)
-def test_names_of_secrets(key: str) -> None:
+def test_names_of_secrets(key):
     assert is_secret(key, "x")
 
 
 @pytest.mark.parametrize("key", INNOCENT)
-def test_innocent_names(key: str) -> None:
+def test_innocent_names(key):
     assert not is_secret(key, "x")
     assert not is_secret(key, 3)
 
@@ -142,8 +142,8 @@ def test_innocent_names(key: str) -> None:
         ("s3://b/k?X-Amz-Signature=0123abcd", "s3://b/k?X-Amz-Signature=|"),
     ],
 )
-def test_shapes_of_secrets(text: str, left: str) -> None:
-    assert redact_shapes(text) == left.replace("|", REDACTED)
+def test_shapes_of_secrets(text, left):
+    assert redact_tokens(text) == left.replace("|", REDACTED)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_shapes_of_secrets(text: str, left: str) -> None:
         "https://git@example.org/x", "basic training", "<|start_header_id|>user",
     ],
 )  # fmt: skip
-def test_innocent_texts(text: str) -> None:
-    assert redact_shapes(text) == text
+def test_innocent_texts(text):
+    assert redact_tokens(text) == text
 
 
-def test_secrets_in_lists_and_below_their_name(tmp_path: Path) -> None:
+def test_secrets_in_lists_and_below_their_name(tmp_path):
     token = "hf_" + "aB3" * 8
     cfg = OmegaConf.create(
         {
@@ -181,20 +181,20 @@ def test_secrets_in_lists_and_below_their_name(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_saved_configs_are_their_owners(check: Check, tmp_path: Path) -> None:
+def test_saved_configs_are_their_owners(check, tmp_path):
     save_config(check(), tmp_path / "saved.yaml")
     assert stat.S_IMODE((tmp_path / "saved.yaml").stat().st_mode) == 0o600
 
 
-def test_nothing_of_a_shipped_config_is_taken_for_a_secret() -> None:
+def test_nothing_of_a_shipped_config_is_taken_for_a_secret():
     root = Path(__file__).parents[3] / "recipes" / "configs"
     for path in sorted(root.rglob("*.yaml")):
         text = path.read_text()
-        assert redact_shapes(text) == text
+        assert redact_tokens(text) == text
         for line in text.splitlines():
             key, colon, value = line.strip().lstrip("- ").partition(":")
             assert not (colon and value.strip() and is_secret(key, value)), line
 
 
-def test_messages_of_the_command_line() -> None:
-    assert hide("no access with hf_" + "aB3" * 8) == f"no access with {REDACTED}"
+def test_messages_of_the_command_line():
+    assert redact_secrets("no access with hf_" + "aB3" * 8) == f"no access with {REDACTED}"

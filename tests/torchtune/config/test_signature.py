@@ -127,7 +127,7 @@ class BelowAProtocol(Face):
         (parts.alpaca_like, {"tokenizer", "source", "column_map", "packed", "split", "filter_fn", "name", "streaming"}, {"tokenizer"}),
     ],
 )  # fmt: skip
-def test_names(target: Any, names: set[str], required: set[str]) -> None:
+def test_names(target, names, required):
     found = accepts(target)
     assert not found.open
     assert set(found.named) == names
@@ -135,17 +135,17 @@ def test_names(target: Any, names: set[str], required: set[str]) -> None:
 
 
 @pytest.mark.parametrize("target", [passes_as_a_whole, to_a_variable, needs_what_is_not_there, dict])
-def test_what_cannot_be_followed_stays_open(target: Any) -> None:
+def test_what_cannot_be_followed_stays_open(target):
     assert accepts(target).open
 
 
-def test_a_callee_that_is_imported_inside() -> None:
+def test_a_callee_that_is_imported_inside():
     found = accepts(imports_inside)
     assert {"lr", "momentum", "nesterov"} <= set(found.named)
     assert "params" not in found.named
 
 
-def test_readers_of_files_are_known_behind_load_dataset() -> None:
+def test_readers_of_files_are_known_behind_load_dataset():
     found = accepts(loads)
     assert not found.open
     assert {"data_files", "split", "field", "delimiter", "sep", "columns", "sample_by", "keep_linebreaks"} <= set(
@@ -155,18 +155,18 @@ def test_readers_of_files_are_known_behind_load_dataset() -> None:
     assert "packed" not in found.named
 
 
-def test_the_datasets_package_is_asked_for_names_that_are_not_known_alone() -> None:
+def test_the_datasets_package_is_asked_for_names_that_are_not_known_alone():
     few = accepts(loads, ["split", "data_files"])
     assert few.partial
     assert few.named.keys() < accepts(loads).named.keys()
     assert accepts(loads, ["split", "delimiter"]).named.keys() == accepts(loads).named.keys()
 
 
-def test_positional_arguments_pass_through_a_wrapper() -> None:
+def test_positional_arguments_pass_through_a_wrapper():
     assert accepts(wrapped(leaf)).order == ["a", "b"]
 
 
-def test_torch_optimizers() -> None:
+def test_torch_optimizers():
     found = accepts(torch.optim.AdamW)
     assert found.order[0] == "params"
     assert not found.open

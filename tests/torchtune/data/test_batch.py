@@ -1,6 +1,5 @@
 """One batch: tokens, and what belongs to a token or to a document."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def document_states(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
     return list(hidden.split(list(batch.documents.lengths)))
 
 
-def test_code_for_dicts_takes_a_batch() -> None:
+def test_code_for_dicts_takes_a_batch():
     batch = collate_documents([ONE, TWO])
     assert isinstance(batch, Batch)
     assert (
@@ -72,7 +71,7 @@ def test_code_for_dicts_takes_a_batch() -> None:
         batch.pop("labels")
 
 
-def test_a_dict_becomes_a_batch() -> None:
+def test_a_dict_becomes_a_batch():
     weights, states = torch.ones(2, 3), torch.ones(2, 3, 5)
     found = padded_collate_sft([ONE, TWO]) | {"weights": weights, "states": states, "mask": torch.ones(2, 3, 3) > 0}
     batch = Batch.from_dict(found)
@@ -93,12 +92,12 @@ def test_a_dict_becomes_a_batch() -> None:
         ({"documents": Documents.from_lengths([5])}, "6 tokens has documents that cover 5"),
     ],
 )
-def test_what_is_neither_per_token_nor_known_is_refused(entry: dict[str, Any], message: str) -> None:
+def test_what_is_neither_per_token_nor_known_is_refused(entry, message):
     with pytest.raises(DataError, match=message):
         Batch.from_dict(padded_collate_sft([ONE, TWO]) | entry)
 
 
-def test_extras_fit_the_batch() -> None:
+def test_extras_fit_the_batch():
     batch = padded_collate_sft([ONE, TWO])
     with pytest.raises(DataError, match="2 documents has 3 values of 'reward'"):
         Batch(**batch, per_document={"reward": torch.ones(3)})
@@ -109,7 +108,7 @@ def test_extras_fit_the_batch() -> None:
 
 
 @pytest.mark.parametrize("collate", [collate_documents, lambda packs: Batch.from_dict(padded_collate_packed(packs))])
-def test_padding_to_a_multiple_changes_no_document(collate: Callable[..., Batch], model: torch.nn.Module) -> None:
+def test_padding_to_a_multiple_changes_no_document(collate, model):
     batch = collate([[ONE, TWO], [THREE, TWO]])
     before = document_states(model, batch)
     padded = batch.pad_to_multiple(16)
@@ -122,7 +121,7 @@ def test_padding_to_a_multiple_changes_no_document(collate: Callable[..., Batch]
     assert Batch.from_dict(padded_collate_sft([ONE, TWO])).pad_to_multiple(4).input_pos.tolist() == [[0, 1, 2, 0]] * 2
 
 
-def test_a_split_batch_is_the_batch_in_parts() -> None:
+def test_a_split_batch_is_the_batch_in_parts():
     whole = collate_documents([ONE, TWO, THREE])
     whole = Batch(**whole, per_token={"state": torch.randn(1, 6, 2)}, per_document={"reward": torch.randn(3)})
     whole = whole.pad_to_multiple(4)
@@ -138,7 +137,7 @@ def test_a_split_batch_is_the_batch_in_parts() -> None:
         parts[0].split(0, 2)
 
 
-def test_images_are_not_split() -> None:
+def test_images_are_not_split():
     batch = Batch.from_dict(padded_collate_sft([ONE]) | {"encoder_input": {"images": torch.ones(1, 3)}})
     assert batch.to("meta").inputs["encoder_input"]["images"].device.type == "meta"
     for change in (lambda: batch.pad_to_multiple(2), lambda: batch.split(0, 3)):
@@ -155,7 +154,7 @@ def sums_by_loop(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_sums_per_document(dtype: torch.dtype) -> None:
+def test_sums_per_document(dtype):
     lengths = (3, 1, 7, 2, 40)
     tokens = torch.zeros(1, sum(lengths), dtype=torch.int64)
     batch = Batch(tokens, documents=Documents.from_lengths(lengths)).pad_to_multiple(4)
@@ -168,20 +167,20 @@ def test_sums_per_document(dtype: torch.dtype) -> None:
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_are_documents_where_none_are_given() -> None:
+def test_rows_are_documents_where_none_are_given():
     batch = Batch.from_dict(padded_collate_sft([ONE, TWO]))
     assert batch.sum_per_document(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [6, 15]
     with pytest.raises(DataError, match=r"\(2, 4\) are not per token, the tokens are \(2, 3\)"):
         batch.sum_per_document(torch.ones(2, 4))
 
 
-def test_sums_have_gradients() -> None:
+def test_sums_have_gradients():
     batch = collate_documents([ONE, TWO, THREE])
     values = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: batch.sum_per_document(x) ** 2, (values,))
 
 
-def test_sums_and_pairs_read_nothing_from_the_device() -> None:
+def test_sums_and_pairs_read_nothing_from_the_device():
     """Fake tensors have no values: reading one on the host raises."""
     with FakeTensorMode():
         batch = collate_preference(PAIRS).pad_to_multiple(8)
@@ -193,7 +192,7 @@ def test_sums_and_pairs_read_nothing_from_the_device() -> None:
             batch.num_labels  # noqa: B018 - recipes count before the batch moves
 
 
-def test_preference_pairs_without_padding() -> None:
+def test_preference_pairs_without_padding():
     batch = collate_preference(PAIRS)
     assert batch.documents.lengths == (4, 2, 3, 5)
     assert batch.tokens.shape == (1, 14)
@@ -220,7 +219,7 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tenso
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
-def test_preference_loss_equals_that_of_padded_pairs(model: torch.nn.Module) -> None:
+def test_preference_loss_equals_that_of_padded_pairs(model):
     rows = [
         {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
         for side in ("chosen", "rejected")
@@ -238,7 +237,7 @@ def test_preference_loss_equals_that_of_padded_pairs(model: torch.nn.Module) -> 
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-5)
 
 
-def test_rollouts_carry_advantages_and_old_log_probs(model: torch.nn.Module) -> None:
+def test_rollouts_carry_advantages_and_old_log_probs(model):
     """A clipped policy loss over a padding-free batch of answers equals a loop over the answers."""
     answers = [ONE, TWO, THREE]
     old = [torch.randn(len(answer["tokens"])).double() for answer in answers]
@@ -264,7 +263,7 @@ def test_rollouts_carry_advantages_and_old_log_probs(model: torch.nn.Module) -> 
     assert torch.equal(torch.cat(halves, dim=1), batch.per_token["advantages"])
 
 
-def test_only_cuda_takes_pinned_memory() -> None:
+def test_only_cuda_takes_pinned_memory():
     batch = collate_preference(PAIRS)
     moved = batch.to("meta", non_blocking=True)
     assert moved.per_document["pair"].device.type == moved.documents.cu_seqlens.device.type == "meta"

@@ -26,7 +26,7 @@ TWO = {"tokens": [4], "labels": [5]}
 THREE = {"tokens": torch.tensor([6, 7]), "labels": torch.tensor([7, -100])}
 
 
-def test_documents_lie_one_after_another() -> None:
+def test_documents_lie_one_after_another():
     batch = collate_documents([ONE, [TWO, THREE]])
     assert batch.keys() == {"tokens", "labels", "input_pos", "documents"}
     assert batch["tokens"].tolist() == [[1, 2, 3, 4, 6, 7]]
@@ -37,14 +37,14 @@ def test_documents_lie_one_after_another() -> None:
     assert batch["tokens"].dtype == batch["labels"].dtype == batch["input_pos"].dtype == torch.int64
 
 
-def test_documents_take_text_only() -> None:
+def test_documents_take_text_only():
     with pytest.raises(DataError, match="encoder_input"):
         collate_documents([{**ONE, "encoder_input": {}}])
     with pytest.raises(DataError, match="3 tokens but 2 labels"):
         collate_documents([{"tokens": [1, 2, 3], "labels": [1, 2]}])
 
 
-def test_padding_of_examples() -> None:
+def test_padding_of_examples():
     batch = padded_collate_sft([ONE, TWO], padding_idx=9)
     assert batch["tokens"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, -100], [5, -100, -100]]
@@ -52,7 +52,7 @@ def test_padding_of_examples() -> None:
 
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8)])
-def test_no_extra_multiple_for_aligned_rows(multiple: int, length: int) -> None:
+def test_no_extra_multiple_for_aligned_rows(multiple, length):
     assert padded_collate_sft([ONE, TWO], pad_to_multiple_of=multiple)["tokens"].shape == (2, length)
     pair = {
         "chosen_input_ids": [1, 2, 3],
@@ -63,13 +63,13 @@ def test_no_extra_multiple_for_aligned_rows(multiple: int, length: int) -> None:
     assert padded_collate_dpo([pair], pad_to_multiple_of=multiple)[0].shape == (2, length)
 
 
-def test_context_parallelism_adds_positions() -> None:
+def test_context_parallelism_adds_positions():
     batch = padded_collate_sft([ONE, TWO], cp_degree=2)
     assert batch["tokens"].shape == (2, 4)
     assert batch["input_pos"].tolist() == [[0, 1, 2, 3]]
 
 
-def test_nested_inputs_keep_all_their_keys() -> None:
+def test_nested_inputs_keep_all_their_keys():
     examples = [{**ONE, "encoder_input": {"images": torch.ones(2, 3), "sizes": torch.ones(2, 1)}}] * 2
     stacked = padded_collate_sft(examples, stack_on_new_dim=True)["encoder_input"]
     assert {key: tuple(value.shape) for key, value in stacked.items()} == {"images": (2, 2, 3), "sizes": (2, 2, 1)}
@@ -77,7 +77,7 @@ def test_nested_inputs_keep_all_their_keys() -> None:
     assert {key: tuple(value.shape) for key, value in joined.items()} == {"images": (4, 3), "sizes": (4, 1)}
 
 
-def test_packs_as_rows() -> None:
+def test_packs_as_rows():
     batch = padded_collate_packed([[ONE, TWO], [THREE]], padding_idx=9)
     assert batch["tokens"].tolist() == [[1, 2, 3, 4], [6, 7, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, -100, 5], [7, -100, -100, -100]]
@@ -86,7 +86,7 @@ def test_packs_as_rows() -> None:
     assert padded_collate_sft([[ONE, TWO], [THREE]])["documents"].lengths == (3, 1, 2, 2)
 
 
-def test_pairs() -> None:
+def test_pairs():
     pair = {
         "chosen_input_ids": [1, 2, 3],
         "chosen_labels": [2, 3, -100],
@@ -104,13 +104,13 @@ def test_pairs() -> None:
         padded_collate_dpo([{**pair, "rejected_labels": [5, 7]}])
 
 
-def test_padding_on_the_left() -> None:
+def test_padding_on_the_left():
     rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
     assert left_pad_sequence(rows, batch_first=True, padding_value=9).tolist() == [[1, 2, 3], [9, 9, 4]]
     assert left_pad_sequence(rows).shape == (3, 2)
 
 
-def test_padding_of_chosen_keys() -> None:
+def test_padding_of_chosen_keys():
     examples = [{"tokens": [1, 2], "labels": [3], "answer": 5}, {"tokens": [4], "labels": [6, 7, 8], "answer": 6}]
     batch = padded_collate(
         examples, pad_direction="left", keys_to_pad=["tokens", "labels"], padding_idx={"tokens": 0, "labels": -100}
@@ -126,7 +126,7 @@ def test_padding_of_chosen_keys() -> None:
         padded_collate(examples, pad_direction="left", keys_to_pad=["tokens"], padding_idx={"labels": 0})
 
 
-def test_truncation() -> None:
+def test_truncation():
     assert truncate([1, 2, 3, 4], 3) == [1, 2, 3]
     assert truncate([1, 2, 3, 4], 3, eos_id=9) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], 3, eos_id=9, truncation_type="left") == [2, 3, 9]
@@ -163,7 +163,7 @@ def loader_of(rows: list[dict[str, Any]]) -> BatchLoader:
 
 
 @pytest.mark.parametrize("name", COLLATES)
-def test_labels_at_their_own_position_are_refused_where_rows_enter(name: str) -> None:
+def test_labels_at_their_own_position_are_refused_where_rows_enter(name):
     """The convention of transformers, which shifts labels in the model."""
     prompt, ids = [4, 5, 6], [[4, 5, 6, 7, 8, 2], [4, 5, 6, 9, 9, 2]]
     for masked in (0, 3):

@@ -15,7 +15,7 @@ from torchtune.data import (
     ShareGPTToMessages,
 )
 from torchtune.datasets import LabelledAnswerToMessages
-from torchtune.datasets._facts import FileFacts, _look
+from torchtune.datasets._file_report import FileFacts, _look
 
 USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -53,7 +53,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_is_read_or_refused(case: str) -> None:
+def test_a_row_is_read_or_refused(case):
     row, transform = CASES[case]
     found = refused = 0
     for *way, last in places(row):

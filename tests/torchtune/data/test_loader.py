@@ -20,18 +20,18 @@ def flat(steps: Any) -> list[int]:
     return [example for step in steps for batch in step for example in batch]
 
 
-def test_an_epoch_holds_every_example_once() -> None:
+def test_an_epoch_holds_every_example_once():
     steps = list(loader())
     assert [[len(batch) for batch in step] for step in steps] == [[2, 2]] * 5 + [[2, 1]]
     assert sorted(flat(steps)) == list(range(23))
     assert flat(steps) != list(range(23))
 
 
-def test_without_shuffling_the_order_is_that_of_the_data() -> None:
+def test_without_shuffling_the_order_is_that_of_the_data():
     assert flat(loader(shuffle=False)) == list(range(23))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own():
     one = loader()
     first, second = flat(one), flat(one)
     assert one.epoch == 2
@@ -40,13 +40,13 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert first != flat(loader(seed=6))
 
 
-def test_order_is_pinned() -> None:
+def test_order_is_pinned():
     """A resumed run must find the order of the run that was killed, on any version of any package."""
     assert flat(loader(8)) == [2, 7, 5, 0, 4, 3, 6, 1]
     assert flat(loader(8, seed=2**40 + 1)) == [1, 5, 0, 3, 4, 7, 6, 2]
 
 
-def test_length_counts_optimizer_steps() -> None:
+def test_length_counts_optimizer_steps():
     assert len(loader()) == 6
     assert len(loader(24)) == 6
     assert len(loader(25)) == 7
@@ -56,7 +56,7 @@ def test_length_counts_optimizer_steps() -> None:
 
 
 @pytest.mark.parametrize("steps", range(14))
-def test_resume_at_any_point(steps: int) -> None:
+def test_resume_at_any_point(steps):
     """After any number of steps a new loader with the state yields what the first one still yields."""
 
     def rest(of: BatchLoader, epochs: int) -> list[Any]:
@@ -77,7 +77,7 @@ def test_resume_at_any_point(steps: int) -> None:
     assert rest(second, 4) == rest(first, 4)
 
 
-def test_the_position_moves_before_a_step_is_yielded() -> None:
+def test_the_position_moves_before_a_step_is_yielded():
     one = loader()
     for i, _ in enumerate(one, start=1):
         assert one.state_dict()["step"] == i
@@ -89,7 +89,7 @@ def test_the_position_moves_before_a_step_is_yielded() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("size", [23, 24, 25, 31, 33])
-def test_ranks_share_the_steps_of_one(world_size: int, size: int) -> None:
+def test_ranks_share_the_steps_of_one(world_size, size):
     data = [{"tokens": [i], "labels": [i]} for i in range(size)]
 
     def steps(accumulation_steps: int, world_size: int, rank: int) -> list[Any]:
@@ -108,7 +108,7 @@ def test_ranks_share_the_steps_of_one(world_size: int, size: int) -> None:
         assert sorted(label for part in parts for label in labelled(part)) == labelled(step)
 
 
-def test_the_smallest_batch_is_known_before_it_comes() -> None:
+def test_the_smallest_batch_is_known_before_it_comes():
     for rows, size, ranks, steps in itertools.product((1, 5, 12, 13), (1, 3, 4), (1, 2, 3), (1, 2)):
         loaders = [
             BatchLoader(
@@ -127,7 +127,7 @@ def test_the_smallest_batch_is_known_before_it_comes() -> None:
         assert loaders[0].smallest_batch == found, (rows, size, ranks, steps)
 
 
-def test_a_rank_without_examples_gets_one_without_labels() -> None:
+def test_a_rank_without_examples_gets_one_without_labels():
     data = [{"tokens": [i, i], "labels": [i, -100]} for i in range(5)]
     settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": False, "seed": 0, "world_size": 2}
     last = [list(BatchLoader(data, rank=rank, **settings))[-1] for rank in range(2)]
@@ -148,13 +148,13 @@ def test_a_rank_without_examples_gets_one_without_labels() -> None:
         ({"shuffle": False}, "shuffle was True, now False"),
     ],
 )
-def test_a_position_that_means_something_else_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_position_that_means_something_else_is_refused(change, words):
     state = loader().state_dict()
     with pytest.raises(DataError, match=words):
         loader(**change).load_state_dict(state)
 
 
-def test_changed_content_is_refused() -> None:
+def test_changed_content_is_refused():
     class Data(list):
         fingerprint = 1
 
@@ -165,7 +165,7 @@ def test_changed_content_is_refused() -> None:
         BatchLoader(Data([1, 2]), **settings).load_state_dict(state)
 
 
-def test_the_same_steps_may_be_split_among_other_ranks() -> None:
+def test_the_same_steps_may_be_split_among_other_ranks():
     one = loader(batch_size=2, accumulation_steps=2)
     next(iter(one))
     other = loader(batch_size=1, accumulation_steps=2, world_size=2, rank=0)
@@ -182,12 +182,12 @@ def test_the_same_steps_may_be_split_among_other_ranks() -> None:
         ({"rank": 2, "world_size": 2}, "rank 2"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], words: str) -> None:
+def test_bad_settings(settings, words):
     with pytest.raises(DataError, match=words):
         loader(**settings)
 
 
-def test_seeking_is_immediate() -> None:
+def test_seeking_is_immediate():
     read: list[int] = []
 
     class Data:
@@ -215,7 +215,7 @@ class Noisy:
         return {"tokens": drawn, "labels": drawn}
 
 
-def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_random() -> None:
+def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_random():
     def make() -> BatchLoader:
         return BatchLoader(Noisy(), batch_size=2, collate_fn=lambda rows: rows, shuffle=True, seed=3)
 

@@ -1,7 +1,5 @@
 """Messages, masks, prompt templates and rows to messages."""
 
-from typing import Any
-
 import pytest
 
 from torchtune.data import (
@@ -29,7 +27,7 @@ def roles(messages: list[Message]) -> list[tuple[str, str, bool]]:
     return [(message.role, message.text_content, message.masked) for message in messages]
 
 
-def test_message() -> None:
+def test_message():
     message = Message(
         "user", [{"type": "text", "content": "a"}, {"type": "image", "content": 1}, {"type": "text", "content": "b"}]
     )
@@ -52,13 +50,13 @@ def test_message() -> None:
         ("train_on_last", [True, True, True, True, False, True]),
     ],
 )
-def test_masking(strategy: Any, masked: list[bool]) -> None:
+def test_masking(strategy, masked):
     messages = [Message(role, "a") for role in ("system", "user", "assistant", "user", "assistant", "user")]
     mask_messages(messages, strategy)
     assert [message.masked for message in messages] == masked
 
 
-def test_media_are_never_trained_on() -> None:
+def test_media_are_never_trained_on():
     messages = [Message("user", [{"type": "image", "content": 1}]), Message("assistant", "a")]
     mask_messages(messages, "train_on_all")
     assert [message.masked for message in messages] == [True, False]
@@ -77,12 +75,12 @@ def test_media_are_never_trained_on() -> None:
         (["user", "assistant", "tool"], "turn 2 is a tool's answer"),
     ],
 )
-def test_conversations_that_are_none(turns: list[Any], words: str) -> None:
+def test_conversations_that_are_none(turns, words):
     with pytest.raises(DataError, match=words):
         validate_messages([Message(role, "a") for role in turns])
 
 
-def test_conversations_with_tools() -> None:
+def test_conversations_with_tools():
     call = Message("assistant", "f()", ipython=True)
     validate_messages(
         [Message("user", "a"), call, Message("ipython", "b"), Message("ipython", "c"), Message("assistant", "d")]
@@ -91,7 +89,7 @@ def test_conversations_with_tools() -> None:
     validate_messages([Message("user", "a"), structured, Message("tool", "b"), Message("assistant", "d")])
 
 
-def test_prompt_templates() -> None:
+def test_prompt_templates():
     chat = [Message("system", "s"), Message("user", "u"), Message("assistant", "")]
     text = "".join(message.text_content for message in ChatMLTemplate()(chat))
     assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
@@ -107,7 +105,7 @@ def test_prompt_templates() -> None:
     assert chat[1].text_content == "u"
 
 
-def test_alpaca() -> None:
+def test_alpaca():
     row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     user, answer = AlpacaToMessages()(row)["messages"]
     assert user.text_content.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
@@ -121,13 +119,13 @@ def test_alpaca() -> None:
 
 
 @pytest.mark.parametrize(("old", "masked"), [(True, False), (False, True)])
-def test_train_on_input(old: bool, masked: bool) -> None:
+def test_train_on_input(old, masked):
     with pytest.warns(FutureWarning, match="train_on_input"):
         transform = AlpacaToMessages(train_on_input=old)
     assert transform({"instruction": "a", "output": "b"})["messages"][0].masked is masked
 
 
-def test_input_and_output() -> None:
+def test_input_and_output():
     transform = InputOutputToMessages(column_map={"input": "q", "output": "a"}, new_system_prompt="s")
     assert roles(transform({"q": "1", "a": "2"})["messages"]) == [
         ("system", "s", True),
@@ -139,7 +137,7 @@ def test_input_and_output() -> None:
     assert [str(image) for image in user.get_media()] == ["/x/p.png"]
 
 
-def test_sharegpt() -> None:
+def test_sharegpt():
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
     assert roles(ShareGPTToMessages()({"conversations": turns})["messages"]) == [
         ("system", "s", True),
@@ -158,7 +156,7 @@ def test_sharegpt() -> None:
         ShareGPTToMessages()({"conversations": []})
 
 
-def test_openai_with_tools() -> None:
+def test_openai_with_tools():
     call = {"function": {"name": "f", "arguments": {"a": 1, "unused": None}}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "q"}], "tool_calls": None},
@@ -181,7 +179,7 @@ def test_openai_with_tools() -> None:
         OpenAIToMessages()({"messages": [{"role": "robot", "content": "a"}]})
 
 
-def test_pairs_of_answers() -> None:
+def test_pairs_of_answers():
     row = {"chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     row["rejected"] = [row["chosen"][0], {"role": "assistant", "content": "b"}]
     pair = ChosenRejectedToMessages(new_system_prompt="s")(row)
@@ -191,7 +189,7 @@ def test_pairs_of_answers() -> None:
         ChosenRejectedToMessages()({"chosen": row["chosen"]})
 
 
-def test_images_in_text() -> None:
+def test_images_in_text():
     items = format_content_with_images("<i>a<i>b", image_tag="<i>", images=[1, 2])
     assert items == [
         {"type": "image", "content": 1},

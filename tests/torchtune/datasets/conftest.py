@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import write_tokenizer
-from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 
 
 @pytest.fixture(scope="session")

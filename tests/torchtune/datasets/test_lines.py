@@ -10,10 +10,10 @@ import pytest
 
 from torchtune.data import DataError
 from torchtune.datasets import instruct_dataset, prompt_dataset
-from torchtune.datasets._facts import read_rows, scan
+from torchtune.datasets._file_report import read_rows, scan
 from torchtune.datasets._lines import LineRows
-from torchtune.datasets._load import load_rows
 from torchtune.datasets._read import open_reader
+from torchtune.datasets._row_source import load_rows
 from torchtune.generation import read_prompts
 from torchtune.utils import UserError
 
@@ -90,8 +90,7 @@ def test_damaged_gzip_files(reader: str, damage: slice, tmp_path: Path) -> None:
         READERS[reader](path)
 
 
-def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtune.datasets._lines._BLOCK", 7)  # lines begin and end anywhere in a block
+def test_rows_of_several_files(tmp_path: Path) -> None:
     texts = ['{"a": 0}\n\n{"a": 1}\n', '\n \n{"a": 2}', '{"a": 3}\n{"a": 4}\nbroken\n    ']
     paths = []
     for number, text in enumerate(texts):

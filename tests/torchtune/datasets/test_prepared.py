@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.torchtune.datasets.test_shared import is_mapped
 from torchtune._cli import tune
 from torchtune._recipe_registry import find_config
 from torchtune.data import DataError, collate_documents
 from torchtune.datasets import chat_dataset, instantiate_dataset, kto_dataset, text_completion_dataset
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.datasets._shared import preparing
-from torchtune.datasets._store import Writers
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
-from torchtune.training.plan._check_run import _check_sources
+from torchtune.datasets._token_store import RowWriter
+from torchtune.estimate._check_run import _check_sources
+from torchtune.tokenizers import hf_tokenizer
 from torchtune.utils import UserError
 
 STYLE = {"conversation_column": "messages", "conversation_style": "openai"}
@@ -47,7 +48,7 @@ def test_prepared_data_give_the_batches_of_live_data(
     node = {"_component_": "torchtune.datasets.chat_dataset", "source": str(chats), "packed": True, **STYLE}
     settings = {
         "tokenizer": {
-            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "_component_": "torchtune.tokenizers.hf_tokenizer",
             "path": str(tokenizer_folder),
             "max_seq_len": 128,
         },
@@ -69,7 +70,7 @@ def test_prepared_data_give_the_batches_of_live_data(
         assert one.tokens.equal(two.tokens)
         assert one.labels.equal(two.labels)
         assert one.documents.lengths == two.documents.lengths
-    assert isinstance(prepared.ds.store._tokens.base, np.memmap)
+    assert is_mapped(prepared.ds.store.arrays(0)[0], folder)
     _check_sources({**node, "prepared": str(folder)})
     with preview(0), pytest.raises(NotRead):
         chat_dataset(tokenizer, source=str(chats), prepared=str(folder), **STYLE)
@@ -97,7 +98,7 @@ def test_what_changed_is_named(chats: Path, tokenizer: Any, tokenizer_folder: Pa
         read(tokenizer, masking_strategy="train_on_last")
     with pytest.raises(DataError, match="made with another dataset and another "):
         text_completion_dataset(tokenizer, str(chats), column="messages", prepared=folder)
-    (shard,) = folder.glob("*/rows.tokens")
+    (shard,) = folder.glob("*/*.arrow")
     whole = shard.read_bytes()
     for damaged in (whole[:-4], bytes(len(whole))):
         shard.write_bytes(damaged)
@@ -160,7 +161,7 @@ def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> N
         pytest.raises(DataError, match="or choose another --output; nothing is"),
     ):
         read()
-    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    assert not list(folder.iterdir())
     with largest_file(4096), pytest.raises(DataError, match="TORCHTUNE_CACHE to a folder of your own on") as caught:
         chat_dataset(tokenizer, source=[{"messages": turns}] * 100, **STYLE)
     assert "output" not in str(caught.value)
@@ -180,7 +181,6 @@ def test_a_preparation_goes_on_after_a_kill(
     tokenizer: Any, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("torchtune.datasets._store._SECONDS", 0.0)  # a note after each part of 256 rows
     source, folder = tmp_path / "answers.jsonl", tmp_path / "prepared"
     rows = [{"prompt": "a" * (n % 5 + 1), "completion": "b", "label": n % 3 == 0} for n in range(900)]
     del rows[7]["completion"], rows[600]["completion"]
@@ -189,17 +189,17 @@ def test_a_preparation_goes_on_after_a_kill(
     def read(tokenizer: Any = tokenizer, **settings: Any) -> Any:
         return kto_dataset(tokenizer, source=str(source), on_bad_row="skip", **settings)
 
-    def killed_after(notes: int, tokenizer: Any = tokenizer) -> None:
+    def killed_after(batches: int, tokenizer: Any = tokenizer) -> None:
         if (child := os.fork()) == 0:
-            note, left = Writers.note, iter(range(notes - 1))
+            write, left = RowWriter.write, iter(range(batches - 1))
 
-            def noted(*args: Any) -> None:
-                note(*args)
+            def written(*args: Any) -> None:
+                write(*args)
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             try:
-                monkeypatch.setattr(Writers, "note", noted)
+                monkeypatch.setattr(RowWriter, "write", written)
                 with preparing(folder):
                     read(tokenizer)
             finally:
@@ -211,8 +211,9 @@ def test_a_preparation_goes_on_after_a_kill(
         with path.open("ab") as file:
             file.write(b'{"done": 7, ')
     killed_after(2)
-    (journal,) = folder.glob(".*.part/journal.jsonl")
-    journal.write_bytes(journal.read_bytes().replace(b'"done": 768', b'"done": 7G8'))  # damaged
+    *_, last = sorted(folder.glob(".*.part/*.arrow"))
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-4096] + bytes(4096))  # damaged: the zeros are within the labels of the last batch
     with pytest.raises(DataError, match="There are no prepared rows in"):
         read(prepared=folder)
     killed_after(1, hf_tokenizer(str(tokenizer_folder), max_seq_len=64))

@@ -31,7 +31,7 @@ from torchtune.datasets import (
     text_completion_dataset,
     wikitext_dataset,
 )
-from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 
 IGNORE = CROSS_ENTROPY_IGNORE_IDX
 

@@ -1,7 +1,9 @@
 """Rows are tokenized once a machine, kept between runs where that is safe, and never half there."""
 
+import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,19 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import torchtune
 from tests.tiny import write_tokenizer
 from torchtune.data import DataError, Message
-from torchtune.datasets import SFTDataset, _store, chat_dataset, preference_dataset, text_completion_dataset
+from torchtune.datasets import SFTDataset, _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import preview
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.tokenizers import hf_tokenizer
 
 # Forks a process for every line that it reads, which makes a dataset as a rank of a run does. Imports are done once.
 RANKS = """
 import json, os, signal, sys, time
 import datasets
 from torchtune.datasets import SFTDataset
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.tokenizers import hf_tokenizer
 
 class Ask:
     def __init__(self, folder, fingerprint, seconds):
@@ -106,6 +109,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def is_mapped(array: np.ndarray, folder: Path) -> bool:
+    """Whether an array lies in a mapped file of a folder."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(place, 16) for place in line.split()[0].split("-"))
+        if start <= array.ctypes.data < end:
+            return line.split()[-1].startswith(str(folder))
+    return False
+
+
 def calls(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "calls").read_text().splitlines()]
 
@@ -140,7 +152,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder: Path, f
     assert len(rows) == 8
     assert calls(folder)[-8:] == list(range(1, 9)), "the other one begins from the beginning"
     root = folder / "cache" / "rows"
-    for path in root.glob("*/rows.tokens"):
+    for path in root.glob("*/*.arrow"):
         path.write_bytes(b"")  # damaged, so that it is prepared again
     left = [path for path in root.iterdir() if path.name.endswith(".tmp")]
     assert left
@@ -186,6 +198,17 @@ def test_whatever_decides_about_tokens_decides_about_reuse(folder: Path) -> None
     assert len(kept(folder)) == len(changes) + 1, "a lambda says nothing about itself"
 
 
+def test_the_code_of_a_tokenizer_decides_about_reuse(folder: Path) -> None:
+    root = Path(str(torchtune.__file__)).parent
+    parts: list[Any] = [hf_tokenizer(str(folder))]
+    for part in parts:  # grows
+        file = Path(inspect.getfile(type(part))).relative_to(root)
+        assert any(file.is_relative_to(room) for room in _fingerprint._ROOMS), file
+        own = (inner for inner in vars(part).values() if type(inner).__module__.startswith("torchtune."))
+        parts += [inner for inner in own if not any(inner is one for one in parts)]
+    assert len(parts) > 3
+
+
 def test_other_content_of_a_file_is_other_rows(folder: Path) -> None:
     tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
     before = text_completion_dataset(tokenizer, str(path))[0]
@@ -214,12 +237,11 @@ def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder: Path) -> None:
 )
 def test_a_template_that_reads_the_clock(folder: Path, clock: str, is_exact: bool) -> None:
     template = "{% if strftime_now is defined %}{{ " + clock + " }}{% endif %}{{ messages[0].content }}"
-    fingerprint = Fingerprint()
-    fingerprint.add(hf_tokenizer(str(folder), chat_template=template))
-    assert fingerprint.is_exact is is_exact
+    tokenizer = hf_tokenizer(str(folder), chat_template=template)
+    assert Fingerprint({"tokenizer": tokenizer}).is_exact is is_exact
 
 
-@pytest.mark.parametrize("name", ["rows.tokens", "rows.labels", "rows.boundaries", "meta.json"])
+@pytest.mark.parametrize("name", ["0000.arrow", "meta.json"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: bytes(len(data)), lambda _: b"[" * 9999])
 def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any) -> None:
     before = chat(folder)[0]
@@ -233,29 +255,26 @@ def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFix
 
 def test_ranks_do_not_map_rows_that_one_of_them_finds_damaged(folder: Path, forker: Any) -> None:
     rows = Rank(forker, folder, 0, "first version").rows()
-    (path,) = (folder / "cache" / "rows").glob("*/rows.tokens")
+    (path,) = (folder / "cache" / "rows").glob("*/*.arrow")
     path.write_bytes(bytes(path.stat().st_size))
     ranks = [Rank(forker, folder, rank, "first version", TORCHELASTIC_RUN_ID="two") for rank in (1, 0)]
     assert [rank.rows() for rank in ranks] == [rows, rows]
     assert len(calls(folder)) == 16, "prepared once more, by one of the two"
 
 
-def test_content_is_compared_once_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    monkeypatch.setattr(_store, "_fingerprint", lambda paths, of=_store._fingerprint: compared.append(1) or of(paths))
-    run = {"TORCHELASTIC_RUN_ID": "one", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    for name, value in run.items():
-        monkeypatch.setenv(name, value)
-    for rank in ("0", "1", "0"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        chat(folder)
-    assert len(compared) == 1, "when they were written"
-    for restart in ("1", "2"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        for rank in ("0", "1"):
-            monkeypatch.setenv("LOCAL_RANK", rank)
-            chat(folder)
-    assert len(compared) == 3
+def test_any_damaged_byte_of_tokens_and_labels_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = chat(folder)[0]
+    (path,) = (folder / "cache" / "rows").glob("*/*.arrow")
+    whole = path.read_bytes()
+    for values in before["tokens"], before["labels"]:
+        place = whole.index(np.array(values, np.int32).tobytes())
+        for offset in range(0, 4 * len(values), 7):
+            damaged = bytearray(whole)
+            damaged[place + offset] ^= 1
+            path.write_bytes(damaged)
+            caplog.clear()
+            assert chat(folder)[0] == before
+            assert "are damaged" in caplog.text
 
 
 def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder: Path) -> None:
@@ -265,7 +284,7 @@ def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder: Path) -> None
     precious.write_text("mine")
     lock = rows.with_name(f"{rows.name}.lock")
     for make in (lambda: lock.symlink_to(precious), lambda: lock.symlink_to(folder / "new"), lock.mkdir):
-        (rows / "checked.json").unlink(missing_ok=True)
+        shutil.rmtree(rows, ignore_errors=True)
         lock.unlink(missing_ok=True)
         make()
         with pytest.raises(DataError, match=r"The lock .*\.lock cannot be opened .*: remove it, or set"):
@@ -283,13 +302,10 @@ def test_a_cache_that_others_may_write_to_is_not_used(folder: Path, mode: int) -
 
 
 def test_rows_lie_in_mapped_files_that_are_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = chat(folder)
-    array: Any = dataset.store.arrays(0)[0]
-    while not isinstance(array, np.memmap):
-        array = array.base
-        assert array is not None
-    assert not array.flags.writeable
+    array = chat(folder).store.arrays(0)[0]
     root = folder / "cache" / "rows"
+    assert is_mapped(array, root)
+    assert not array.flags.writeable
     assert root.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in root.iterdir() if path.is_dir()} == {0o700}
     monkeypatch.setattr(os, "getuid", lambda: root.stat().st_uid + 1)

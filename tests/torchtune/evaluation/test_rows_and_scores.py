@@ -33,15 +33,13 @@ def rows_of(folder: Path, *rows: Any, **options: Any) -> list[Any]:
         ({"messages": [USER, ASSISTANT], "answer": "4"}, {}),
     ],
 )
-def test_every_format_gives_the_question_and_the_right_answer(
-    tmp_path: Path, row: dict[str, Any], options: dict[str, str]
-) -> None:
+def test_every_format_gives_the_question_and_the_right_answer(tmp_path, row, options):
     (found,) = rows_of(tmp_path, row, **options)
     assert [(message.role, message.text_content) for message in found.messages] == [("user", "2 + 2")]
     assert (found.given, found.row["answer"], found.line) == ([USER], "4", 1)
 
 
-def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path: Path) -> None:
+def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path):
     turns = [USER, ASSISTANT, {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "7"}]
     found = rows_of(tmp_path, {"messages": turns}, "", {"messages": turns}, "no JSON", system="Be brief.", limit=2)
     assert [row.line for row in found] == [1, 3]
@@ -65,14 +63,14 @@ def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path: Path) -> None:
         ([{"messages": []}], {}, "line 1"),
     ],
 )
-def test_rows_that_are_none(tmp_path: Path, rows: list[Any], options: dict[str, str], message: str) -> None:
+def test_rows_that_are_none(tmp_path, rows, options, message):
     from torchtune.utils import UserError
 
     with pytest.raises(UserError, match=message):
         rows_of(tmp_path, *rows, **options)
 
 
-def test_a_conversation_without_a_question(tmp_path: Path) -> None:
+def test_a_conversation_without_a_question(tmp_path):
     with pytest.raises(GenerationError, match="line 1: nothing is to be answered"):
         rows_of(tmp_path, {"messages": [ASSISTANT]})
 
@@ -93,12 +91,12 @@ def test_a_conversation_without_a_question(tmp_path: Path) -> None:
         ("tests.torchtune.evaluation.scores.half", "4", "4", 0.5),
     ],
 )
-def test_scores_by_name(name: str, right: str, answer: str, value: float) -> None:
+def test_scores_by_name(name, right, answer, value):
     (score,) = make_scores([name])
     assert list(score([{"answer": right}], [answer])) == [value]
 
 
-def test_a_score_with_several_patterns_has_several_names() -> None:
+def test_a_score_with_several_patterns_has_several_names():
     scores = make_scores(["exact", "regex:a", "regex:b"])
     assert [score.name for score in scores] == ["exact", "regex:a", "regex:b"]
 
@@ -115,12 +113,12 @@ def test_a_score_with_several_patterns_has_several_names() -> None:
         (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
     ],
 )
-def test_scores_that_are_none(names: list[str], message: str) -> None:
+def test_scores_that_are_none(names, message):
     with pytest.raises(EvaluationError, match=message):
         make_scores(names)
 
 
-def test_rows_that_a_score_cannot_read_are_named_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_rows_that_a_score_cannot_read_are_named_before_a_model_is_loaded(tmp_path):
     rows = rows_of(tmp_path, {"prompt": "a", "answer": "{}"}, {"prompt": "a", "answer": "b"}, {"prompt": "a"})
     check_scores(make_scores(["json"]), rows[:1], "rows.jsonl")
     with pytest.raises(EvaluationError, match="line 2: score 'json': column 'answer' is no JSON object"):

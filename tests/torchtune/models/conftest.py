@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from tests.torchtune.training.checkpointing.small import OF_TEXT
+from tests.torchtune.checkpoints.small import OF_TEXT
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 

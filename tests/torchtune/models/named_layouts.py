@@ -13,11 +13,11 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
-from tests.torchtune.modules.transforms import chat_templates as plain
-from tests.torchtune.modules.transforms import chat_templates_harmony as harmony
-from tests.torchtune.modules.transforms import chat_templates_mistral as mistral
-from tests.torchtune.modules.transforms import chat_templates_tools as tools
-from tests.torchtune.modules.transforms.chat_case import Case, Pieces, Turns, assistant
+from tests.torchtune.tokenizers import chat_templates as plain
+from tests.torchtune.tokenizers import chat_templates_harmony as harmony
+from tests.torchtune.tokenizers import chat_templates_mistral as mistral
+from tests.torchtune.tokenizers import chat_templates_tools as tools
+from tests.torchtune.tokenizers.chat_case import Case, Pieces, Turns, assistant
 from torchtune.models.gemma import gemma_tokenizer
 from torchtune.models.gpt_oss import gpt_oss_tokenizer
 from torchtune.models.llama2 import llama2_tokenizer
@@ -29,7 +29,7 @@ from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2._tokenizer import PRETOKENIZE_REGEX
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN, O200K_PATTERN
+from torchtune.tokenizers._patterns import CL100K_PATTERN, O200K_PATTERN
 
 Encoded = tuple[list[int], list[bool]]
 

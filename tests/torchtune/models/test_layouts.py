@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.torchtune.models.named_layouts import ROWS, Row
-from tests.torchtune.modules.transforms.chat_case import Turns
-from tests.torchtune.modules.transforms.chat_checks import expected_plain, messages_of, replaced, truth_of
-from tests.torchtune.modules.transforms.chat_conversations import conversations, exchange
-from torchtune.modules.transforms.tokenizers import StreamDecoder
+from tests.torchtune.tokenizers.chat_case import Turns
+from tests.torchtune.tokenizers.chat_checks import expected_plain, messages_of, replaced, truth_of
+from tests.torchtune.tokenizers.chat_conversations import conversations, exchange
+from torchtune.tokenizers import StreamDecoder
 
 COUNT = 60
 _folders: dict[str, Path] = {}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.torchtune.checkpoints.small import OF_TEXT
 from tests.torchtune.models.conftest import on_disk
-from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import Description, ModelError, build
 from torchtune.models._hf_fields import _HARMLESS, Fields
 from torchtune.models._spec import spec_for_architecture

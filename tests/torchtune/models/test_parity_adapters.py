@@ -16,14 +16,14 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.modules.peft._utils import MIXER_INPUTS, STANDS_FOR
+from torchtune.modules.peft._adapters import ATTENTION_TARGETS, MIXER_INPUTS
 from torchtune.training import FullModelHFCheckpointer
 
 pytestmark = [
     # peft asks transformers under an older name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in STANDS_FOR.values() for name in names))
+ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in ATTENTION_TARGETS.values() for name in names))
 MLPS = ("w1", "w2", "w3")
 PARTS = (*ATTENTION, *MLPS)
 TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1))

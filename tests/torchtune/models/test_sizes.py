@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.torchtune.checkpoints.small import OF_TEXT
 from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.models.published import OF_SIZES, PUBLISHED, STATED
-from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 

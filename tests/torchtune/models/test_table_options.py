@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers
 
+from torchtune.checkpoints._load_weights import load_base
+from torchtune.checkpoints._model_weights import ModelWeights
+from torchtune.checkpoints._open_source import open_source
 from torchtune.models import ModelSpec, build
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._weight_names import hf_names
 from torchtune.models._weight_ops import Identity, InterleaveRope
-from torchtune.training.checkpointing._load import load_base
-from torchtune.training.checkpointing._open_source import open_source
 from torchtune.utils import read_json
 
 _SIZES = {
@@ -75,7 +76,7 @@ def test_logits_and_config_are_those_of_transformers(case: str, tmp_path: Path) 
     description = spec.from_hf_config(read_json(tmp_path / "config.json", ValueError))
     assert spec.from_hf_config(spec.to_hf_config(description)) == description
     model = build(description, spec).eval()
-    load_base(model, open_source([tmp_path / "model.safetensors"]), torch.device("cpu"))
+    load_base(ModelWeights(model), open_source([tmp_path / "model.safetensors"]), torch.device("cpu"))
     tokens = torch.randint(1, 61, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (model(tokens) - hf(tokens).logits).abs().max() <= 1e-4
@@ -88,7 +89,7 @@ def test_a_wrong_layout_computes_something_else(tmp_path: Path) -> None:
     description = _ERNIE.read(read_json(tmp_path / "config.json", ValueError))
     spec = ModelSpec("wrong", (_ERNIE.architecture,), _ERNIE.read, _ERNIE.write, {"hf": hf_names(InterleaveRope())})
     model = build(description, spec).eval()
-    load_base(model, open_source([tmp_path / "model.safetensors"]), torch.device("cpu"))
+    load_base(ModelWeights(model), open_source([tmp_path / "model.safetensors"]), torch.device("cpu"))
     tokens = torch.arange(1, 41)[None]
     with torch.no_grad():
         assert (model(tokens) - hf(tokens).logits).abs().max() > 0.1

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiny import write_tokenizer
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
-from tests.torchtune.modules.transforms.chat_templates_mistral import CONTROL
+from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
 from torchtune.data import DataError, Message
 from torchtune.models.gemma import gemma_tokenizer
 from torchtune.models.gpt_oss import gpt_oss_tokenizer
@@ -20,8 +20,8 @@ from torchtune.models.phi4 import phi4_tokenizer
 from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers import hf_tokenizer
+from torchtune.tokenizers._patterns import CL100K_PATTERN
 
 # Kind of file -> its name in the folder.
 KINDS = {

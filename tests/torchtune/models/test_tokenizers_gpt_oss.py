@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.torchtune.models.tokenizer_files import write_ranks
-from tests.torchtune.modules.transforms.chat_conversations import TOOLS, call
+from tests.torchtune.tokenizers.chat_conversations import TOOLS, call
 from torchtune.data import DataError, Message, mask_messages
 from torchtune.models.gpt_oss import GptOssTokenizer, gpt_oss_tokenizer
 from torchtune.models.gpt_oss._tokenizer import GPT_OSS_SPECIAL_TOKENS

@@ -10,7 +10,7 @@ from torchtune.data import DataError, Message, mask_messages
 from torchtune.models.llama2._prompt_template import Llama2ChatTemplate
 from torchtune.models.llama2._tokenizer import Llama2Tokenizer, llama2_tokenizer
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS, Llama3Tokenizer, llama3_tokenizer
-from torchtune.modules.transforms.tokenizers import SentencePieceBaseTokenizer, StreamDecoder, TikTokenBaseTokenizer
+from torchtune.tokenizers import SentencePieceBaseTokenizer, StreamDecoder, TikTokenBaseTokenizer
 
 CHAT = [
     Message("system", "You are a helpful assistant."),

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.torchtune.models.tokenizer_files import write_ranks, write_sentencepiece, write_tekken
-from tests.torchtune.modules.transforms.chat_conversations import TOOLS, call
-from tests.torchtune.modules.transforms.chat_templates_mistral import CONTROL
+from tests.torchtune.tokenizers.chat_conversations import TOOLS, call
+from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
 from torchtune.data import DataError, Message, mask_messages
 from torchtune.models.mistral import MistralInstructTokenizer, mistral_instruct_tokenizer
-from torchtune.modules.transforms.tokenizers import TekkenTokenizer
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers import TekkenTokenizer
+from torchtune.tokenizers._patterns import CL100K_PATTERN
 
 CHAT = [Message("system", "Be short."), Message("user", "red?"), Message("assistant", "a colour")]
 mask_messages(CHAT, "train_on_assistant")

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.torchtune.models.tokenizer_files import write_bpe, write_sentencepiece
-from tests.torchtune.modules.transforms.chat_templates import PHI4
+from tests.torchtune.tokenizers.chat_templates import PHI4
 from torchtune.data import DataError, Message, mask_messages
 from torchtune.models.phi3 import Phi3MiniTokenizer, phi3_mini_tokenizer
 from torchtune.models.phi3._tokenizer import PHI3_SPECIAL_TOKENS
 from torchtune.models.phi4 import Phi4Tokenizer, phi4_tokenizer
 from torchtune.models.phi4._tokenizer import PHI4_SPECIAL_TOKENS
-from torchtune.modules.transforms.tokenizers import StreamDecoder
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers import StreamDecoder
+from torchtune.tokenizers._patterns import CL100K_PATTERN
 
 TEXTS = [
     "What is the sky?", "blue", "", " ", "red\n\ngreen  ", "  Grüße naïve", "你好 Привет", "🙂", "I'LL see 123 cats",

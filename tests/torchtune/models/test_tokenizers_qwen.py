@@ -10,7 +10,7 @@ from torchtune.data import ChatMLTemplate, DataError, Message, mask_messages
 from torchtune.models.qwen2._tokenizer import QWEN2_SPECIAL_TOKENS, Qwen2Tokenizer, qwen2_tokenizer
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer, qwen2_5_tokenizer
 from torchtune.models.qwen3._tokenizer import QWEN3_SPECIAL_TOKENS, Qwen3Tokenizer, qwen3_tokenizer
-from torchtune.modules.transforms.tokenizers import GPT2BaseTokenizer
+from torchtune.tokenizers import GPT2BaseTokenizer
 
 CHAT = [
     Message("system", "You are a helpful assistant."),

@@ -9,7 +9,7 @@ from tests.torchtune.models.tokenizer_files import write_sentencepiece
 from torchtune.data import DataError, Message, mask_messages
 from torchtune.models.gemma import GemmaTokenizer, gemma_tokenizer
 from torchtune.models.mistral import MistralChatTemplate, MistralTokenizer, mistral_tokenizer
-from torchtune.modules.transforms.tokenizers import StreamDecoder
+from torchtune.tokenizers import StreamDecoder
 
 TEXTS = [
     "What is the sky?", "blue", "red green\n\nblue", "Grüße naïve", "你好 Привет", "🙂🙂", "a<s>b</s>c", "x [INST] y",

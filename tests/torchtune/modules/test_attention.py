@@ -14,11 +14,10 @@ from torchtune.modules import (
     attention,
     create_block_causal_mask,
 )
-from torchtune.modules import _document_attention as document_attention_module
 from torchtune.modules._document_attention import Boundaries
-from torchtune.modules.attention_utils import attention_backend, packed_block_causal_mask
+from torchtune.modules.attention_utils import packed_block_causal_mask
 from torchtune.modules.conversion import ConversionError
-from torchtune.training.measure._flops import FlopCount
+from torchtune.supervision._flops import FlopCount
 from torchtune.utils import simulated
 
 # The last one has lengths for both ways in which the CPU computes, and runs of equal length.
@@ -41,7 +40,7 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("n_kv", [1, 2, 6])
 @pytest.mark.parametrize("lengths", _LENGTHS)
-def test_documents_equal_the_masked_formula(lengths: tuple[int, ...], n_kv: int) -> None:
+def test_documents_equal_the_masked_formula(lengths, n_kv):
     q, k, v = _qkv(sum(lengths), n_kv=n_kv)
     mask = create_block_causal_mask([torch.tensor(lengths)])[0]
     out = attention(q, k, v, documents=Documents.from_lengths(lengths))
@@ -56,7 +55,7 @@ def test_documents_equal_the_masked_formula(lengths: tuple[int, ...], n_kv: int)
 
 
 @pytest.mark.parametrize("lengths", [(8, 12), (90, 150), (1100, 5)])
-def test_documents_in_bfloat16_within_rounding(lengths: tuple[int, ...]) -> None:
+def test_documents_in_bfloat16_within_rounding(lengths):
     q, k, v = _qkv(sum(lengths), dtype=torch.bfloat16)
     out = attention(q, k, v, documents=Documents.from_lengths(lengths))
     expected = _formula(q, k, v, create_block_causal_mask([torch.tensor(lengths)])[0])
@@ -78,7 +77,7 @@ def _formula_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Te
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", [(2, 7, 1), (130, 70)])
-def test_sinks_equal_the_formula(lengths: tuple[int, ...], window: int | None) -> None:
+def test_sinks_equal_the_formula(lengths, window):
     q, k, v = _qkv(sum(lengths))
     sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
     mask = create_block_causal_mask([torch.tensor(lengths)])[0]
@@ -112,9 +111,7 @@ def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
     ("lengths", "prefixes"),
     [((5, 2, 3, 4), (-1, 0, 0, -1)), ((2, 6, 3, 1, 1), (1, -1, -1, 2, 2)), ((170, 140, 5, 5, 9), (-1, 0, 0, 0, -1))],
 )
-def test_documents_that_share_a_prefix_equal_the_formula(
-    lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int | None
-) -> None:
+def test_documents_that_share_a_prefix_equal_the_formula(lengths, prefixes, window):
     documents = Documents.from_lengths(lengths, prefixes=prefixes)
     q, k, v = _qkv(sum(lengths))
     sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
@@ -129,7 +126,7 @@ def test_documents_that_share_a_prefix_equal_the_formula(
         assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
 
 
-def test_gradients_of_a_shared_prefix_do_not_round_at_every_document() -> None:
+def test_gradients_of_a_shared_prefix_do_not_round_at_every_document():
     """Of 300 documents; in bfloat16 a sum of halves stops at 128."""
     documents = Documents.from_lengths([1] * 301, prefixes=[-1] + [0] * 300)
     q, k = (torch.zeros(1, 301, 1, 8, dtype=torch.bfloat16) for _ in range(2))
@@ -140,7 +137,7 @@ def test_gradients_of_a_shared_prefix_do_not_round_at_every_document() -> None:
         attention(q, k, v, documents=documents, dropout_p=0.1)
 
 
-def test_what_no_document_can_go_on_from_is_refused() -> None:
+def test_what_no_document_can_go_on_from_is_refused():
     with pytest.raises(ValueError, match="itself goes on from another"):
         Documents.from_lengths([1, 2, 3], prefixes=[-1, 0, 1])
     with pytest.raises(ValueError, match="do not name documents of 2"):
@@ -148,7 +145,7 @@ def test_what_no_document_can_go_on_from_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # it is, on CUDA
-def test_sinks_with_a_block_mask() -> None:
+def test_sinks_with_a_block_mask():
     from torch.nn.attention.flex_attention import create_block_mask
 
     from torchtune.modules.attention_utils import causal_mask_flex
@@ -163,17 +160,7 @@ def test_sinks_with_a_block_mask() -> None:
         attention(q, k, v, sinks=sinks, dropout_p=0.1)
 
 
-def test_no_gradient_crosses_a_boundary() -> None:
-    lengths = (5, 3, 3, 6)
-    documents = Documents.from_lengths(lengths)
-    q, k, v = _qkv(sum(lengths))
-    for index, part in enumerate(attention(q, k, v, documents=documents).split(lengths, dim=1)):
-        for gradient in torch.autograd.grad(part.square().sum(), (q, k, v), retain_graph=True):
-            for other, piece in enumerate(gradient.split(lengths, dim=1)):
-                assert bool(piece.any()) == (other == index)
-
-
-def test_documents_over_several_rows() -> None:
+def test_documents_over_several_rows():
     """They cover the flattened positions, so that one may even run over a row's end."""
     q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
     out = attention(q, k, v, documents=Documents.from_lengths((4, 5, 3)))
@@ -183,7 +170,7 @@ def test_documents_over_several_rows() -> None:
     assert (out.view(1, 12, 6, 8) - expected).abs().max() < 1e-5
 
 
-def test_without_boundaries_rows_are_causal() -> None:
+def test_without_boundaries_rows_are_causal():
     q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     assert (attention(q, k, v) - _formula(q, k, v, causal)).abs().max() < 1e-5
@@ -191,7 +178,7 @@ def test_without_boundaries_rows_are_causal() -> None:
     assert (attention(q, k, v, is_causal=False) - _formula(q, k, v, everything)).abs().max() < 1e-5
 
 
-def test_dropout_drops_within_documents_only() -> None:
+def test_dropout_drops_within_documents_only():
     q, k, v = _qkv(400)
     documents = Documents.from_lengths((200, 200))
     torch.manual_seed(0)
@@ -203,7 +190,7 @@ def test_dropout_drops_within_documents_only() -> None:
     assert not gradient[:, 200:].any()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     q, k, v = _qkv(6)
     with pytest.raises(ValueError, match="cover 5 positions, the batch has 6"):
         attention(q, k, v, documents=Documents.from_lengths((2, 3)))
@@ -211,32 +198,7 @@ def test_what_does_not_fit_is_refused() -> None:
         attention(q, k, v, documents=Documents.from_lengths((6,)), mask=torch.ones(1, 6, 6, dtype=torch.bool))
 
 
-def test_document_operator_is_sound() -> None:
-    """Fake kernels, gradients and aliasing, as torch's own checks see them."""
-    from torchtune.modules._document_attention import _forward
-
-    q, k, v = (t.flatten(0, 1).detach().requires_grad_() for t in _qkv(9))
-    cu_seqlens = Documents.from_lengths((4, 5)).cu_seqlens
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(_forward, (q, k, v, cu_seqlens), test_utils=tests)
-    shared = Documents.from_lengths((4, 5), prefixes=(-1, 0)).shared
-    keys = [t.detach()[shared.keys] for t in (k, v)]
-    torch.library.opcheck(_forward, (q, *keys, cu_seqlens, torch.zeros(6), 0, 0.0, shared.cu_keys), test_utils=tests)
-
-
-def test_the_choice_of_kernel_is_told_apart() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    names = {
-        attention_backend(cpu, torch.float32, documents=True),
-        attention_backend(cpu, torch.float32, documents=False),
-        attention_backend(cpu, torch.float32, documents=False, mask=True),
-        attention_backend(cuda, torch.float32, documents=True),
-        attention_backend(cuda, torch.float32, documents=False),
-    }
-    assert len(names) == 5
-
-
-def test_block_masks() -> None:
+def test_block_masks():
     lengths = [torch.tensor([2, 3]), torch.tensor([1, 4])]
     mask = create_block_causal_mask(lengths)
     assert mask.shape == (2, 5, 5)
@@ -271,12 +233,12 @@ def _layer(**options: object) -> MultiHeadAttention:
         ({"q_norm": RMSNorm(4)}, "q_norm and k_norm"),
     ],
 )
-def test_layer_refuses_numbers_that_do_not_fit(options: dict[str, object], message: str) -> None:
+def test_layer_refuses_numbers_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         _layer(**options)
 
 
-def test_dropout_of_the_layer_only_in_training() -> None:
+def test_dropout_of_the_layer_only_in_training():
     layer = _layer(attn_dropout=0.5)
     x = torch.randn(1, 6, 16)
     assert not torch.equal(layer(x), layer(x))
@@ -284,21 +246,14 @@ def test_dropout_of_the_layer_only_in_training() -> None:
     assert torch.equal(layer(x), layer(x))
 
 
-def test_keys_and_values_from_elsewhere() -> None:
+def test_keys_and_values_from_elsewhere():
     layer = _layer(is_causal=False)
     x, y = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     assert layer(x, y).shape == (2, 3, 16)
     assert torch.equal(layer(x, x), layer(x))
 
 
-def test_other_devices_attend_in_blocks_where_they_have_no_kernel() -> None:
-    """The other branch calls a kernel for CPUs; inside of an operator, autograd cannot differentiate in its place."""
-    q = torch.empty(1, 8, 2, 4, device="meta")
-    assert document_attention_module._in_blocks(q, q, 0, 0.0)
-    assert not document_attention_module._in_blocks(*2 * [torch.empty(1, 8, 2, 4)], 0, 0.0)
-
-
-def test_newer_flash_attention_is_refused_where_it_would_do_nothing() -> None:
+def test_newer_flash_attention_is_refused_where_it_would_do_nothing():
     def model(dtype: torch.dtype = torch.bfloat16, **options: object) -> nn.Module:
         return nn.ModuleDict({"attn": _layer(**options)}).to(dtype)
 
@@ -316,13 +271,13 @@ def test_newer_flash_attention_is_refused_where_it_would_do_nothing() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_newer_flash_attention_needs_cuda() -> None:
+def test_newer_flash_attention_needs_cuda():
     with pytest.raises(ConversionError, match="FA3 runs on CUDA, and there is none"):
         FlashAttentionKernel("FA3").convert(nn.ModuleDict({"attn": _layer()}).bfloat16())
 
 
 @pytest.mark.parametrize("form", ["documents", "mask", "last"])
-def test_chunks_of_documents_see_themselves(form: str) -> None:
+def test_chunks_of_documents_see_themselves(form):
     """Positions p and q of a document meet if p // 4 == q // 4 and q is not after p; the formula in float64."""
     q, k, v = (torch.randn(1, 19, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
     v = v.expand(-1, -1, 2, -1)
@@ -345,7 +300,7 @@ def test_chunks_of_documents_see_themselves(form: str) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 5, 6])
-def test_chunks_of_documents_that_share_their_beginning(size: int) -> None:
+def test_chunks_of_documents_that_share_their_beginning(size):
     lengths = (6, 3, 9)
     q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
     v = v.expand(-1, -1, 2, -1)
@@ -362,7 +317,7 @@ def count_pairs(lengths: tuple[int, ...], chunk: int) -> float:
     return FlopCount(0.0, 0.0, {}, {chunk: 1.0}).attention(lengths)
 
 
-def test_chunks_refuse_what_does_not_say_where_they_begin() -> None:
+def test_chunks_refuse_what_does_not_say_where_they_begin():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(ValueError, match="where chunks of 4 begin: give the documents"):
         attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,))), chunk=4)

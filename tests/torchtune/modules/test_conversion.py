@@ -60,7 +60,7 @@ class FakeQuant(Kernel):
     phase: ClassVar[Phase] = Phase.FAKE_QUANT
 
 
-def test_order_of_application_and_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_order_of_application_and_record(caplog):
     with torch.device("meta"):
         model = Recorder()
     logger = logging.getLogger("torchtune")
@@ -84,7 +84,7 @@ def test_order_of_application_and_record(caplog: pytest.LogCaptureFixture) -> No
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_conversion_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_conversion_without_effect_is_a_warning(caplog):
     class Nothing(Kernel):
         def convert(self, model: Recorder) -> ConversionReport:
             return ConversionReport("Nothing")
@@ -99,7 +99,7 @@ def test_a_conversion_without_effect_is_a_warning(caplog: pytest.LogCaptureFixtu
     assert caplog.records[-1].levelno == logging.WARNING
 
 
-def test_hooks_run_in_order_and_are_optional() -> None:
+def test_hooks_run_in_order_and_are_optional():
     model = Recorder()
     apply_conversions(model, [Kernel("a"), Kernel("b"), LoRA(2, 4)][:2])
     apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"])])
@@ -110,7 +110,7 @@ def test_hooks_run_in_order_and_are_optional() -> None:
     run_pre_optimizer_hooks(nn.Linear(1, 1))  # a model without conversions
 
 
-def test_a_converter_by_dotted_path() -> None:
+def test_a_converter_by_dotted_path():
     """What a recipe does with ``model_converters`` in YAML."""
     components = [
         {"_component_": f"{__name__}.Kernel", "name": "theirs"},
@@ -124,7 +124,7 @@ def test_a_converter_by_dotted_path() -> None:
     assert "attn.q_proj.lora_a.weight" in model.state_dict()
 
 
-def test_conversions_are_ordered_by_phase() -> None:
+def test_conversions_are_ordered_by_phase():
     with torch.device("meta"):
         model = Recorder()
     lora, kernel, again = LoRA(2, 4, attn_modules=["q_proj"]), Kernel("a"), Kernel("b")
@@ -135,7 +135,7 @@ def test_conversions_are_ordered_by_phase() -> None:
 
 
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
-def test_a_converter_of_an_early_phase_beside_a_builder_with_lora(kind: type[LoRALinear]) -> None:
+def test_a_converter_of_an_early_phase_beside_a_builder_with_lora(kind):
     """The builder has applied LoRA already: the converter sees the model as if it had come first."""
     seen = []
 
@@ -163,7 +163,7 @@ def test_a_converter_of_an_early_phase_beside_a_builder_with_lora(kind: type[LoR
     assert "attn.q_proj.bias" in ours
 
 
-def test_a_conversion_that_cannot_be_undone_any_more() -> None:
+def test_a_conversion_that_cannot_be_undone_any_more():
     model = Recorder()
     apply_conversions(model, [FakeQuant()])
     with pytest.raises(ConversionError, match="Kernel must come before FakeQuant, which the model already has"):
@@ -184,12 +184,12 @@ def test_a_conversion_that_cannot_be_undone_any_more() -> None:
         (QuantizedBase(), QuantizedBase(), "quantised once"),
     ],
 )
-def test_forbidden_pairs(first: Conversion, second: Conversion, reason: str) -> None:
+def test_forbidden_pairs(first, second, reason):
     with pytest.raises(ConversionError, match=reason):
         apply_conversions(Recorder(), [first, second])
 
 
-def test_things_that_are_no_conversion() -> None:
+def test_things_that_are_no_conversion():
     class NoPhase:
         def convert(self, model: nn.Module) -> ConversionReport:
             return ConversionReport("x")
@@ -203,7 +203,7 @@ def test_things_that_are_no_conversion() -> None:
             apply_conversions(Recorder(), [thing])
 
 
-def test_nearest_names_hide_layer_numbers() -> None:
+def test_nearest_names_hide_layer_numbers():
     paths = [f"layers.{i}.{name}" for i in range(3) for name in ("attn.q_proj", "attn.k_proj", "mlp.w1")] + ["output"]
     assert nearest_module_names("q_prj", paths)[0] == "layers.*.attn.q_proj"
     assert nearest_module_names("otput", paths) == ["output"]
@@ -237,7 +237,7 @@ class OlderSubclass(Older, Conversion):
 
 
 @pytest.mark.parametrize("kind", [Older, OlderSubclass])
-def test_optional_methods_of_earlier_releases(kind: type[Older]) -> None:
+def test_optional_methods_of_earlier_releases(kind):
     model = with_gain()
     apply_conversions(model, [kind()])
     (conversion,) = complete_conversions(model)
@@ -249,7 +249,7 @@ def test_optional_methods_of_earlier_releases(kind: type[Older]) -> None:
     assert conversion.peft_config(model) == {"r": 1}
 
 
-def test_defaults_for_a_conversion_that_lacks_everything() -> None:
+def test_defaults_for_a_conversion_that_lacks_everything():
     class Mine(Conversion):
         phase = Phase.KERNEL
 
@@ -273,7 +273,7 @@ def test_defaults_for_a_conversion_that_lacks_everything() -> None:
             conversion.revert(model)
 
 
-def test_parameters_belong_to_an_adapter_by_their_module() -> None:
+def test_parameters_belong_to_an_adapter_by_their_module():
     model = Recorder()
     model.exploration = nn.Linear(4, 4)
     model.magnitudes = nn.Linear(4, 4)

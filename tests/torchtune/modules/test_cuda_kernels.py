@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def blocks(counts: Tensor, indices: Tensor) -> Tensor:
     return found.bool()
 
 
-def test_block_masks_of_documents() -> None:
+def test_block_masks_of_documents():
     """No block is missed, none is called whole that is not, and none is visited in vain."""
     rng = random.Random(0)
     windowed = 0
@@ -81,7 +80,7 @@ def test_block_masks_of_documents() -> None:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_flex_attention_over_documents(window: int, softcap: float, sinks: bool, monkeypatch: Any) -> None:
+def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
     """The path of CUDA, forward (flex attention has no backward pass on the CPU), against that of the CPU."""
     torch.manual_seed(0)
     lengths = [100, 1, 150, 49]
@@ -107,7 +106,7 @@ def test_flex_attention_over_documents(window: int, softcap: float, sinks: bool,
 
 
 @pytest.mark.parametrize("length", [60, 100])
-def test_sinks_on_top_of_a_flash_kernel(length: int) -> None:
+def test_sinks_on_top_of_a_flash_kernel(length):
     """Output and gradients from the kernel's output and log-sum-exp, against the formula in float64."""
     torch.manual_seed(length)
     q, k, v, grad = torch.randn(4, 2, 3, length, 16).unbind()
@@ -138,13 +137,13 @@ def test_sinks_on_top_of_a_flash_kernel(length: int) -> None:
         (torch.float32, {"sinks": True}, Kernel.FLEX),
     ],
 )
-def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype: torch.dtype, kind: dict[str, Any], kernel: Kernel) -> None:
+def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype, kind, kernel):
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert attention_backend(CUDA, dtype, documents=True, **kind) == kernel.value
     assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
 
 
-def test_the_host_waits_for_nothing() -> None:
+def test_the_host_waits_for_nothing():
     """Fake CUDA tensors have no values: what asks for one is counted, or fails."""
     with FakeTensorMode(), torch.no_grad(), Counting() as counting:
         q, k, v = (torch.empty(400, heads, 64, dtype=torch.bfloat16, device="cuda:0") for heads in (8, 2, 2))

@@ -8,10 +8,10 @@ from torch import nn
 
 from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
-from torchtune.modules._torchao import torchao_quantization
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.fake_quant import FakeQuantize, FakeQuantLinear, fake_quant_layers
 from torchtune.modules.peft import LoRA, QATLoRALinear
+from torchtune.modules.torchao_formats import torchao_quantization
 from torchtune.training import quantization as q
 from torchtune.utils import UserError
 
@@ -43,7 +43,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda quantizer: quantizer.mode)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prepared_model_computes_as_torchaos_and_as_the_converted_one(quantizer, dtype) -> None:
+def test_a_prepared_model_computes_as_torchaos_and_as_the_converted_one(quantizer, dtype):
     ao, plain = torchao_quantization(), make(dtype=dtype)
     prepared, theirs = quantizer.prepare(copy.deepcopy(plain)), copy.deepcopy(plain)
     config = ao.qat.QATConfig(quantizer.base_config, step="prepare")
@@ -62,7 +62,7 @@ def test_a_prepared_model_computes_as_torchaos_and_as_the_converted_one(quantize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_learns_for_the_merged_quantised_weight(dtype: torch.dtype) -> None:
+def test_lora_learns_for_the_merged_quantised_weight(dtype):
     quantizer, lora = QUANTIZERS[0], LoRA(rank=2, alpha=4, apply_to_mlp=True)
     prepared = make(lora, dtype)
     names = {name: parameter.requires_grad for name, parameter in prepared.named_parameters()}
@@ -85,7 +85,7 @@ def test_lora_learns_for_the_merged_quantised_weight(dtype: torch.dtype) -> None
         assert torch.allclose(found, layer.scaling * value, atol=atol, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
-def test_autograd_keeps_no_quantised_copy_of_a_weight() -> None:
+def test_autograd_keeps_no_quantised_copy_of_a_weight():
     model, sizes = QUANTIZERS[1].prepare(make()), []
     own = {parameter.data_ptr() for parameter in model.parameters()}
     weights = {layer.weight.shape for layer in fake_quant_layers(model).values()}
@@ -100,7 +100,7 @@ def test_autograd_keeps_no_quantised_copy_of_a_weight() -> None:
     assert not sizes
 
 
-def test_it_begins_after_some_steps_and_can_be_switched_and_undone() -> None:
+def test_it_begins_after_some_steps_and_can_be_switched_and_undone():
     plain, step = make(), [0]
     model, config = copy.deepcopy(plain), QUANTIZERS[0].base_config
     conversion = FakeQuantize(config, after_n_steps=2, step=lambda: step[0], total_steps=3)
@@ -118,7 +118,7 @@ def test_it_begins_after_some_steps_and_can_be_switched_and_undone() -> None:
     assert torch.equal(model(TOKENS), plain(TOKENS))
 
 
-def test_lora_layers_of_a_copied_recipe_are_swapped() -> None:
+def test_lora_layers_of_a_copied_recipe_are_swapped():
     model, qat = make(LoRA(rank=2, alpha=4)), torchao_quantization().qat
     wanted = QUANTIZERS[0].prepare(copy.deepcopy(model))
     inputs = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, scale_precision=None)
@@ -146,14 +146,14 @@ def test_lora_layers_of_a_copied_recipe_are_swapped() -> None:
         (LoRA(rank=2, dropout=0.1), QUANTIZERS[0], "lora_dropout is 0.1: .* set it to 0"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_sentence(lora: LoRA | None, quantizer, said: str) -> None:
+def test_what_cannot_be_simulated_is_one_sentence(lora, quantizer, said):
     model = make(lora)
     with pytest.raises(ConversionError, match=said):
         quantizer.prepare(model)
     assert not fake_quant_layers(model), "nothing has been changed"
 
 
-def test_refusals_of_torchao_and_wrong_quantizers_are_one_sentence() -> None:
+def test_refusals_of_torchao_and_wrong_quantizers_are_one_sentence():
     ao = torchao_quantization()
     with pytest.raises(ConversionError, match=r"torchao cannot simulate Int8WeightOnlyConfig in training \("):
         apply_conversions(make(), [FakeQuantize(ao.Int8WeightOnlyConfig())])

@@ -46,7 +46,7 @@ def _steps(hf: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", _PROMPTS.values(), ids=_PROMPTS)
-def test_decoding_with_a_large_cache_goes_by_the_length_of_the_text(models: Any, length: int) -> None:
+def test_decoding_with_a_large_cache_goes_by_the_length_of_the_text(models, length):
     hf, ours = models
     prompt = torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(length))
     tokens, logits = _steps(hf, prompt)
@@ -64,7 +64,7 @@ def test_decoding_with_a_large_cache_goes_by_the_length_of_the_text(models: Any,
         delete_kv_caches(ours)
 
 
-def test_rows_of_a_padded_batch_go_each_by_its_own_length(models: Any) -> None:
+def test_rows_of_a_padded_batch_go_each_by_its_own_length(models):
     hf, ours = models
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 97, (1, length), generator=draw) for length in _PROMPTS.values()]
@@ -84,14 +84,14 @@ def test_rows_of_a_padded_batch_go_each_by_its_own_length(models: Any) -> None:
         assert torch.equal(tokens, wanted)
 
 
-def test_a_text_that_outgrows_its_cache_is_not_read_on(models: Any) -> None:
+def test_a_text_that_outgrows_its_cache_is_not_read_on(models):
     hf, ours = models
     tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(9))
     mask, positions = torch.ones(16, 16, dtype=torch.bool).tril()[None], torch.arange(16)[None]
     ours.setup_caches(1, torch.float32, decoder_max_seq_len=16)
     try:
         ours(tokens[:, :10], input_pos=positions[:, :10], mask=mask[:, :10])
-        assert ours.outgrows_caches(positions[:, 10:]) == (hf.config.rope_parameters["rope_type"] == "longrope")
+        assert ours.invalidates_caches(positions[:, 10:]) == (hf.config.rope_parameters["rope_type"] == "longrope")
         if hf.config.rope_parameters["rope_type"] == "dynamic":
             ours(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
             return

@@ -10,7 +10,7 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.parallel._styles import ParallelError
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.training.measure._flops import count_flops
+from torchtune.supervision._flops import count_flops
 
 HEADS, KEY, TURNING, VALUE, LATENT = 3, 10, 4, 14, 16
 TINY = Description(
@@ -67,7 +67,7 @@ def model() -> torch.nn.Module:
     return model
 
 
-def test_packed_documents_are_what_the_formula_says_of_each(model: torch.nn.Module) -> None:
+def test_packed_documents_are_what_the_formula_says_of_each(model):
     attn, x = model.layers[0].attn, torch.randn(1, 17, 32)
     documents = Documents.from_lengths((9, 1, 7))
     found = attn(x, documents=documents, input_pos=documents.positions()[None])[0]
@@ -76,7 +76,7 @@ def test_packed_documents_are_what_the_formula_says_of_each(model: torch.nn.Modu
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora", "qlora"])
-def test_latents_are_cached_and_compared_as_keys_would_be(model: torch.nn.Module, kind: str) -> None:
+def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
     torch.manual_seed(1)
     decoder = build(TINY, get_spec("deepseek_v3")).eval()
     decoder.load_state_dict(model.state_dict())
@@ -98,14 +98,14 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model: torch.nn.Module
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_operations_are_those_of_keys_and_values(model: torch.nn.Module) -> None:
+def test_operations_are_those_of_keys_and_values(model):
     count = count_flops(model)
     of_layer = sum(p.numel() for p in model.layers[0].parameters() if p.dim() == 2)
     assert count.pair == {None: 2 * 6 * HEADS * (KEY + VALUE)}
     assert count.token == 6 * (2 * of_layer + 64 * 32)
 
 
-def test_what_latents_exclude_is_refused(model: torch.nn.Module) -> None:
+def test_what_latents_exclude_is_refused(model):
     with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with latent attention cannot be split"):
         model.spec.parallel_plan(model)
     numbers = {"vocab_size": 8, "num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8}
@@ -124,7 +124,7 @@ def test_what_latents_exclude_is_refused(model: torch.nn.Module) -> None:
         LatentAttention(**sizes, **projections, value_dim=8, kv_dim=6, kv_down_norm=RMSNorm(6))
 
 
-def test_positions_need_no_table(model: torch.nn.Module) -> None:
+def test_positions_need_no_table(model):
     attn, x = model.layers[0].attn, torch.randn(1, 5, 32)
     assert isinstance(attn.pos_embeddings, RotaryPositionalEmbeddings)
     assert torch.equal(attn(x), attn(x, rope=attn.pos_embeddings.cos_sin(torch.arange(5))))

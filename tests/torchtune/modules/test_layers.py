@@ -1,7 +1,6 @@
 """Norm, feed-forward, rotary positions, tied output, vocabulary: against their formulas."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def _norm_formula(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
 
 
-def test_rms_norm_equals_its_formula_with_gradients() -> None:
+def test_rms_norm_equals_its_formula_with_gradients():
     torch.manual_seed(0)
     x, scale = torch.randn(3, 5, 16).requires_grad_(), torch.randn(16).requires_grad_()
     wide_x, wide_scale = (t.detach().double().requires_grad_() for t in (x, scale))
@@ -43,7 +42,7 @@ def test_rms_norm_equals_its_formula_with_gradients() -> None:
     assert (gradient - expected_gradient).abs().max() < 1e-5
 
 
-def test_rms_norm_computes_in_float32() -> None:
+def test_rms_norm_computes_in_float32():
     x = (torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * 300).bfloat16()
     norm = RMSNorm(64, eps=1e-5).bfloat16()
     expected = _norm_formula(x.double(), torch.ones(64))
@@ -54,7 +53,7 @@ def test_rms_norm_computes_in_float32() -> None:
     assert torch.autograd.grad(frozen.sum(), x)[0].dtype == torch.bfloat16
 
 
-def test_compiled_functions_equal_eager_ones() -> None:
+def test_compiled_functions_equal_eager_ones():
     torch.manual_seed(0)
     x, scale, up = torch.randn(2, 3, 4, 8), torch.randn(8), torch.randn(2, 3, 4, 8)
     rope = RotaryPositionalEmbeddings(8)
@@ -70,7 +69,7 @@ def test_compiled_functions_equal_eager_ones() -> None:
     torch.compiler.reset()
 
 
-def test_swiglu_equals_its_formula_with_gradients() -> None:
+def test_swiglu_equals_its_formula_with_gradients():
     torch.manual_seed(0)
     gate, up = torch.randn(4, 6).double().requires_grad_(), torch.randn(4, 6).double().requires_grad_()
     assert torch.autograd.gradcheck(swiglu, (gate, up))
@@ -78,7 +77,7 @@ def test_swiglu_equals_its_formula_with_gradients() -> None:
     assert torch.autograd.grad(swiglu(gate, up.detach()).sum(), gate)[0].shape == gate.shape
 
 
-def test_feed_forward() -> None:
+def test_feed_forward():
     torch.manual_seed(0)
     w1, w2, w3 = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 6)
     x = torch.randn(2, 3, 4)
@@ -90,7 +89,7 @@ def test_feed_forward() -> None:
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_rotation_equals_its_formula_with_gradients(layout: str) -> None:
+def test_rotation_equals_its_formula_with_gradients(layout):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 3, 8).requires_grad_()
     rope = RotaryPositionalEmbeddings(8, base=100.0, layout=layout)
@@ -125,7 +124,7 @@ def test_rotation_equals_its_formula_with_gradients(layout: str) -> None:
     ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
 )
 @pytest.mark.parametrize("length", [40, 8192, 8300])
-def test_stretched_positions_equal_those_of_transformers(options: dict[str, Any], length: int) -> None:
+def test_stretched_positions_equal_those_of_transformers(options, length):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -149,7 +148,7 @@ def test_stretched_positions_equal_those_of_transformers(options: dict[str, Any]
         assert (mine[:, :30, 0] - other[:, :30, :32]).abs().max() <= 1e-5
 
 
-def test_scaled_frequencies_equal_those_of_transformers() -> None:
+def test_scaled_frequencies_equal_those_of_transformers():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -175,7 +174,7 @@ def test_scaled_frequencies_equal_those_of_transformers() -> None:
     assert not torch.equal(plain.cos_sin(positions)[0], cos)
 
 
-def test_rotary_modules_hold_no_tensors_and_survive_meta() -> None:
+def test_rotary_modules_hold_no_tensors_and_survive_meta():
     for kind in (RotaryPositionalEmbeddings, Llama3ScaledRoPE, Qwen2RotaryPositionalEmbeddings):
         with torch.device("meta"):
             late = kind(8)
@@ -188,7 +187,7 @@ def test_rotary_modules_hold_no_tensors_and_survive_meta() -> None:
         RotaryPositionalEmbeddings(7)
 
 
-def test_tied_linear_follows_its_module() -> None:
+def test_tied_linear_follows_its_module():
     embedding = nn.Embedding(5, 3)
     tied = TiedLinear(embedding)
     x = torch.randn(2, 3)
@@ -207,7 +206,7 @@ def test_tied_linear_follows_its_module() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [5, 13])
-def test_resized_vocabulary(tied: bool, size: int) -> None:
+def test_resized_vocabulary(tied, size):
     sizes = {"num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8, "num_heads": 2}
     of_layers = {"layer_embed_dim": 4, "layer_embed_vocab": 10} if tied else {}
     model = build(Description(vocab_size=10, num_kv_heads=2, tie_word_embeddings=tied, **of_layers, **sizes))
@@ -223,7 +222,7 @@ def test_resized_vocabulary(tied: bool, size: int) -> None:
         resize_token_embeddings(model, 0)
 
 
-def test_a_norm_of_ones_own_scales_as_it_says() -> None:
+def test_a_norm_of_ones_own_scales_as_it_says():
     class Doubled(RMSNorm):
         def scaled_by(self, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return super().scaled_by(2 * scale, x)

@@ -18,7 +18,7 @@ from torchtune.modules.mixers._gated_norm import GatedGroupNorm
 from torchtune.modules.mixers._state_space import state_space
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
-from torchtune.training.parallel._parallelize import check_split
+from torchtune.training.parallel._parallelize import check_parallelizable
 
 
 def _inputs(rows: int, positions: int) -> list[Tensor]:
@@ -58,7 +58,7 @@ RULES = pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
 
 
 @RULES
-def test_a_rule_and_its_gradients(rule: Callable[..., Any]) -> None:
+def test_a_rule_and_its_gradients(rule):
     inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
     ours = [t.clone().requires_grad_() for t in inputs]
     out, _ = rule(*ours, resets)
@@ -72,7 +72,7 @@ def test_a_rule_and_its_gradients(rule: Callable[..., Any]) -> None:
 
 
 @RULES
-def test_decoding_goes_on_from_a_state(rule: Callable[..., Any]) -> None:
+def test_decoding_goes_on_from_a_state(rule):
     inputs, resets = _inputs(2, 90), _resets(150)[:, :90]
     whole, last = rule(*inputs, resets)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_decoding_goes_on_from_a_state(rule: Callable[..., Any]) -> None:
 
 
 @RULES
-def test_strong_decay_loses_no_digits(rule: Callable[..., Any]) -> None:
+def test_strong_decay_loses_no_digits(rule):
     """A sum of decays over a chunk is large, and the difference of two neighbours is not."""
     q, k, v, g, beta = _inputs(1, 64)
     g = g * torch.where(torch.arange(64) % 3 == 0, 300.0, 0.1)[None, :, None]
@@ -97,7 +97,7 @@ def test_strong_decay_loses_no_digits(rule: Callable[..., Any]) -> None:
 
 
 @RULES
-def test_little_is_kept_for_the_backward_pass(rule: Callable[..., Any]) -> None:
+def test_little_is_kept_for_the_backward_pass(rule):
     """The inputs and one state for each chunk; not the matrices between positions of a chunk."""
     kept: list[Tensor] = []
     inputs = [t.requires_grad_() for t in _inputs(1, 256)]
@@ -107,7 +107,7 @@ def test_little_is_kept_for_the_backward_pass(rule: Callable[..., Any]) -> None:
     assert sum(t.numel() for t in kept) <= sum(t.numel() for t in inputs) + 256 + states
 
 
-def test_a_gated_norm_and_its_gradients() -> None:
+def test_a_gated_norm_and_its_gradients():
     torch.manual_seed(0)
     x, gate = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
     norm, weight = GatedGroupNorm(8, 2, 1e-3), torch.randn(2, 3, 8)
@@ -122,7 +122,7 @@ def test_a_gated_norm_and_its_gradients() -> None:
         assert (one - other).abs().max() < 1e-5 * other.abs().max()
 
 
-def test_convolution_stops_at_documents() -> None:
+def test_convolution_stops_at_documents():
     torch.manual_seed(0)
     lengths = (5, 1, 2, 9)
     x, weight = torch.randn(1, 17, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
@@ -147,7 +147,7 @@ def _mixer(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_a_layer_compiles(kind: str) -> None:
+def test_a_layer_compiles(kind):
     """Without graph breaks: the operator says what it returns."""
     torch.manual_seed(0)
     mixer = _mixer(kind)
@@ -171,19 +171,19 @@ def decoder() -> nn.Module:
     return build(Description(**sizes, num_heads=2, num_kv_heads=2, mixer=mixer, mixer_layers=(0,)))
 
 
-def test_a_mask_alone_is_refused(decoder: nn.Module) -> None:
+def test_a_mask_alone_is_refused(decoder):
     tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, 4, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="A mask does not say where the state of linear attention"):
         decoder(tokens, mask=mask)
     decoder(tokens, mask=mask, input_pos=torch.arange(4))
 
 
-def test_context_parallelism_is_refused_by_name(decoder: nn.Module) -> None:
+def test_context_parallelism_is_refused_by_name(decoder):
     with pytest.raises(ParallelDimsError, match="context_parallel_dim is 2: the state of GatedDeltaNet layers"):
-        check_split(decoder, ParallelDims(cp=2, dp_shard=1, tp=1, dp_replicate=1, world_size=2))
+        check_parallelizable(decoder, ParallelDims(cp=2, dp_shard=1, tp=1, dp_replicate=1, world_size=2))
 
 
-def test_lora_of_attention_adapts_the_input_projection(decoder: nn.Module) -> None:
+def test_lora_of_attention_adapts_the_input_projection(decoder):
     report = LoRA(2, 4, attn_modules=["q_proj"]).convert(decoder)
     assert report.replaced == ["layers.0.attn.qkv_proj", "layers.1.attn.q_proj"]
 
@@ -213,7 +213,7 @@ def _mamba_by_position(mixer: Mamba2, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba scaled"])
-def test_mamba_equals_its_recurrence_in_every_document(kind: str) -> None:
+def test_mamba_equals_its_recurrence_in_every_document(kind):
     torch.manual_seed(0)
     mixer = _mixer(kind)
     for parameter in (mixer.skip, mixer.conv.bias, mixer.a_log):
@@ -231,7 +231,7 @@ def test_mamba_equals_its_recurrence_in_every_document(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "fused", "conv", "mamba", "mamba scaled"])
-def test_a_cache_continues_padded_prompts(kind: str) -> None:
+def test_a_cache_continues_padded_prompts(kind):
     torch.manual_seed(0)
     mixer = _mixer(kind)
     x = torch.randn(2, 12, 8)

@@ -99,7 +99,7 @@ def compare_gradients(found: nn.Module, expected: nn.Module, tolerance: float) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_in_float32(kind: str) -> None:
+def test_a_model_in_float32(kind):
     expected, batch = make_model(**KINDS[kind]), make_batch()
     found = copy.deepcopy(expected).to(DEVICE, torch.float32)
     losses = loss_of(found, batch.to(DEVICE)), loss_of(expected, batch)
@@ -110,7 +110,7 @@ def test_a_model_in_float32(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "expert" not in kind])  # rounding may change a choice
-def test_a_model_in_bfloat16(kind: str) -> None:
+def test_a_model_in_bfloat16(kind):
     expected, batch = make_model(**KINDS[kind]), make_batch()
     found = copy.deepcopy(expected).to(DEVICE, torch.bfloat16)
     losses = loss_of(found, batch.to(DEVICE)), loss_of(expected, batch)
@@ -121,7 +121,7 @@ def test_a_model_in_bfloat16(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "experts", "gated delta rule"])
-def test_compiled_layers_are_the_layers(kind: str) -> None:
+def test_compiled_layers_are_the_layers(kind):
     eager = make_model(**KINDS[kind]).to(DEVICE, torch.float32)
     compiled, loss_fn = copy.deepcopy(eager), LinearCrossEntropyLoss()
     training.compile_model(compiled, verbose=False)
@@ -137,7 +137,7 @@ def test_compiled_layers_are_the_layers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "latent attention"])
-def test_the_host_does_not_wait_in_layers(kind: str) -> None:
+def test_the_host_does_not_wait_in_layers(kind):
     """It waits once a step for the number of labels, in the loss."""
     model, batch = make_model(**KINDS[kind]).to(DEVICE, torch.bfloat16), make_batch().to(DEVICE)
     for debug_mode in ("default", "error"):  # the first step may look things up
@@ -149,7 +149,7 @@ def test_the_host_does_not_wait_in_layers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "soft cap", "gated delta rule", "experts"])
-def test_the_likeliest_answers(kind: str) -> None:
+def test_the_likeliest_answers(kind):
     expected = make_model(**KINDS[kind]).eval()
     found = copy.deepcopy(expected).to(DEVICE, torch.float32)
     prompts = [list(range(3, 40)), [5, 6], list(range(60, 100))]

@@ -5,7 +5,6 @@ bits), 3e-2 for its gradients, 2e-3 in float32, which may be TF32.
 """
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -37,9 +36,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     [{}, {"window": 70}, {"softcap": 5.0}, {"sinks": True}, {"sinks": True, "window": 70}],
     ids=str,
 )
-def test_attention_within_documents(
-    options: dict[str, Any], dtype: torch.dtype, head_dim: int, prefixes: tuple[int, ...]
-) -> None:
+def test_attention_within_documents(options, dtype, head_dim, prefixes):
     torch.manual_seed(0)
     lengths = [200, 1, 150, 33]
     inputs = [torch.randn(1, sum(lengths), heads, head_dim).to(dtype) for heads in (4, 2, 2)]
@@ -61,7 +58,7 @@ def test_attention_within_documents(
 
 
 @pytest.mark.parametrize("counts", [(64, 0, 130, 6), (0, 0, 0, 200), (50, 50, 50, 50)])
-def test_products_of_groups(counts: tuple[int, ...]) -> None:
+def test_products_of_groups(counts):
     torch.manual_seed(0)
     x = torch.randn(sum(counts), 64).bfloat16()
     weight, grad = torch.randn(len(counts), 64, 96).bfloat16(), torch.randn(sum(counts), 96).bfloat16()
@@ -75,7 +72,7 @@ def test_products_of_groups(counts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", [FrozenNF4Linear, FrozenInt8Linear, FrozenFloat8Linear])
-def test_quantised_layers(kind: type[Any]) -> None:
+def test_quantised_layers(kind):
     torch.manual_seed(0)
     linear, x = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16), torch.randn(40, 256).bfloat16()
     layer = kind.from_linear(linear)
@@ -89,7 +86,7 @@ def test_quantised_layers(kind: type[Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["stochastic_rounding", "fp32_master"])
-def test_small_steps_of_bfloat16_weights_arrive(precision: str) -> None:
+def test_small_steps_of_bfloat16_weights_arrive(precision):
     model = nn.Linear(256, 256, bias=False, device=DEVICE, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ def _draw(*shape: int) -> torch.Tensor:
 
 @needs_it
 @pytest.mark.parametrize("rows", [64, 600], ids=["wide", "tall"])
-def test_a_product_of_any_strides_equals_float64(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_of_any_strides_equals_float64(rows, monkeypatch):
     monkeypatch.setattr(_products, "_BLOCK", 10_000)
     a, b = _draw(rows, 120), _draw(120, 300)
     out = torch.ones(rows, 600)[:, ::2]
@@ -41,7 +41,7 @@ def _part(kind: str) -> torch.Tensor | None:
 @needs_it
 @pytest.mark.parametrize("bias", ["none", "all", "strided", "one"])
 @pytest.mark.parametrize("trained", [{0}, {1}, {2}, {0, 1, 2}], ids=["input", "weight", "bias", "each"])
-def test_a_layer_inside_and_its_gradients_equal_float64(bias: str, trained: set[int]) -> None:
+def test_a_layer_inside_and_its_gradients_equal_float64(bias, trained):
     found = [_draw(2, 64, 2, 192)[:, :, 0], _draw(256, 192), _part(bias)]
     truth = [item if item is None else item.double() for item in found]
     if all(found[index] is None for index in trained):
@@ -62,7 +62,7 @@ def test_a_layer_inside_and_its_gradients_equal_float64(bias: str, trained: set[
 
 
 @needs_it
-def test_a_layer_inside_is_taken_by_one_node_that_keeps_what_its_gradients_need() -> None:
+def test_a_layer_inside_is_taken_by_one_node_that_keeps_what_its_gradients_need():
     kept: list[tuple[int, ...]] = []
     for x, weight in ((_draw(64, 192).requires_grad_(), _draw(256, 192)), (_draw(64, 192), _draw(256, 192))):
         weight.requires_grad_(not x.requires_grad)
@@ -76,7 +76,7 @@ def test_a_layer_inside_is_taken_by_one_node_that_keeps_what_its_gradients_need(
 
 
 @needs_it
-def test_what_torch_does_with_a_layer_it_does_inside() -> None:
+def test_what_torch_does_with_a_layer_it_does_inside():
     x, weight = _draw(64, 192) / 16, _draw(256, 192)
 
     def product(weight: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_what_torch_does_with_a_layer_it_does_inside() -> None:
         linear(x, _draw(256, 256))
 
 
-def test_what_is_small_or_of_another_dtype_is_left_to_torch() -> None:
+def test_what_is_small_or_of_another_dtype_is_left_to_torch():
     weight = _draw(256, 192)
     assert fast_linear(_draw(4, 192), weight) is None
     assert fast_linear(_draw(192), weight) is None

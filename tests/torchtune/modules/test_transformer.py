@@ -33,7 +33,7 @@ def _tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 19, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_are_float32_and_hidden_states_are_not(model: TransformerDecoder) -> None:
+def test_logits_are_float32_and_hidden_states_are_not(model):
     model.bfloat16()
     tokens = _tokens(2, 5)
     logits = model(tokens)
@@ -45,7 +45,7 @@ def test_logits_are_float32_and_hidden_states_are_not(model: TransformerDecoder)
 
 
 @pytest.mark.filterwarnings("ignore:(set_num_output_chunks|chunked_output) is deprecated:FutureWarning")
-def test_chunks_of_logits_for_older_recipes(model: TransformerDecoder) -> None:
+def test_chunks_of_logits_for_older_recipes(model):
     tokens = _tokens(2, 5)
     logits, hidden = model(tokens), model(tokens, output="hidden")
     model.skip_output_layer = True  # as a chunked loss sets it; chunks are asked for by the recipe itself
@@ -58,13 +58,13 @@ def test_chunks_of_logits_for_older_recipes(model: TransformerDecoder) -> None:
     assert torch.equal(model(tokens), hidden)
 
 
-def test_right_padding_is_harmless(model: TransformerDecoder) -> None:
+def test_right_padding_is_harmless(model):
     tokens = _tokens(2, 6)
     padded = torch.cat([tokens, torch.zeros(2, 3, dtype=torch.int64)], dim=1)
     assert torch.allclose(model(padded)[:, :6], model(tokens), atol=1e-6)
 
 
-def test_embeddings_instead_of_tokens_and_hidden_states(model: TransformerDecoder) -> None:
+def test_embeddings_instead_of_tokens_and_hidden_states(model):
     tokens = _tokens(2, 6)
     assert torch.equal(model(None, input_embeds=model.tok_embeddings(tokens)), model(tokens))
     model.output_hidden_states = [0, 2, 3]
@@ -73,7 +73,7 @@ def test_embeddings_instead_of_tokens_and_hidden_states(model: TransformerDecode
     assert torch.equal(model.unembed(last), logits)
 
 
-def test_positions_by_hand(model: TransformerDecoder) -> None:
+def test_positions_by_hand(model):
     tokens = _tokens(2, 6)
     expected = model(tokens)
     assert torch.equal(model(tokens, input_pos=torch.arange(6)), expected)
@@ -81,7 +81,7 @@ def test_positions_by_hand(model: TransformerDecoder) -> None:
     assert torch.allclose(model(tokens, input_pos=torch.arange(6) + 5), expected, atol=1e-5)  # only distances count
 
 
-def test_a_mask_equals_the_documents_it_spells(model: TransformerDecoder) -> None:
+def test_a_mask_equals_the_documents_it_spells(model):
     from torchtune.modules import create_block_causal_mask
 
     documents = Documents.from_lengths((2, 4))
@@ -92,7 +92,7 @@ def test_a_mask_equals_the_documents_it_spells(model: TransformerDecoder) -> Non
     assert torch.allclose(model(tokens, mask=mask, input_pos=positions), packed, atol=1e-5)
 
 
-def test_refusals(model: TransformerDecoder) -> None:
+def test_refusals(model):
     with pytest.raises(ValueError, match=r"tokens have the shape \[3\]: give \[b, s\]"):
         model(torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match=r"33 tokens is longer than the model's max_seq_len 32"):
@@ -115,7 +115,7 @@ def test_refusals(model: TransformerDecoder) -> None:
     assert copies.layers[0] is not copies.layers[1]
 
 
-def test_caches_step_by_step(model: TransformerDecoder) -> None:
+def test_caches_step_by_step(model):
     tokens = _tokens(2, 7)
     expected = model(tokens)
     causal = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 9, 9)
@@ -151,7 +151,7 @@ def test_caches_step_by_step(model: TransformerDecoder) -> None:
         pass
 
 
-def test_cache_capacity() -> None:
+def test_cache_capacity():
     cache = KVCache(batch_size=2, max_seq_len=4, num_kv_heads=1, head_dim=2, dtype=torch.float32)
     keys, values = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2) * 2)
     assert keys.shape == (1, 1, 4, 2)
@@ -167,7 +167,7 @@ def test_cache_capacity() -> None:
 
 # dynamo looks at the .grad of the hidden states that it is handed
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_layers_keep_one_graph_for_all_documents(model: TransformerDecoder) -> None:
+def test_compiled_layers_keep_one_graph_for_all_documents(model):
     from torch._dynamo.testing import CompileCounter
 
     eager = copy.deepcopy(model)
@@ -191,12 +191,12 @@ def test_compiled_layers_keep_one_graph_for_all_documents(model: TransformerDeco
     ("text", "chosen"),
     [("0", [0]), ("-1", [4]), ("1:3", [1, 2]), (":2,4", [0, 1, 4]), ("::2", [0, 2, 4]), (":", [0, 1, 2, 3, 4])],
 )
-def test_slices_in_words(text: str, chosen: list[int]) -> None:
+def test_slices_in_words(text, chosen):
     assert slice_str_to_array(text, 5) == [index in chosen for index in range(5)]
 
 
 @pytest.mark.parametrize("text", ["", "a", "5", "1:2:3:4"])
-def test_words_that_are_no_slice(text: str) -> None:
+def test_words_that_are_no_slice(text):
     with pytest.raises(ValueError, match=r"neither an index nor a slice|outside a list"):
         slice_str_to_array(text, 5)
 
@@ -210,10 +210,10 @@ class _Composed(torch.nn.Module):
         self.text = text
 
 
-def test_a_model_names_its_text_decoder(model: TransformerDecoder) -> None:
+def test_a_model_names_its_text_decoder(model):
+    from torchtune.supervision._flops import count_flops
     from torchtune.training import fit_vocabulary
     from torchtune.training.activations import apply_selective_activation_checkpointing
-    from torchtune.training.measure._flops import count_flops
 
     assert model.text is model
     composed = _Composed(model)
@@ -229,6 +229,6 @@ def test_a_model_names_its_text_decoder(model: TransformerDecoder) -> None:
     assert all(type(layer.forward).__name__ == "CheckpointedForward" for layer in model.layers)
 
 
-def test_layers_take_named_arguments_alone(model: TransformerDecoder) -> None:
+def test_layers_take_named_arguments_alone(model):
     with pytest.raises(TypeError, match="input_poss"):
         model.layers[0](torch.zeros(1, 2, 16), input_poss=torch.arange(2))

@@ -1,25 +1,23 @@
 """Rewards and problems of packages that are extras, where those are installed."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.tiny import write_checkpoint
 from torchtune.data import DataError
 from torchtune.datasets import reasoning_gym_dataset
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
 from torchtune.rlhf import RewardSum, RolloutError
 from torchtune.rlhf.reward_functions import ExactMatch, MathReward, ReasoningGymReward
+from torchtune.tokenizers import hf_tokenizer
 
 
-def test_mathematics_is_compared_by_value() -> None:
+def test_mathematics_is_compared_by_value():
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     rows = [{"answer": right} for right in (r"$\frac{1}{2}$", "5", "$x^2+1$", "5", "")]
     texts = ["It is $0.5$.", "I get 5.", "$1 + x^2$", "6", "5"]
     assert MathReward()(rows, texts) == [1.0, 1.0, 1.0, 0.0, None]
 
 
-def test_problems_of_reasoning_gym_have_prompts_answers_and_scores(tmp_path: Path) -> None:
+def test_problems_of_reasoning_gym_have_prompts_answers_and_scores(tmp_path):
     gym = pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     tokenizer = hf_tokenizer(str(write_checkpoint(tmp_path / "checkpoint")))
     found = reasoning_gym_dataset(tokenizer, environment="chain_sum", size=5, seed=3, max_terms=2)

@@ -17,7 +17,6 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
 from torchtune.rlhf import (
     GroupAdvantages,
     LocalSampler,
@@ -38,6 +37,7 @@ from torchtune.rlhf.loss import (
     RLOOLoss,
     setup_loss,
 )
+from torchtune.tokenizers import hf_tokenizer
 from torchtune.training import FullModelHFCheckpointer, ParallelDims
 
 LENGTHS = [3, 1, 5, 4]
@@ -93,7 +93,7 @@ def by_hand(loss: GRPOLoss, now: Tensor, old: Tensor, values: list[float], ref: 
     ],
     ids=lambda loss: type(loss).__name__,
 )
-def test_losses_and_gradients_follow_the_formula(loss: GRPOLoss) -> None:
+def test_losses_and_gradients_follow_the_formula(loss):
     count, values = sum(LENGTHS), [1.0, -0.5, -2.0, 0.3]
     old = numbers(count, 1.0, 0) - 3.0
     ref, sampled = old + numbers(count, 0.3, 2), old + numbers(count, 0.2, 3)
@@ -113,7 +113,7 @@ def test_losses_and_gradients_follow_the_formula(loss: GRPOLoss) -> None:
         assert 0 < figures["clipped"].mean() < 1
 
 
-def test_advantages_follow_the_formula() -> None:
+def test_advantages_follow_the_formula():
     given = [[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 1.0], [2.0, math.nan, -1.0, 0.0]]
     group = torch.tensor(given, dtype=torch.float64)
     known = [[value for value in row if not math.isnan(value)] for row in given]
@@ -176,11 +176,11 @@ def nan_on_b(rows: list, texts: list) -> list:
         (rewards.LengthReward(4, 8), "12", 1.0),
     ],
 )
-def test_rewards(reward: rewards.Reward, text: str, expected: float) -> None:
+def test_rewards(reward, text, expected):
     assert reward([ORDER], [text]) == pytest.approx([expected])
 
 
-def test_rewards_add_up_with_their_weights_and_none_drops_an_answer() -> None:
+def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
     def sometimes(rows: list, texts: list) -> list:
         rows[0].clear()  # the others see what is in the data
         return [None if text == "b" else 2.0 for text in texts]
@@ -200,13 +200,13 @@ def test_rewards_add_up_with_their_weights_and_none_drops_an_answer() -> None:
         ("by_row", "'by_row' fails for rows 5, 7, 9: it returned a dict, and it must return a list"),
     ],
 )
-def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function: str, words: str) -> None:
+def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function, words):
     reward = rewards.FunctionReward(f"{__name__}.{function}")
     with pytest.raises(RolloutError, match=words):
         RewardSum([reward])([{}] * 3, ["a", "b", "c"], [5, 7, 9])
 
 
-def test_rewards_that_cannot_teach_are_refused() -> None:
+def test_rewards_that_cannot_teach_are_refused():
     with pytest.raises(RolloutError, match="every weight is 0"):
         RewardSum([rewards.ExactMatch(weight=0)])
     with pytest.raises(ValueError, match="'math' is a module: name a function"):
@@ -221,7 +221,7 @@ def test_rewards_that_cannot_teach_are_refused() -> None:
     assert RewardSum([lambda rows, texts: [1.0 / len(texts)]])([], []).total == [], "no answer, no call"
 
 
-def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path: Path) -> None:
+def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path):
     """Steps that are done again on one process are taken out of the files of all."""
     files = [tmp_path / f"rollouts{rank}.jsonl" for rank in ("", "_rank1")]
     for path in files:
@@ -235,9 +235,9 @@ def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path: Path)
         rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
 
 
-def test_an_answer_in_the_log_moves_no_cursor() -> None:
+def test_an_answer_in_the_log_moves_no_cursor():
     line = {"reward": 1.0, "advantage": None, "tokens": 3, "answer": "a\x1b[2Jb\r\nc", "row": 0}
-    assert _experience._table(1, [line]).endswith("a·[2Jb·⏎c (0)")
+    assert _experience._format_table(1, [line]).endswith("a·[2Jb·⏎c (0)")
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any
 PROMPTS = [[5, 9, 30, 31], [7, 8], [40, 41, 42, 43, 44, 45]]
 
 
-def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny: tuple) -> None:
+def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny):
     model, tokenizer = tiny
     sampler = LocalSampler(model.train(), tokenizer, max_new_tokens=80, temperature=1.3)
     rollouts = sampler(PROMPTS, 8, [11, 22, 33])
@@ -277,7 +277,7 @@ def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny: tuple) -> None:
     assert total / count < 1e-4
 
 
-def test_an_answer_depends_on_its_seed_and_number_alone(tiny: tuple) -> None:
+def test_an_answer_depends_on_its_seed_and_number_alone(tiny):
     model, tokenizer = tiny
     sampler = LocalSampler(model, tokenizer, max_new_tokens=12)
     whole = sampler(PROMPTS, 4, [11, 22, 33])
@@ -290,7 +290,7 @@ def test_an_answer_depends_on_its_seed_and_number_alone(tiny: tuple) -> None:
     assert [a.answer == b.answer for a, b in zip(whole, other, strict=True)] == [True] * 4 + [False] * 4 + [True] * 4
 
 
-def test_draws_follow_the_distribution(tiny: tuple) -> None:
+def test_draws_follow_the_distribution(tiny):
     """20,000 first tokens of one prompt against the model's softmax: χ² over the tokens that are expected often."""
     model, tokenizer = tiny
     sampler = LocalSampler(model, tokenizer, max_new_tokens=1, temperature=2.0)
@@ -304,7 +304,7 @@ def test_draws_follow_the_distribution(tiny: tuple) -> None:
     assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
 
 
-def test_batches_hold_every_rollout_once_within_their_tokens() -> None:
+def test_batches_hold_every_rollout_once_within_their_tokens():
     rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in (3, 9, 2, 2, 30, 1)]
     values = [float(i) for i in range(len(rollouts))]
     options = {"dims": ParallelDims(), "blank": [1], "count_documents": True}
@@ -319,7 +319,7 @@ def test_batches_hold_every_rollout_once_within_their_tokens() -> None:
     assert one.labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
 
 
-def test_a_process_without_answers_notes_what_the_others_do() -> None:
+def test_a_process_without_answers_notes_what_the_others_do():
     """A server may give no log-probs: a blank batch that has some would log a figure that no other process sums."""
 
     @dataclass(eq=False)
@@ -343,7 +343,7 @@ def test_a_process_without_answers_notes_what_the_others_do() -> None:
     assert noted == [True, False]
 
 
-def test_what_cannot_be_is_refused(tiny: tuple) -> None:
+def test_what_cannot_be_is_refused(tiny):
     with pytest.raises(RolloutError, match="temperature is 0"):
         LocalSampler(*tiny, temperature=0)
     with pytest.raises(TypeError, match="top_k"):

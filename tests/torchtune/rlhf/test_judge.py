@@ -46,7 +46,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_a_judge_scores_and_what_it_cannot_score_is_none(url: str) -> None:
+def test_a_judge_scores_and_what_it_cannot_score_is_none(url):
     judge = JudgeReward(url, "good", PROMPT, scale=10.0)
     assert judge([{"question": "Really?"}] * 2, ["yes", "no"]) == [0.75, None]
     assert Judge.asked[-2]["path"] == "/v1/chat/completions"
@@ -62,20 +62,20 @@ def test_a_judge_scores_and_what_it_cannot_score_is_none(url: str) -> None:
         ("empty", "without choices"),
     ],
 )
-def test_a_server_that_fails_is_one_sentence_with_the_row(url: str, model: str, said: str) -> None:
+def test_a_server_that_fails_is_one_sentence_with_the_row(url, model, said):
     judge = JudgeReward(url, model, PROMPT, timeout=0.2 if model == "slow" else 60.0)
     with pytest.raises(RolloutError, match=rf"'JudgeReward' fails for row 8: .*{said}"):
         RewardSum([judge])([{"question": "?"}], ["yes"], [8])
 
 
-def test_a_judge_that_is_slow_is_asked_once(url: str) -> None:
+def test_a_judge_that_is_slow_is_asked_once(url):
     """Not once more for each answer, to say which row it was: with a timeout of minutes that would be hours."""
     with pytest.raises(RolloutError, match=r"fails for rows 1, 2: .*has not answered"):
         RewardSum([JudgeReward(url, "slow", PROMPT, timeout=0.2)])([{"question": "Once?"}] * 2, ["yes", "no"], [1, 2])
     assert sum("Once?" in str(body) for body in Judge.asked) <= 1
 
 
-def test_a_server_that_is_gone_is_one_sentence() -> None:
+def test_a_server_that_is_gone_is_one_sentence():
     with pytest.raises(RolloutError, match="No server answers at http://127"):
         RewardSum([JudgeReward("http://127.0.0.1:9/v1", "m", PROMPT)])([{"question": "?"}], ["yes"])
     with pytest.raises(RolloutError, match="the prompt names 'question', which is no column"):

@@ -77,7 +77,7 @@ def slope(formula: Callable[..., float], values: list[float], at: int) -> float:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_equals_its_formula(name: str) -> None:
+def test_equals_its_formula(name):
     loss, formula = FORMULAS[name]
     policy, reference = outputs(POLICY), outputs(REFERENCE)
     losses, chosen, rejected = loss(policy, None if loss.is_reference_free else reference)
@@ -91,7 +91,7 @@ def test_equals_its_formula(name: str) -> None:
     assert not rejected.requires_grad
 
 
-def test_the_first_loss_is_ln_2_and_known_values_come_out() -> None:
+def test_the_first_loss_is_ln_2_and_known_values_come_out():
     """At margins of 0, 10 and 20 and β = 0.1; the hinge reaches 0 at its margin."""
     margins, zero = torch.tensor([0.0, 10.0, 20.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     losses, chosen, rejected = DPOLoss(0.1)(margins, zero, zero, zero)
@@ -102,7 +102,7 @@ def test_the_first_loss_is_ln_2_and_known_values_come_out() -> None:
     assert hinge(margins, zero, zero, zero)[0].tolist() == [1.0, 0.0, 0.0]
 
 
-def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them() -> None:
+def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them():
     policy, reference = outputs(POLICY), outputs(REFERENCE)
     tensors = (policy.chosen_logps, policy.rejected_logps, reference.chosen_logps, reference.rejected_logps)
     assert torch.equal(DPOLoss()(*tensors)[0], DPOLoss()(policy, reference)[0])
@@ -127,7 +127,7 @@ def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them() -> None:
         (lambda: PPOLoss(epsilon=-0.1), "epsilon is -0.1"),
     ],
 )
-def test_numbers_without_a_meaning_are_refused(make: Callable[[], object], words: str) -> None:
+def test_numbers_without_a_meaning_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -142,7 +142,7 @@ def pair(chosen: int, rejected: int, labels: bool = True, **numbers: float) -> d
     return example
 
 
-def test_a_pair_without_labels_adds_nothing() -> None:
+def test_a_pair_without_labels_adds_nothing():
     """It is the example of a rank that has none; so accumulation and ranks change nothing."""
     whole = collate_preference([pair(3, 2), pair(1, 4)])
     padded = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)])
@@ -160,7 +160,7 @@ def test_a_pair_without_labels_adds_nothing() -> None:
     assert float(metrics["rewards/accuracies"][0]) == 2.0
 
 
-def test_a_margin_of_the_examples_is_taken_off() -> None:
+def test_a_margin_of_the_examples_is_taken_off():
     batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)])
     scores = torch.tensor([1.0, 2.0, 0.25, -1.0], dtype=torch.float64)
     total, _ = RewardLoss(0.0).sum_and_metrics(batch, scores)
@@ -175,7 +175,7 @@ def answer(prompt: list[int], completion: list[int], good: bool) -> dict:
 ANSWERS = [answer([1, 2, 3], [11, 12], True), answer([4], [13, 14, 15], False), answer([5, 6], [16], True)]
 
 
-def test_kto_equals_its_formula() -> None:
+def test_kto_equals_its_formula():
     batch = collate_preference(ANSWERS)
     policy = torch.tensor([-4.0, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-5.0, -2.5, -0.5], dtype=torch.float64)
@@ -197,8 +197,8 @@ def test_kto_equals_its_formula() -> None:
     assert float(metrics["rewards/rejected"][0]) == pytest.approx(0.3 * 0.5)
 
 
-def test_kto_mismatches_prompts_with_the_next_answer() -> None:
-    found = KTOLoss().mismatched(collate_preference(ANSWERS))
+def test_kto_mismatches_prompts_with_the_next_answer():
+    found = KTOLoss().mismatched_batch(collate_preference(ANSWERS))
     rows = [
         ([1, 2, 3, 13, 14], [-100, -100, 13, 14, -100]),  # no longer than the longest document, five tokens
         ([4, 16], [16, -100]),
@@ -210,16 +210,16 @@ def test_kto_mismatches_prompts_with_the_next_answer() -> None:
     assert found.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
 
 
-def test_kto_says_what_it_cannot_read() -> None:
+def test_kto_says_what_it_cannot_read():
     with pytest.raises(DataError, match="batch_size to 2 or more"):
-        KTOLoss().mismatched(collate_preference(ANSWERS[:1]))
+        KTOLoss().mismatched_batch(collate_preference(ANSWERS[:1]))
     with pytest.raises(DataError, match="kto_dataset"):
-        KTOLoss().mismatched(collate_preference([pair(1, 1)]))
+        KTOLoss().mismatched_batch(collate_preference([pair(1, 1)]))
     with pytest.raises(DataError, match="collate_preference"):
         DPOLoss().sum_and_metrics(collate_preference(ANSWERS), torch.zeros(3), torch.zeros(3))
 
 
-def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding() -> None:
+def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding():
     batch = collate_preference([pair(3, 2), pair(1, 4)])
     hidden = torch.arange(batch.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
     head = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
@@ -235,7 +235,7 @@ def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding() -> N
     assert [half.num_terms for half in halves] == [2, 0]
 
 
-def test_ppo_equals_its_formula() -> None:
+def test_ppo_equals_its_formula():
     rng = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, 4, generator=rng, dtype=torch.float64) * 0.5 for _ in range(6)]
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
@@ -261,7 +261,7 @@ def test_ppo_equals_its_formula() -> None:
 
 
 @pytest.mark.parametrize("pairs", [2, 3])
-def test_a_loss_that_forgets_the_rewards_is_told(pairs: int) -> None:
+def test_a_loss_that_forgets_the_rewards_is_told(pairs):
     """Three losses could be taken for the losses and the rewards of one pair."""
 
     class Margin(DPOLoss):

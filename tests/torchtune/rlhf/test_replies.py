@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,12 @@ import torch
 
 from tests.tiny import write_tokenizer
 from torchtune.rlhf import RewardSum, Rollout, RolloutError
-from torchtune.rlhf._servers import Asked, TransformersServer, VLLMServer
+from torchtune.rlhf._servers import RequestSettings, TransformersServer, VLLMServer
 from torchtune.rlhf.reward_functions import JudgeReward
 
-ASKED = Asked(max_new_tokens=4, temperature=1.0, stop_tokens=[2], vocab_size=300, timeout=20.0, weights_timeout=20.0)
+SETTINGS = RequestSettings(
+    max_new_tokens=4, temperature=1.0, stop_tokens=[2], vocab_size=300, timeout=20.0, weights_timeout=20.0
+)
 OK = b"HTTP/1.1 200 OK\r\n"
 PROMPT = [1, 70]
 
@@ -75,9 +76,9 @@ def choice(**changes: Any) -> dict[str, Any]:
     return {**right, **changes}
 
 
-def test_a_right_reply_is_an_answer(server: Replies) -> None:
+def test_a_right_reply_is_an_answer(server):
     server.say({"model": "m", "choices": [choice(index=1, token_ids=[6, 2]), choice(log_probs=[1e-5, 0])]})
-    first, second = VLLMServer(server.url, "m", ASKED).answers(PROMPT, 2, 3)
+    first, second = VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 2, 3)
     assert (first.answer, second.answer) == ([5, 2], [6, 2])
     assert first.finished
     torch.testing.assert_close(first.log_probs, torch.tensor([1e-5, 0.0]))
@@ -123,21 +124,21 @@ def test_a_right_reply_is_an_answer(server: Replies) -> None:
         (choice(prompt_token_ids=[9]), "other tokens than this model"),
     ],
 )
-def test_a_wrong_reply_is_one_sentence(server: Replies, content: Any, said: str) -> None:
+def test_a_wrong_reply_is_one_sentence(server, content, said):
     if isinstance(content, dict) and "choices" not in content:
         content = {"model": "m", "choices": [content]}
     server.say("null" if content is None else content)
     with pytest.raises(RolloutError) as caught:
-        VLLMServer(server.url, "m", ASKED).answers(PROMPT, 1, 3)
+        VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 1, 3)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("data", [None, 3, "m", [None, {"id": ["m"]}]])
-def test_a_list_of_models_that_is_none(server: Replies, data: Any) -> None:
+def test_a_list_of_models_that_is_none(server, data):
     server.say({"data": data})
     with pytest.raises(RolloutError, match="serves no model, not 'm'"):
-        VLLMServer(server.url, "m", ASKED).check()
+        VLLMServer(server.url, "m", SETTINGS).check()
 
 
 @pytest.mark.parametrize(
@@ -154,15 +155,15 @@ def test_a_list_of_models_that_is_none(server: Replies, data: Any) -> None:
         (["a"], [2, 1], "without a text, its text is a list"),
     ],
 )
-def test_a_wrong_text_is_one_sentence(server: Replies, text: Any, usage: Any, said: str, tmp_path: Path) -> None:
+def test_a_wrong_text_is_one_sentence(server, text, usage, said, tmp_path):
     write_tokenizer(tmp_path)
-    asks = TransformersServer(server.url, "m", ASKED, tmp_path / "tokenizer.json", 2)
+    asks = TransformersServer(server.url, "m", SETTINGS, tmp_path / "tokenizer.json", 2)
     counts = dict(zip(("prompt_tokens", "completion_tokens"), usage, strict=False)) if usage else usage
     server.say({"model": "m", "choices": [{"text": text, "finish_reason": "stop"}], "usage": counts})
     with pytest.raises(RolloutError, match=said):
-        asks.answers(PROMPT, 1, 3)
+        asks.sample(PROMPT, 1, 3)
     server.say({"model": "m", "choices": [{"text": "\ud800"}], "usage": {"prompt_tokens": 2, "completion_tokens": 2}})
-    assert asks.answers(PROMPT, 1, 3)[0].answer == [], "half a character is dropped"
+    assert asks.sample(PROMPT, 1, 3)[0].answer == [], "half a character is dropped"
 
 
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -183,16 +184,16 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
         ([b""], "broke"),
     ],
 )
-def test_memory_is_bounded(server: Replies, pieces: list[bytes], said: str) -> None:
+def test_memory_is_bounded(server, pieces, said):
     server.pieces, server.pause = pieces, 0.0
     with pytest.raises(RolloutError) as caught:
-        VLLMServer(server.url, "m", ASKED).answers(PROMPT, 1, 3)
+        VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 1, 3)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("begin", [b"", OK + b"X: ", OK + b"Content-Length: 9999\r\n\r\n", CHUNKED + b"fff\r\n"])
-def test_a_slow_drip_ends_with_the_timeout(server: Replies, begin: bytes) -> None:
+def test_a_slow_drip_ends_with_the_timeout(server, begin):
     server.pieces, server.pause = [begin, *[b"H"] * 600], 0.1
     judge, started = JudgeReward(server.url, "m", "{text}", timeout=0.5), time.monotonic()
     with pytest.raises(RolloutError, match=r"has not answered within 0.5 s"):
@@ -200,14 +201,14 @@ def test_a_slow_drip_ends_with_the_timeout(server: Replies, begin: bytes) -> Non
     assert time.monotonic() - started < 30, "the drip goes on for a minute"
 
 
-def test_a_judge_that_says_no_text(server: Replies) -> None:
+def test_a_judge_that_says_no_text(server):
     server.say({"choices": [{"message": {"content": 7}}]})
     with pytest.raises(RolloutError, match="replies with no text but a int"):
         RewardSum([JudgeReward(server.url, "m", "{text}")])([{}], ["yes"])
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
-def test_a_sampler_of_ones_own_gives_log_probs(value: float) -> None:
+def test_a_sampler_of_ones_own_gives_log_probs(value):
     with pytest.raises(RolloutError, match="and one is a finite number up to 0"):
         Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([value, -1.0]), True)
     with pytest.raises(RolloutError, match=r"an answer of 2 tokens log-probs of shape \[1\]"):

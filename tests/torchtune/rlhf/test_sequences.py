@@ -7,9 +7,9 @@ from torch import nn
 from torchtune import rlhf
 from torchtune.data import collate_preference, padded_collate_dpo
 from torchtune.modules import TiedLinear
+from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.loss import token_log_probs
 from torchtune.modules.peft import LoRALinear
-from torchtune.modules.tied_linear import CappedLinear
 
 DIM, VOCAB = 6, 13
 
@@ -33,7 +33,7 @@ def projections() -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("kind", projections())
 @pytest.mark.parametrize("labelled", [True, False])
-def test_token_log_probs_are_those_of_all_logits(kind: str, labelled: bool) -> None:
+def test_token_log_probs_are_those_of_all_logits(kind, labelled):
     projection, rng = projections()[kind], torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 5, DIM, generator=rng).requires_grad_()
     labels = torch.tensor([[3, -100, 7, 1, -100], [-100, 0, 12, -100, 5]]) if labelled else torch.full((2, 5), -100)
@@ -49,7 +49,7 @@ def test_token_log_probs_are_those_of_all_logits(kind: str, labelled: bool) -> N
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs_are_not() -> None:
+def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs_are_not():
     rng = torch.Generator().manual_seed(0)
     rows = torch.randint(1, VOCAB, (2, 7), generator=rng)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)  # the prompts
@@ -77,7 +77,7 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
         rlhf.get_batch_log_probs(logits, unshifted[:, 1:])
 
 
-def test_log_probs_in_chunks_and_of_the_response() -> None:
+def test_log_probs_in_chunks_and_of_the_response():
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 6, VOCAB, generator=rng)
     tokens = torch.randint(VOCAB, (5, 2), generator=rng)
@@ -89,14 +89,14 @@ def test_log_probs_in_chunks_and_of_the_response() -> None:
     torch.testing.assert_close(found[2, 0], one)
 
 
-def test_a_sequence_ends_at_its_first_stop_token() -> None:
+def test_a_sequence_ends_at_its_first_stop_token():
     rows = torch.tensor([[5, 6, 2, 7, 2], [3, 2, 9, 9, 9], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]])
     behind, filled = rlhf.truncate_sequence_at_first_stop_token(rows, torch.tensor([2, 3]), fill_value=0)
     assert filled.tolist() == [[5, 6, 2, 0, 0], [3, 0, 0, 0, 0], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]]
     assert behind.tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0] * 5, [0] * 5]
 
 
-def test_rewards_of_tokens() -> None:
+def test_rewards_of_tokens():
     log_probs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -2.0]])
     scores = torch.tensor([4.0])
     total, ratios, parts = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, torch.tensor([1]))
@@ -110,7 +110,7 @@ def test_rewards_of_tokens() -> None:
     assert rlhf.get_reward_penalty_mask(padding, lengths, False, 2).tolist() == [False, False, True]
 
 
-def test_advantages_are_generalised_estimates() -> None:
+def test_advantages_are_generalised_estimates():
     rng = torch.Generator().manual_seed(0)
     values, rewards = (torch.randn(2, 4, generator=rng, dtype=torch.float64) for _ in range(2))
     gamma, lmbda = 0.9, 0.8
@@ -131,7 +131,7 @@ def test_advantages_are_generalised_estimates() -> None:
             torch.testing.assert_close(returns, wanted + values)
 
 
-def test_masked_figures() -> None:
+def test_masked_figures():
     values, mask = torch.tensor([[1.0, 2.0, 50.0], [3.0, -9.0, 8.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
     kept = values[mask]
     torch.testing.assert_close(rlhf.masked_sum(values, mask, dim=1), torch.tensor([3.0, 11.0]))
@@ -143,7 +143,7 @@ def test_masked_figures() -> None:
     torch.testing.assert_close(rlhf.whiten(values, mask)[mask], centred + kept.mean())
 
 
-def test_weights_of_a_reward_model_are_renamed_both_ways() -> None:
+def test_weights_of_a_reward_model_are_renamed_both_ways():
     rng = torch.Generator().manual_seed(0)
     weights = {
         "model.embed_tokens.weight": torch.randn(5, 8, generator=rng),

@@ -20,10 +20,10 @@ from tests.torchtune.rlhf.servers import TinyServer, tiny_server
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
 from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
 from torchtune.rlhf._servers import VLLMServer
 from torchtune.rlhf.loss import GRPOLoss
+from torchtune.tokenizers import hf_tokenizer
 from torchtune.training import FullModelHFCheckpointer
 
 PROMPTS = [[1, 65, 66, 67], [1, 70, 71]]
@@ -65,9 +65,7 @@ def shift(sampler: ServerSampler, seed: int) -> None:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_the_server_samples_from_the_weights_of_this_step(
-    adapters: bool, checkpoint: Path, make: Callable[..., ServerSampler]
-) -> None:
+def test_the_server_samples_from_the_weights_of_this_step(adapters, checkpoint, make):
     with tiny_server(checkpoint) as server:
         sampler = make(server, adapters=adapters, max_new_tokens=6, temperature=1.3, max_difference=1e-3)
         assert sampler.gives_log_probs
@@ -97,9 +95,7 @@ def test_the_server_samples_from_the_weights_of_this_step(
     assert not list(folder.glob("weights-*"))
 
 
-def test_a_server_that_keeps_its_former_weights_ends_the_run(
-    checkpoint: Path, make: Callable[..., ServerSampler]
-) -> None:
+def test_a_server_that_keeps_its_former_weights_ends_the_run(checkpoint, make):
     with tiny_server(checkpoint, "stale") as server:
         sampler = make(server, max_new_tokens=4)
         sampler(PROMPTS, 2, [1, 2])
@@ -110,9 +106,7 @@ def test_a_server_that_keeps_its_former_weights_ends_the_run(
             sampler(PROMPTS, 2, [1, 2])
 
 
-def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(
-    checkpoint: Path, make: Callable[..., ServerSampler], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, make, caplog):
     with tiny_server(checkpoint) as server:
         sampler = make(server, "transformers", max_new_tokens=3, temperature=1.5)
         sampler(PROMPTS, 1)
@@ -150,13 +144,13 @@ def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(
     ],
 )
 def test_a_server_that_fails_is_one_sentence(
-    kind: str,
-    faults: list[str],
-    arguments: dict[str, Any],
-    said: str,
-    checkpoint: Path,
-    make: Callable[..., ServerSampler],
-) -> None:
+    kind,
+    faults,
+    arguments,
+    said,
+    checkpoint,
+    make,
+):
     with tiny_server(checkpoint, *faults) as server, pytest.raises(RolloutError) as caught:
         make(server, kind, **{"max_new_tokens": 2, **arguments})(PROMPTS, 1, [1, 2])
     assert re.search(said, str(caught.value)), str(caught.value)
@@ -190,9 +184,7 @@ def transformers_serve(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_transformers_serve_answers_with_the_weights_of_this_step(
-    checkpoint: Path, make: Callable[..., ServerSampler], transformers_serve: str
-) -> None:
+def test_transformers_serve_answers_with_the_weights_of_this_step(checkpoint, make, transformers_serve):
     prompts = [[1, 65 + i, 70 + i] for i in range(24)]
     with tiny_server(checkpoint) as unused:
         sampler = make(unused, "transformers", url=transformers_serve, max_new_tokens=1)
@@ -209,7 +201,7 @@ def test_transformers_serve_answers_with_the_weights_of_this_step(
     assert sum(bool(one.answer) for one in sampler(prompts[:1], 24, [5])) > 0
 
 
-def test_a_recipe_trains_on_answers_of_a_server(tmp_path: Path) -> None:
+def test_a_recipe_trains_on_answers_of_a_server(tmp_path):
     """In every step the server's log-probs are those of the weights that the step before it made."""
     folder = write_checkpoint(tmp_path / "checkpoint")
     sampler = {"_component_": "torchtune.rlhf.ServerSampler", "checkpoint_dir": str(folder), "max_new_tokens": 6}
@@ -226,7 +218,7 @@ def test_a_recipe_trains_on_answers_of_a_server(tmp_path: Path) -> None:
     assert min(record["grad_norm"] for record in found) > 0
 
 
-def test_vllm_takes_merged_weights_where_an_adapter_is_not_of_peft() -> None:
+def test_vllm_takes_merged_weights_where_an_adapter_is_not_of_peft():
     class Scale(Conversion):
         phase = Phase.KERNEL
 

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +26,7 @@ def test_an_unknown_name_is_a_user_error_and_a_value_error():
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_the_dtype_that_a_cpu_computes_fast(
-    has_bf16: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
     monkeypatch.setattr(precision, "onednn_computes", lambda dtype: has_bf16)
     cpu, fast = torch.device("cpu"), ("bf16", torch.bfloat16) if has_bf16 else ("fp32", torch.float32)
     assert training.choose_dtype(None, cpu) == training.choose_dtype(None, cpu, torch.bfloat16) == fast
@@ -50,7 +47,7 @@ def test_the_dtype_that_a_cpu_computes_fast(
     assert "emulates" not in best
 
 
-def test_the_dtype_that_a_checkpoint_names(tmp_path: Path) -> None:
+def test_the_dtype_that_a_checkpoint_names(tmp_path):
     assert stored_dtype(None) is None
     assert stored_dtype(tmp_path) is None
     for config, expected in (

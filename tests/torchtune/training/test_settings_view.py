@@ -15,9 +15,9 @@ from torchtune._cli import tune
 from torchtune._cli._target import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import load_and_check
+from torchtune.estimate._check_run import find_problems
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView, check_run, plan_run, watch_run
 from torchtune.training._settings_view import NAMES
-from torchtune.training.plan._check_run import find_problems
 
 SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
 
@@ -57,14 +57,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
     ],
 )
 def test_a_renamed_setting_is_named_with_file_and_line(
-    name: str,
-    old: str,
-    new: str,
-    value: Any,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    name,
+    old,
+    new,
+    value,
+    folder,
+    monkeypatch,
+    capfd,
+):
     recipe, config = copied(name, folder, {old: new}, **{old: value})
     code, said = typed(monkeypatch, capfd, recipe, "--config", config, "--dry-run")
     assert code == 2
@@ -77,7 +77,7 @@ def test_a_renamed_setting_is_named_with_file_and_line(
     assert "Traceback" not in said
 
 
-def test_a_renamed_setting_with_a_property_works(folder: Path) -> None:
+def test_a_renamed_setting_with_a_property_works(folder):
     added = "    @property\n    def tensor_parallel_dim(self) -> int:\n        return self.tp_dim\n\n"
     recipe, config = copied(DISTRIBUTED, folder, {"tensor_parallel_dim": "tp_dim"}, added, tensor_parallel_dim=2)
     from importlib.util import module_from_spec, spec_from_file_location
@@ -91,7 +91,7 @@ def test_a_renamed_setting_with_a_property_works(folder: Path) -> None:
     assert training.ParallelDims(dp_shard=2, tp=2, world_size=4).__str__() in plan_run(cfg, 4)
 
 
-def test_a_deleted_setting_may_be_a_constant(folder: Path) -> None:
+def test_a_deleted_setting_may_be_a_constant(folder):
     @dataclasses.dataclass
     class Settings:
         data_parallel_replicate_dim: int = 1
@@ -107,7 +107,7 @@ def test_a_deleted_setting_may_be_a_constant(folder: Path) -> None:
     assert SettingsView.of(Settings()).tensor_parallel_dim == 1
 
 
-def test_recipes_that_do_not_train_declare_no_more_than_they_use() -> None:
+def test_recipes_that_do_not_train_declare_no_more_than_they_use():
     others = [recipe for recipe in get_all_recipes() if recipe.name in ("eleuther_eval", "generate", "quantize")]
     assert len(others) == 3
     for recipe in others:
@@ -116,13 +116,13 @@ def test_recipes_that_do_not_train_declare_no_more_than_they_use() -> None:
         SettingsView.of(load_and_check(recipe.configs[0].path, overrides, main))
 
 
-def test_a_value_of_another_type_is_named() -> None:
+def test_a_value_of_another_type_is_named():
     with pytest.raises(RecipeSettingsError, match=r"batch_size is 'two', but torchtune.training reads it as int"):
         SettingsView.of(SimpleNamespace(batch_size="two"))
     assert SettingsView.of(SimpleNamespace(clip_grad_norm=1)).clip_grad_norm == 1
 
 
-def test_several_processes_without_a_mesh_are_an_error(folder: Path) -> None:
+def test_several_processes_without_a_mesh_are_an_error(folder):
     module = load_recipe(SINGLE, folder)
     cfg = load_and_check(write_config(SINGLE, folder, folder / "new_run"), [], module.recipe_main)
     (problem,) = find_problems(cfg, 2)
@@ -130,26 +130,26 @@ def test_several_processes_without_a_mesh_are_an_error(folder: Path) -> None:
     check_run(cfg, 1)
 
 
-def test_settings_of_an_older_recipe_declare_any_subset() -> None:
+def test_settings_of_an_older_recipe_declare_any_subset():
     cfg = OmegaConf.create({"batch_size": 3, "tensor_parallel_dim": None, "tokenizer": {"max_seq_len": 5}})
     settings = SettingsView.of(cfg)
     assert (settings.batch_size, settings.max_seq_len, settings.declared) == (3, 5, {"batch_size", "tokenizer"})
     assert settings.tensor_parallel_dim == 1
 
 
-def test_every_name_is_a_setting_of_a_shipped_recipe() -> None:
+def test_every_name_is_a_setting_of_a_shipped_recipe():
     shipped = set().union(*(settings_of_recipe(recipe) for recipe in get_all_recipes()))
     assert NAMES - shipped == {"recipe"}
     with pytest.raises(AttributeError, match="add it to NAMES"):
         _ = SettingsView({}).batchsize
 
 
-def test_a_recipe_without_what_a_report_reads_is_told() -> None:
+def test_a_recipe_without_what_a_report_reads_is_told():
     with pytest.raises(RecipeSettingsError, match="SimpleNamespace has no attribute 'cfg' after setup"):
         RunReport(SimpleNamespace())
 
 
-def test_advice_is_checked_before_training_not_when_memory_is_gone() -> None:
+def test_advice_is_checked_before_training_not_when_memory_is_gone():
     @dataclasses.dataclass
     class Settings:
         batch_size: int = 1

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from torchtune.training.metric_logging import DiskLogger
 from torchtune.utils import AppendedFile, close_run_logger, get_run_logger
 
 
-def test_a_folder_that_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_is_removed(tmp_path, caplog):
     file = AppendedFile(tmp_path / "run" / "logs" / "log")
     number = file.descriptor
     file.write(b"one\n")
@@ -24,7 +23,7 @@ def test_a_folder_that_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert [record.getMessage().count("was removed under the running run") for record in caplog.records] == [1, 1]
 
 
-def test_a_file_that_another_has_made_in_its_place(tmp_path: Path) -> None:
+def test_a_file_that_another_has_made_in_its_place(tmp_path):
     file = AppendedFile(tmp_path / "log")
     file.write(b"one\n")
     (tmp_path / "log").rename(tmp_path / "old")
@@ -34,7 +33,7 @@ def test_a_file_that_another_has_made_in_its_place(tmp_path: Path) -> None:
     assert ((tmp_path / "old").read_bytes(), (tmp_path / "log").read_bytes()) == (b"one\n", b"new\ntwo\n")
 
 
-def test_metrics_and_messages_of_a_run_whose_folder_is_removed(tmp_path: Path) -> None:
+def test_metrics_and_messages_of_a_run_whose_folder_is_removed(tmp_path):
     log = get_run_logger(tmp_path / "run")
     metrics = DiskLogger(str(tmp_path / "run" / "logs"), output_fmt="jsonl")
     try:

@@ -1,12 +1,16 @@
-"""A folder belongs to one run; the dead leave it to the next, wherever they died."""
+"""A folder belongs to one run at a time; the lock of a dead one is free at once."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,13 +18,14 @@ import pytest
 from torchtune.utils import FolderLock, UserError, get_logger
 
 HOLD = """if True:
-    import sys, time
+    import os, sys, time
     from pathlib import Path
     from torchtune.utils import FolderLock
-    FolderLock(Path(sys.argv[1]), beat=0.05).acquire()
+    FolderLock(Path(sys.argv[1])).acquire()
+    if sys.argv[2:] == ["forks"] and os.fork() == 0:
+        time.sleep(600)
     print("held", flush=True)
-    if len(sys.argv) == 2:
-        sys.stdin.read()
+    sys.stdin.read()
 """
 
 
@@ -31,14 +36,25 @@ def hold(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
     def start(*arguments: str) -> subprocess.Popen:
         command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), *arguments]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen(command, text=True, start_new_session=True, **pipes))
         assert started[-1].stdout.readline() == "held\n"
         return started[-1]
 
     yield start
     for process in started:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = type("Handler", (), {"level": 0, "handle": lambda self, record: lines.append(record.getMessage())})()
+    get_logger().addHandler(handler)
+    yield lines
+    get_logger().removeHandler(handler)
 
 
 def refusal(lock: FolderLock) -> str:
@@ -47,39 +63,22 @@ def refusal(lock: FolderLock) -> str:
     text = str(caught.value)
     assert "\n" not in text
     assert text.endswith(".")
+    assert not lock.is_held
     return text
-
-
-def elsewhere(folder: Path, **changes: object) -> Path:
-    """Make the lock in ``folder`` that of another machine."""
-    path = folder / ".run.lock"
-    owner = json.loads(path.read_text()) | {"machine": ["another"], "host": "other", "token": "theirs"} | changes
-    path.write_text(json.dumps(owner))
-    return path
-
-
-@pytest.fixture
-def theirs(tmp_path: Path) -> Path:
-    """A lock that a process on another machine has left."""
-    folder = tmp_path / "run"
-    lock = FolderLock(folder)
-    lock.acquire()
-    copy = (folder / ".run.lock").read_text()
-    (folder / "work").touch()
-    lock.release()
-    (folder / ".run.lock").write_text(copy)
-    return elsewhere(folder)
 
 
 def test_two_runs(hold: Callable, tmp_path: Path) -> None:
     first = hold()
     text = refusal(FolderLock(tmp_path / "run"))
     with pytest.raises(UserError) as caught:
-        FolderLock(tmp_path / "run").refuse_used()
+        FolderLock(tmp_path / "run").check_unused()
     assert str(caught.value) == text
     assert str(tmp_path / "run") in text
     assert f"process {first.pid} on {os.uname().nodename}, since 2" in text
     assert "another output_dir" in text
+    assert "another reference_cache" in refusal(FolderLock(tmp_path / "run", key="reference_cache"))
+    with FolderLock(tmp_path / "run", name="other.lock").held():
+        pass
     first.communicate("")
     assert not (tmp_path / "run").exists(), "a process that ends leaves no lock, nor a folder that it has only locked"
     lock = FolderLock(tmp_path / "run")
@@ -88,126 +87,115 @@ def test_two_runs(hold: Callable, tmp_path: Path) -> None:
     lock.release()
 
 
-def test_killed_on_this_machine(hold: Callable, tmp_path: Path) -> None:
-    first = hold()
+@pytest.mark.parametrize("children", [(), ("forks",)])
+def test_killed(hold: Callable, tmp_path: Path, children: tuple[str, ...]) -> None:
+    """Not even a process that it has forked, such as a worker of a data loader, holds the lock on."""
+    first = hold(*children)
     first.send_signal(signal.SIGKILL)
     while Path(f"/proc/{first.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
         time.sleep(0.001)
-    FolderLock(tmp_path / "run").refuse_used()
-    # before anybody has waited for the dead: a launcher may never do it
-    lock = FolderLock(tmp_path / "run", patience=600)
-    start = time.monotonic()
+    FolderLock(tmp_path / "run").check_unused()
+    lock = FolderLock(tmp_path / "run")  # before anybody has waited for the dead: a launcher may never do it
     lock.acquire()
-    assert time.monotonic() - start < 300
     assert json.loads((tmp_path / "run" / ".run.lock").read_text())["pid"] == os.getpid()
     lock.release()
 
 
-def test_a_process_id_that_was_given_again(hold: Callable, tmp_path: Path) -> None:
-    hold()
-    path = tmp_path / "run" / ".run.lock"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"started": "1"}))
-    lock = FolderLock(tmp_path / "run")
-    lock.acquire()
-    lock.release()
-
-
-def test_another_machine_that_lives(theirs: Path) -> None:
-    """Its clock does not matter, only that the time of the lock moves."""
-    beating = f"import os, time\nwhile True:\n    os.utime({str(theirs)!r}); time.sleep(0.1)"
-    with subprocess.Popen([sys.executable, "-c", beating]) as process:
-        try:
-            assert "on other" in refusal(FolderLock(theirs.parent, beat=0.5, patience=5))
-        finally:
-            process.kill()
-
-
-def test_another_machine_that_is_dead(theirs: Path) -> None:
-    lock = FolderLock(theirs.parent, beat=0.1, patience=0.6)
-    start = time.monotonic()
-    lock.acquire()
-    assert time.monotonic() - start > 0.2
-    lock.release()
-    (theirs.parent / "work").touch()
-
-
-def test_another_machine_that_has_long_been_dead(theirs: Path) -> None:
-    os.utime(theirs, (time.time() - 3600,) * 2)
-    lock = FolderLock(theirs.parent, patience=600)
-    start = time.monotonic()
-    lock.acquire()
-    assert time.monotonic() - start < 300
-    lock.release()
-
-
-@pytest.mark.parametrize(
-    ("job", "count"),
-    [("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")],
-)
-def test_a_launcher_that_starts_the_job_again(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch, job: str, count: str
-) -> None:
-    """The earlier life is over, even where it ran on another machine."""
-    elsewhere(theirs.parent, lives={job: ["7", 0]})
-    monkeypatch.setenv(job, "7")
-    monkeypatch.setenv(count, "1")
-    lock = FolderLock(theirs.parent, patience=1000)
-    lock.acquire()
-    lock.release()
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "machine": 3, "lives": 4}', "[" * 100_000])
-def test_a_lock_that_says_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / ".run.lock").write_text(content)
-    lock = FolderLock(tmp_path, beat=0.1, patience=0.3)
+def test_a_file_that_says_nothing(tmp_path: Path, content: str) -> None:
+    """It was left by an earlier release or by a kill; in the hands of a process, the refusal has no name."""
+    path = tmp_path / ".run.lock"
+    path.write_text(content)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "which does not say who it is" in refusal(FolderLock(tmp_path))
+    lock = FolderLock(tmp_path)
     lock.acquire()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_killed_while_it_took_the_lock(hold: Callable, tmp_path: Path) -> None:
-    """What it had put aside goes with the next run; that of the living, who are taking it too, stays."""
-    process, lock = hold(), tmp_path / "run" / ".run.lock"
-    dead, living, old = (lock.with_name(f".run.lock.{name * 8}") for name in "0ab")
-    process.kill()
-    process.wait()
-    lock.rename(dead)
-    living.write_text(json.dumps(json.loads(dead.read_text()) | {"machine": ["another"]}))
-    old.touch()
-    os.utime(old, (time.time() - 3600,) * 2)
-    mine = FolderLock(tmp_path / "run")
-    mine.acquire()
-    assert {path.name for path in lock.parent.iterdir()} == {lock.name, living.name}
-    mine.release()
+def test_a_link_or_a_folder_is_not_opened(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / ".run.lock"
+    precious.write_text("mine")
+    for make in (lambda: path.symlink_to(precious), lambda: path.symlink_to(tmp_path / "new"), path.mkdir):
+        path.unlink(missing_ok=True)
+        make()
+        assert "The lock " in refusal(FolderLock(tmp_path))
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "new").exists()
 
 
-def test_removed_and_taken(tmp_path: Path) -> None:
+def test_removed_and_taken(hold: Callable, tmp_path: Path, said: list[str]) -> None:
     """Whoever removes the folder under a run is told so; who takes it over ends the run that stood still."""
-    folder, said = tmp_path / "run", []
-    handler = type("Handler", (), {"level": 0, "handle": lambda self, record: said.append(record.getMessage())})()
-    get_logger().addHandler(handler)
-    try:
-        lock = FolderLock(folder, beat=0.05)
-        lock.acquire()
-        (folder / ".run.lock").unlink()
-        folder.rmdir()
-        deadline = time.monotonic() + 120
-        while not (folder / ".run.lock").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    folder = tmp_path / "run"
+    lock = FolderLock(folder)
+    lock.acquire()
+    (folder / ".run.lock").unlink()
+    folder.rmdir()
+    lock.check()
+    assert (folder / ".run.lock").exists()
+    assert any("was removed, with everything in it, under the running run" in text for text in said), said
+    (folder / ".run.lock").unlink()
+    other = hold()
+    with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on "):
         lock.check()
-        assert any("was removed, with everything in it, under the running run" in text for text in said), said
-        elsewhere(folder)
-        with pytest.raises(UserError, match=r"taken over by another run .* on other"):
-            lock.check()
-        lock.release()
-        assert (folder / ".run.lock").exists(), "it is somebody else's"
-    finally:
-        get_logger().removeHandler(handler)
+    lock.release()
+    assert (folder / ".run.lock").exists(), "it is somebody else's"
 
 
 def test_a_block(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    with lock.held(), lock.held():
+    with lock.held() as is_locked, lock.held():
+        assert is_locked
         assert (tmp_path / ".run.lock").exists()
     assert not (tmp_path / ".run.lock").exists()
+    assert not lock.is_held
+
+
+def test_a_lock_that_was_left_open_in_this_process(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.acquire()
+    second.acquire()
+    assert (first.is_held, second.is_held) == (False, True)
+    first.release()
+    assert (tmp_path / ".run.lock").exists()
+    second.release()
+
+
+def test_waiting(tmp_path: Path) -> None:
+    """Also for another thread, one after the other."""
+    inside, most, done = [], [], []
+
+    def work(number: int) -> None:
+        with FolderLock(tmp_path, name="rows.lock").held(waiting="Another process prepares rows: waiting for it."):
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.05)
+            inside.remove(number)
+        done.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(done) == [0, 1, 2, 3]
+    assert max(most) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    lock = FolderLock(tmp_path)
+    with lock.held() as is_locked:
+        assert not is_locked
+        lock.check()
+    assert any(f"has no locks ({os.strerror(number)})" in text for text in said), said
+    assert list(tmp_path.iterdir()) == []

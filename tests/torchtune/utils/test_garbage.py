@@ -1,14 +1,13 @@
 """Garbage is looked for seldom while a program starts, and as usual from the training loop on."""
 
 import gc
-from pathlib import Path
 
 import pytest
 
 from tests.recipes.runs import RECIPES, after_each_step, load_recipe, write_config
 
 
-def test_as_usual_in_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_usual_in_the_loop(tmp_path, monkeypatch):
     name, usual = "full_finetune_single_device", gc.get_threshold()
     note = f"import gc, pathlib; pathlib.Path({str(tmp_path)!r}, 'when').write_text(str(gc.get_threshold()))"
     start = "    training.check_run(cfg)\n"

@@ -55,7 +55,7 @@ def in_process(rank: int, folder: Path, end: str) -> tuple[int, str, str]:
     return status, said, (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
-def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path: Path) -> None:
+def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path):
     status, screen, file = in_process(0, tmp_path, "1 / 0")
     assert status == 1
     for text in (screen, file):
@@ -66,7 +66,7 @@ def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path: Path) -> None:
     assert second.endswith("INFO loading")
 
 
-def test_other_ranks_show_errors_alone(tmp_path: Path) -> None:
+def test_other_ranks_show_errors_alone(tmp_path):
     end = "from torchtune.config import _parse; _parse.load_and_check = lambda *_: None\n"
     end += "    sys.argv = ['recipe', '--config', 'x']; config.parse(recipe_main)()"
     status, screen, file = in_process(1, tmp_path, end)
@@ -79,14 +79,14 @@ def test_other_ranks_show_errors_alone(tmp_path: Path) -> None:
         assert text in file
 
 
-def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
+def test_a_crash_leaves_its_stack(tmp_path):
     status, screen, file = in_process(1, tmp_path, "os.abort()")
     assert status == -6
     assert "Fatal Python error: Aborted" in file
     assert "Aborted" not in screen
 
 
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
+def test_a_resumed_run_appends(tmp_path):
     for word in ("one", "two"):
         get_run_logger(tmp_path).info(word)
     lines = (tmp_path / "logs" / "rank_0.log").read_text().splitlines()
@@ -94,7 +94,7 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     assert run_log_path(3) == tmp_path / "logs" / "rank_3.log"
 
 
-def test_nothing_is_made_before_there_is_something_to_say(tmp_path: Path) -> None:
+def test_nothing_is_made_before_there_is_something_to_say(tmp_path):
     get_run_logger(tmp_path / "new")
     note_in_run_log("this output_dir was refused")
     assert not (tmp_path / "new").exists()
@@ -105,7 +105,7 @@ def test_nothing_is_made_before_there_is_something_to_say(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_said_once(tmp_path, caplog):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
     log = get_run_logger(tmp_path)
@@ -115,7 +115,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert said.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file")
     log = get_run_logger(tmp_path)
     log.info("one")
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytes
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
-def test_warnings_and_errors_go_where_they_went_before(tmp_path: Path) -> None:
+def test_warnings_and_errors_go_where_they_went_before(tmp_path):
     before = warnings.showwarning, sys.excepthook
     get_run_logger(tmp_path)
     get_run_logger(tmp_path)
@@ -134,7 +134,7 @@ def test_warnings_and_errors_go_where_they_went_before(tmp_path: Path) -> None:
     assert run_log_path(0) is None
 
 
-def test_stacks(tmp_path: Path) -> None:
+def test_stacks(tmp_path):
     get_run_logger(tmp_path).info("one")
     dump_stacks("It stands still.")
     dump_stacks_after(0.01)

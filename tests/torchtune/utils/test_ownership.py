@@ -41,7 +41,7 @@ def me(request: pytest.FixtureRequest) -> Iterator[int]:
     os.seteuid(before)
 
 
-def test_what_another_user_controls_is_refused(shared: Path, tmp_path: Path, me: int) -> None:
+def test_what_another_user_controls_is_refused(shared, tmp_path, me):
     os.seteuid(0)
     (tmp_path / "own").mkdir()
     (tmp_path / "leads there").symlink_to(shared / "theirs")
@@ -64,7 +64,7 @@ def test_what_another_user_controls_is_refused(shared: Path, tmp_path: Path, me:
             refuse_foreign(path)
 
 
-def test_what_is_ones_own_or_of_root_is_not(shared: Path, tmp_path: Path, me: int) -> None:
+def test_what_is_ones_own_or_of_root_is_not(shared, tmp_path, me):
     os.seteuid(0)
     for name, owner in (("mine", me), ("of root", 0)):
         (shared / name).mkdir()
@@ -83,7 +83,7 @@ def test_what_is_ones_own_or_of_root_is_not(shared: Path, tmp_path: Path, me: in
         refuse_foreign(path)
 
 
-def test_configs_and_downloads_name_the_place(shared: Path, tmp_path: Path) -> None:
+def test_configs_and_downloads_name_the_place(shared, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(
         f"output_dir: {shared}/theirs/out\ncheckpointer:\n  checkpoint_dir: {shared}/theirs\ntokenizer:\n"

@@ -3,7 +3,6 @@
 import logging
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,33 +22,33 @@ from torchtune.utils import (
     require,
     torch_version_ge,
 )
-from torchtune.utils._optional import without_noise
+from torchtune.utils._optional import hide_import_warnings
 from torchtune.utils._torch_private import FrozenIntegers
 
 
-def test_get_device() -> None:
+def test_get_device():
     assert get_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="'gpu' is not a device name: use one of cpu, cuda"):
         get_device("gpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
-def test_a_missing_device_is_explained() -> None:
+def test_a_missing_device_is_explained():
     with pytest.raises(UserError, match=r"'cuda' was asked for, but torch .* finds no cuda device here: set device="):
         get_device("cuda")
 
 
-def test_device_support() -> None:
+def test_device_support():
     assert DeviceSupport.from_type("cuda").communication_backend == "nccl"
     with pytest.raises(ValueError, match="Unknown device type 'tpu'"):
         DeviceSupport.from_type("tpu")
 
 
-def test_without_processes_the_world_is_one() -> None:
+def test_without_processes_the_world_is_one():
     assert get_world_size_and_rank() == (1, 0)
 
 
-def test_batch_to_device_moves_what_can_be_moved() -> None:
+def test_batch_to_device_moves_what_can_be_moved():
     documents = Documents.from_lengths([2, 1])
     batch = {"tokens": torch.zeros(3), "nested": {"x": torch.zeros(1)}, "documents": documents, "name": "kept"}
     batch_to_device(batch, torch.device("meta"))
@@ -59,27 +58,27 @@ def test_batch_to_device_moves_what_can_be_moved() -> None:
     assert batch["name"] == "kept"
 
 
-def test_require_names_the_extra() -> None:
+def test_require_names_the_extra():
     assert require("json", extra="x", purpose="It") is sys.modules["json"]
     with pytest.raises(UserError, match=r"WandBLogger needs the package 'no_such_thing'.*'torchtune\[wandb\]'"):
         require("no_such_thing.sub", extra="wandb", purpose="WandBLogger")
 
 
-def test_require_does_not_hide_a_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_does_not_hide_a_broken_package(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("import what_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         require("broken_package", extra="x", purpose="It")
 
 
-def test_torch_version() -> None:
+def test_torch_version():
     numbers = version("torch").split("+")[0]
     assert torch_version_ge(numbers)
     assert torch_version_ge("2.2")
     assert not torch_version_ge("99.0.1")
 
 
-def test_logging(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging(caplog, monkeypatch):
     logger = get_logger("INFO")
     with caplog.at_level(logging.INFO, logger="torchtune"):
         log_rank_zero(logger, "first rank")
@@ -90,7 +89,7 @@ def test_logging(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPat
     assert [record.message for record in caplog.records] == ["first rank", "once and for all"]
 
 
-def test_a_deprecated_class_stays_a_class() -> None:
+def test_a_deprecated_class_stays_a_class():
     @deprecated("Use B.")
     class A:
         def __init__(self, x: int) -> None:
@@ -101,7 +100,7 @@ def test_a_deprecated_class_stays_a_class() -> None:
         assert A(3).x == 3
 
 
-def test_a_deprecated_function_and_parameter() -> None:
+def test_a_deprecated_function_and_parameter():
     @deprecated()
     def f() -> int:
         return 1
@@ -117,7 +116,7 @@ def test_a_deprecated_function_and_parameter() -> None:
         g(2, 3)
 
 
-def test_documents() -> None:
+def test_documents():
     documents = Documents.from_lengths([3, 1, 2])
     assert documents.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert documents.cu_seqlens.dtype == torch.int32
@@ -130,16 +129,16 @@ def test_documents() -> None:
 
 def test_only_what_torchao_says_of_missing_kernels_is_left_out(caplog):
     logger = logging.getLogger("torchao")
-    with without_noise("torchao.optim"):
+    with hide_import_warnings("torchao.optim"):
         logger.warning("Failed to load kernels.so")
         logger.warning("this version is broken")
     logger.warning("Failed to load it later")
-    with without_noise("other"):
+    with hide_import_warnings("other"):
         logger.warning("Failed to load something")
     assert [record.message.split()[-1] for record in caplog.records] == ["broken", "later", "something"]
 
 
-def test_integers_are_frozen_where_a_release_of_torch_asks_them_for_gradients() -> None:
+def test_integers_are_frozen_where_a_release_of_torch_asks_them_for_gradients():
     """PyTorch 2.11 makes the shard of every parameter with gradients first, and takes them away after that."""
     with FrozenIntegers():
         assert not torch.zeros(2, dtype=torch.int8).requires_grad_().requires_grad

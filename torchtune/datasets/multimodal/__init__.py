@@ -1,4 +1,4 @@
-"""Named datasets of text and images."""
+"""Datasets of text and images."""
 
 from torchtune._lazy import attach
 

@@ -1,10 +1,10 @@
-"""LLaVA's conversations about pictures."""
+"""LLaVA-Instruct dataset."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import Transform
-from torchtune.datasets._load import LOADERS, Source, _suffix
+from torchtune.datasets._row_source import LOADERS, Source, _suffix
 from torchtune.datasets._sft import SFTDataset
 from torchtune.datasets.multimodal._multimodal import multimodal_chat_dataset
 
@@ -22,15 +22,15 @@ def llava_instruct_dataset(
     data_files: Any = "llava_instruct_150k.json",
     **load_dataset_kwargs: Any,
 ) -> SFTDataset:
-    """LLaVA-Instruct: conversations in ShareGPT's style with ``<image>`` in the text, and the pictures of COCO.
+    """Build the LLaVA-Instruct dataset: ShareGPT conversations with ``<image>`` in the text, about COCO images.
 
-    The pictures are not part of it: fetch and unpack http://images.cocodataset.org/zips/train2017.zip. For the
-    arguments see :func:`multimodal_chat_dataset`.
+    The images are not included: download and unpack http://images.cocodataset.org/zips/train2017.zip. Arguments: see
+    :func:`multimodal_chat_dataset`.
 
     Raises:
-        DataError: ``packed``; there is no folder ``image_dir``; no row has an image; see :class:`SFTDataset`.
+        DataError: ``packed`` is set, ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
     """
-    if not isinstance(source, str) or _suffix(source) in LOADERS:  # which is the file itself
+    if not isinstance(source, str) or _suffix(source) in LOADERS:  # source is the file or the rows
         data_files = None
     return multimodal_chat_dataset(
         model_transform,

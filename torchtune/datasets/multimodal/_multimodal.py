@@ -1,12 +1,12 @@
-"""Conversations with images."""
+"""Chat datasets with images."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import ShareGPTToMessages, Transform
-from torchtune.datasets._load import Source
+from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
-from torchtune.datasets.multimodal._build import folder_of, image_dataset
+from torchtune.datasets.multimodal._image_builder import folder_of, image_dataset
 
 
 def multimodal_chat_dataset(
@@ -22,29 +22,28 @@ def multimodal_chat_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> SFTDataset:
-    """Rows with a conversation in ShareGPT's style and its image or images; the assistant's turns are trained on.
+    """Build a dataset of ShareGPT conversations with images; the assistant's turns are trained on.
 
-    An image is a path, a ``data:`` address, a Pillow image, or the bytes of a file; several are a list. A
-    row whose image is null is text.
+    The image column holds a path, a ``data:`` URL, a Pillow image, the bytes of a file, or a list of these. A row with
+    a null image is text only.
 
     Args:
-        model_transform: ``messages`` -> ``tokens``, ``mask`` and what a model takes of images: the transform of a
-            vision model, or a function of yours, which gets Pillow images in the messages.
-        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
-            memory.
-        column_map: the columns of ``conversations`` and ``image``; by default those names.
-        new_system_prompt: text of a system turn that takes the place of the conversations' own.
-        packed: is refused.
+        model_transform: ``messages`` -> ``tokens``, ``mask`` and the model's image inputs: the transform of a vision
+            model, or your own function, which gets Pillow images in the messages.
+        source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
+        column_map: columns of ``conversations`` and ``image``; by default the same names.
+        new_system_prompt: system prompt that replaces the conversations' own.
+        packed: not supported; True raises.
         image_tag: placeholder of an image in the text, for example ``<image>``; ``None`` puts the images before the
             text of the first user turn.
-        image_dir: folder of the images, if rows have file names.
-        filter_fn: rows for which it is false are left out.
+        image_dir: folder of the images, if rows have relative paths.
+        filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset, for example ``"train"`` or ``"train[:10%]"``.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``, and
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``, and
             ``on_bad_row``.
 
     Raises:
-        DataError: ``packed``; there is no folder ``image_dir``; no row has an image; see :class:`SFTDataset`.
+        DataError: ``packed`` is set, ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
 
     Example:
         >>> from PIL import Image

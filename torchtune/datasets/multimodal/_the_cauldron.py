@@ -1,13 +1,12 @@
-"""The Cauldron: fifty datasets of questions about images."""
+"""The Cauldron: fifty vision-language datasets."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtune.data import DataError, Message, Transform
-from torchtune.data._to_messages import as_turn, check_column_map, column, image_column
-from torchtune.datasets._load import LOADERS, Source, _suffix
+from torchtune.data import DataError, Message, Transform, check_column_map, check_turn, column, image_column
+from torchtune.datasets._row_source import LOADERS, Source, _suffix
 from torchtune.datasets._sft import SFTDataset, SFTTransform
-from torchtune.datasets.multimodal._build import image_dataset
+from torchtune.datasets.multimodal._image_builder import image_dataset
 
 
 class TheCauldronToMessages(Transform):
@@ -16,11 +15,11 @@ class TheCauldronToMessages(Transform):
     The images come before the first question.
 
     Args:
-        column_map: the columns of ``images``, a list, and of ``texts``, a list of ``{"user", "assistant"}``.
-        new_system_prompt: text of a system turn to insert.
+        column_map: columns of ``images``, a list, and of ``texts``, a list of ``{"user", "assistant"}``.
+        new_system_prompt: system prompt to add.
 
     Raises:
-        DataError: a key of the map is missing; when called, a column is missing or holds something else.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or has another type.
     """
 
     takes_encoded_images = True
@@ -30,7 +29,7 @@ class TheCauldronToMessages(Transform):
         self.new_system_prompt = new_system_prompt
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [...]}``."""
+        """Return ``{"messages": [...]}``."""
         name = self.column_map["texts"]
         turns = column(sample, name)
         if not isinstance(turns, list | tuple) or not turns:
@@ -41,7 +40,7 @@ class TheCauldronToMessages(Transform):
         images = image_column(sample, self.column_map["images"], None)
         content = [{"type": "image", "content": image} for image in images]
         for turn in turns:
-            as_turn(turn, "user", "assistant")
+            check_turn(turn, "user", "assistant")
             if not all(isinstance(turn[side], str) for side in ("user", "assistant")):
                 raise DataError(f"column '{name}' holds a question or an answer that is not a text")
             messages.append(Message("user", [*content, {"type": "text", "content": turn["user"]}], masked=True))
@@ -56,13 +55,13 @@ def the_cauldron_transform(
     images_col: str = "images",
     new_system_prompt: str | None = None,
 ) -> SFTTransform:
-    """The transform of a row of The Cauldron.
+    """Build the transform of a row of The Cauldron.
 
     Args:
-        model_transform: ``messages`` -> ``tokens``, ``mask`` and what a model takes of images.
-        texts_col: column of the questions with answers.
+        model_transform: ``messages`` -> ``tokens``, ``mask`` and the model's image inputs.
+        texts_col: column of the questions and answers.
         images_col: column of the images.
-        new_system_prompt: text of a system turn to insert.
+        new_system_prompt: system prompt to add.
 
     Example:
         >>> transform = torchtune.datasets.multimodal.the_cauldron_transform(tokenizer)
@@ -86,14 +85,16 @@ def the_cauldron_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> SFTDataset:
-    """The Cauldron, one of its datasets. For images and other arguments see :func:`multimodal_chat_dataset`.
+    """Build one of The Cauldron's datasets.
+
+    Images and other arguments: see :func:`multimodal_chat_dataset`.
 
     Args:
-        subset: which one; of data on the hub.
-        column_map: the columns of ``texts`` and ``images``; by default those names.
+        subset: name of the dataset, for data on the Hub.
+        column_map: columns of ``texts`` and ``images``; by default the same names.
 
     Raises:
-        DataError: ``packed``; no row has an image; see :class:`SFTDataset`.
+        DataError: ``packed`` is set, or no row has an image; see :class:`SFTDataset`.
     """
     on_hub = isinstance(source, str) and "data_files" not in load_dataset_kwargs and _suffix(source) not in LOADERS
     return image_dataset(

@@ -1,12 +1,12 @@
-"""Questions about images."""
+"""Visual question answering datasets."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import InputOutputToMessages, Transform
-from torchtune.datasets._load import Source
+from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
-from torchtune.datasets.multimodal._build import folder_of, image_dataset
+from torchtune.datasets.multimodal._image_builder import folder_of, image_dataset
 
 
 def vqa_dataset(
@@ -21,15 +21,15 @@ def vqa_dataset(
     split: str = "train",
     **load_dataset_kwargs: Any,
 ) -> SFTDataset:
-    """Rows with a question, an answer, which is trained on, and an image, which comes before the question.
+    """Build a dataset of questions about images; the image precedes the question, the answer is trained on.
 
-    For images and arguments see :func:`multimodal_chat_dataset`.
+    Images and other arguments: see :func:`multimodal_chat_dataset`.
 
     Args:
-        column_map: the columns of ``input``, ``output`` and ``image``; by default those names.
+        column_map: columns of ``input``, ``output`` and ``image``; by default the same names.
 
     Raises:
-        DataError: ``packed``; there is no folder ``image_dir``; no row has an image; see :class:`SFTDataset`.
+        DataError: ``packed`` is set, ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
 
     Example:
         >>> from PIL import Image

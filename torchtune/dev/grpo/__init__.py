@@ -1,6 +1,5 @@
-"""Former names of GRPO, for configs: thin ones around :mod:`torchtune.rlhf` and :mod:`torchtune.datasets`.
+"""Former names of GRPO, for configs: thin wrappers of :mod:`torchtune.rlhf` and :mod:`torchtune.datasets`.
 
-Recipes that were copied then keep the loop in their own way, with ``generate`` that returns logits, padded rollouts
-and rewards of token tensors: these have no counterpart here. `tune cp grpo mine.py` is the place to
-begin again.
+Recipes copied from earlier releases use ``generate`` with logits, padded rollouts and rewards of token tensors;
+these have no counterpart here. To port one, start from `tune cp grpo mine.py`.
 """

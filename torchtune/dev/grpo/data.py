@@ -12,7 +12,7 @@ BASE_PROMPT = _TASK + "User: %s. Assistant: <think>"
 
 
 class ReasoningProblem(TypedDict):
-    """A question, the thoughts that lead to its answer, and the answer."""
+    """A question, the chain of thought, and the answer."""
 
     question: str
     cot: str

@@ -1,24 +1,23 @@
-"""Former names of GSM8K: problems of school mathematics, with tags around thoughts and answer."""
+"""Former names of GSM8K (grade school math), with tags around the thoughts and the answer."""
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.datasets import PromptDataset, SFTDataset, instruct_dataset
-from torchtune.datasets._load import RowSource, Source
+from torchtune.datasets import PromptDataset, RowSource, SFTDataset, Source, instruct_dataset
 from torchtune.dev.grpo.data import _TASK, ReasoningProblem
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.tokenizers import ModelTokenizer
 
 PREAMBLE_PROMPT = _TASK + "User: {question} Assistant: "
 TRAINABLE_PROMPT = "<think>{cot}</think> <answer>{answer}</answer>"
 
 
 def normalize_gsm(problem: Mapping[str, str]) -> ReasoningProblem:
-    """A row of GSM8K, whose answer ends with ``#### number``, in its parts.
+    """Split a row of GSM8K, with an answer that ends in ``#### number``, into question, thoughts and answer.
 
     Raises:
-        DataError: the row is none of GSM8K.
+        DataError: the row is not from GSM8K.
     """
     cot, mark, answer = str(problem.get("answer", "")).rpartition("####")
     if not mark or "question" not in problem:
@@ -27,7 +26,7 @@ def normalize_gsm(problem: Mapping[str, str]) -> ReasoningProblem:
 
 
 def sft_gsm_transform(problem: Mapping[str, str]) -> dict[str, str]:
-    """A row of GSM8K as a ``preamble`` and what is ``trainable``."""
+    """Convert a row of GSM8K to ``preamble`` and ``trainable``."""
     return _preamble_and_rest(normalize_gsm(problem))
 
 
@@ -46,19 +45,19 @@ def gsm8k_dataset(
     partition: str | None = None,
     **load_dataset_kwargs: Any,
 ) -> PromptDataset:
-    """Prompts of GSM8K in the tokenizer's layout, with the columns ``question``, ``cot`` and ``answer`` for rewards.
+    """Build GSM8K prompts in the tokenizer's format, with the columns ``question``, ``cot`` and ``answer`` for rewards.
 
     Args:
-        tokenizer: tokenizer of the model.
+        tokenizer: the model's tokenizer.
         source: see :func:`torchtune.datasets.prompt_dataset`.
-        filter_fn: rows for which it is false are left out.
+        filter_fn: keep the rows for which it returns True.
         split: split of the dataset.
-        name: of its configuration.
+        name: configuration of the dataset.
         partition: part of the rows: ``k/n``, the k-th of n parts, counted from 0, or ``i-k/n``, the i-th to the k-th.
         **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
 
     Raises:
-        DataError: the data cannot be loaded, or ``partition`` is no part of them.
+        DataError: the data cannot be loaded, or ``partition`` is invalid.
     """
     rows = _rows(source, partition, filter_fn=filter_fn, split=split, name=name, **load_dataset_kwargs)
     prompts = [{**row, "prompt": PREAMBLE_PROMPT.format(question=row["question"])} for row in rows]
@@ -75,7 +74,7 @@ def gsm8k_sft(
     partition: str | None = None,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset:
-    """The same prompts with thoughts and answers in tags, for fine-tuning; arguments as of :func:`gsm8k_dataset`."""
+    """Build the same prompts with thoughts and answers in tags, for fine-tuning; arguments as :func:`gsm8k_dataset`."""
     rows = _rows(source, partition, filter_fn=filter_fn, split=split, name=name, **load_dataset_kwargs)
     columns = {"input": "preamble", "output": "trainable"}
     return instruct_dataset(tokenizer, source=[_preamble_and_rest(row) for row in rows], column_map=columns)
@@ -83,7 +82,7 @@ def gsm8k_sft(
 
 def _rows(source: Source, partition: str | None, **arguments: Any) -> list[ReasoningProblem]:
     if source != "openai/gsm8k":
-        arguments.pop("name")  # of the dataset of the hub
+        arguments.pop("name")  # a configuration of the hub's dataset
     rows = []
     for number, row in enumerate(RowSource(source, **arguments).rows()):
         try:

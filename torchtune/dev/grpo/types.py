@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class GRPOTrajectory(NamedTuple):
-    """Answers of a step, padded; :class:`torchtune.rlhf.Rollout` has one without padding."""
+    """Padded answers of a step; :class:`torchtune.rlhf.Rollout` is the padding-free successor."""
 
     query_responses: Tensor = None
     logprobs: Tensor = None
@@ -20,7 +20,7 @@ class GRPOTrajectory(NamedTuple):
 
 
 class GRPOStats(NamedTuple):
-    """Figures of a step."""
+    """Metrics of a step."""
 
     loss: Tensor
     policy_loss: Tensor

@@ -1,4 +1,4 @@
-"""Compatibility: says what became of the experiments that recipes copied from earlier releases import from here."""
+"""Compatibility: names the replacement for experiments that recipes copied from earlier releases import."""
 
 raise ImportError(
     "torchtune.dev.rl is not part of this library: its reinforcement learning is in torchtune.rlhf and the recipe "

@@ -1,4 +1,4 @@
-"""Rows of the tasks in this folder, read from the files beside it: nothing is downloaded."""
+"""Rows of the tasks in this folder, read from local files."""
 
 import json
 from pathlib import Path
@@ -13,15 +13,15 @@ def _split(name: str) -> dict[str, Any]:
 
 
 def facts(**_: Any) -> dict[str, Any]:
-    """Questions of everyday knowledge with four choices."""
+    """Return general-knowledge questions with four choices."""
     return _split("facts")
 
 
 def arithmetic(**_: Any) -> dict[str, Any]:
-    """Sums, differences and products of small numbers."""
+    """Return sums, differences and products of small numbers."""
     return _split("arithmetic")
 
 
 def texts(**_: Any) -> dict[str, Any]:
-    """Short paragraphs."""
+    """Return short paragraphs."""
     return _split("texts")

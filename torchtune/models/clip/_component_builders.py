@@ -1,4 +1,4 @@
-"""CLIP's vision encoder from its numbers."""
+"""Component builders of CLIP's vision encoder."""
 
 from collections.abc import Callable
 
@@ -20,13 +20,13 @@ from torchtune.modules.vision_transformer import CLSProjection, VisionTransforme
 
 
 def clip_mlp(in_dim: int, out_dim: int, hidden_dim: int, activation: nn.Module) -> FeedForward:
-    """Build CLIP's feed-forward: two projections with biases.
+    """Build CLIP's feed-forward layer: two projections with biases.
 
     Args:
-        in_dim: size of the input.
-        out_dim: size of the output.
-        hidden_dim: size between the projections.
-        activation: between them.
+        in_dim: input size.
+        out_dim: output size.
+        hidden_dim: intermediate size.
+        activation: activation between the projections.
     """
     return FeedForward(
         gate_proj=nn.Linear(in_dim, hidden_dim),
@@ -44,15 +44,15 @@ def encoder_layer(
     norm_eps: float = 1e-5,
     is_gated: bool = False,
 ) -> TransformerSelfAttentionLayer:
-    """Build a layer of an image encoder: every position attends to every other one.
+    """Build a layer of an image encoder with bidirectional attention.
 
     Args:
         embed_dim: d.
-        num_heads: heads.
+        num_heads: number of heads.
         activation: makes the activation of the feed-forward.
         attn_bias: whether the projections of attention have biases.
         norm_eps: eps of the norms.
-        is_gated: whether gates scale what the layer adds.
+        is_gated: whether tanh gates scale the outputs of attention and feed-forward.
     """
     if embed_dim % num_heads:
         raise ModelError(f"embed_dim ({embed_dim}) must be a multiple of num_heads ({num_heads}).")
@@ -99,21 +99,21 @@ def clip_vision_encoder(
         patch_size: width and height of a patch.
         embed_dim: d.
         num_layers: number of layers.
-        num_heads: heads of a layer.
-        activation: makes the activation of the feed-forwards.
-        cls_output_dim: size of the projected learned token.
+        num_heads: heads per layer.
+        activation: makes the activation of the feed-forward.
+        cls_output_dim: size of the projected CLS token.
         attn_bias: whether the projections of attention have biases.
         use_rope: must be False.
-        out_indices: numbers of layers whose inputs are returned as well.
-        output_cls_projection: whether the output is the projected learned token of every tile.
-        max_num_tiles: most tiles of an image.
-        in_channels: of an image.
-        append_cls_token: whether the learned token comes after the patches.
-        use_tile_pos_embed: whether tiles have embeddings of their place in the image.
+        out_indices: indices of layers whose inputs are also returned.
+        output_cls_projection: whether the output is the projected CLS token of every tile.
+        max_num_tiles: maximum number of tiles per image.
+        in_channels: channels of an image.
+        append_cls_token: whether the CLS token comes after the patches.
+        use_tile_pos_embed: whether tiles have position embeddings.
         norm_eps: eps of the norms.
 
     Raises:
-        ModelError: ``use_rope`` is True, or the heads do not divide ``embed_dim``.
+        ModelError: ``use_rope`` is True, or ``num_heads`` does not divide ``embed_dim``.
     """
     if use_rope:
         raise ModelError("use_rope: encoders with rotary positions (Llama 4) are not in this release: set it to False.")
@@ -161,7 +161,7 @@ def lora_clip_vision_encoder(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> VisionTransformer:
-    """Build CLIP's vision encoder with LoRA adapters; for the arguments see :func:`clip_vision_encoder` and LoRA."""
+    """Build CLIP's vision encoder with LoRA adapters; see :func:`clip_vision_encoder` and the ``lora_*`` builders."""
     model = clip_vision_encoder(
         tile_size,
         patch_size,

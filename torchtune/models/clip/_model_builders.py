@@ -1,10 +1,10 @@
-"""CLIP of certain sizes."""
+"""Builders for CLIP."""
 
 from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD, CLIPImageTransform
 
 
 def clip_vit_224_transform() -> CLIPImageTransform:
-    """Images of CLIP ViT at 224 pixels: one tile, which the image fills as far as its aspect ratio allows."""
+    """Build the image transform of CLIP ViT at 224 pixels: one tile, to which the image is scaled."""
     return CLIPImageTransform(
         image_mean=CLIP_MEAN,
         image_std=CLIP_STD,

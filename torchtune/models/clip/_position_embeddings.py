@@ -1,4 +1,4 @@
-"""What CLIP adds to patches: embeddings of their position in a tile, and of the tile in its image."""
+"""CLIP's position embeddings of patches in a tile, and of tiles in an image."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ def _tokens_per_tile(tile_size: int, patch_size: int) -> int:
 
 
 def _of_tiles(table: Tensor, aspect_ratio: Tensor, tiles: int) -> Tensor:
-    """Rows ``[n, tiles, ...]`` of a table ``[rows, columns, ...]``, for the tiles of n images; 0 for padding."""
+    """Entries ``[n, tiles, ...]`` of a table ``[rows, columns, ...]`` for the tiles of n images; 0 for padding."""
     number = torch.arange(tiles, device=aspect_ratio.device)
     is_real = number < aspect_ratio.prod(-1, keepdim=True)
     width = aspect_ratio[:, 1:].clamp(min=1)
@@ -18,7 +18,7 @@ def _of_tiles(table: Tensor, aspect_ratio: Tensor, tiles: int) -> Tensor:
 
 
 class TokenPositionalEmbedding(nn.Module):
-    """Adds an embedding of the position in a tile, ``positional_embedding`` ``[tokens, d]``.
+    """Position embedding of tokens in a tile, ``positional_embedding`` ``[tokens, d]``.
 
     Args:
         embed_dim: d.
@@ -32,15 +32,15 @@ class TokenPositionalEmbedding(nn.Module):
         self.positional_embedding = nn.Parameter(torch.randn(tokens, embed_dim) * embed_dim**-0.5)
 
     def forward(self, x: Tensor, *args: Tensor) -> Tensor:
-        """``[..., tokens, d]`` to ``[..., tokens, d]``; more arguments are ignored."""
+        """Add the embeddings to ``[..., tokens, d]``; further arguments are ignored."""
         return x + self.positional_embedding
 
 
 class TiledTokenPositionalEmbedding(nn.Module):
-    """Adds embeddings of the position in a tile, and in the whole image: a gate weighs them against each other.
+    """Position embeddings of tokens in a tile and in the full image, weighted by a tanh gate.
 
     Args:
-        max_num_tiles: most tiles of an image.
+        max_num_tiles: maximum number of tiles per image.
         embed_dim: d.
         tile_size: width and height of a tile, in pixels.
         patch_size: width and height of a patch.
@@ -59,7 +59,7 @@ class TiledTokenPositionalEmbedding(nn.Module):
         """Add the embeddings.
 
         Args:
-            x: ``[n, tiles, tokens, d]``, n images.
+            x: ``[n, tiles, tokens, d]`` for n images.
             aspect_ratio: int64 ``[n, 2]``: (height, width) of each image in tiles; further tiles are padding.
         """
         gate = self.gate.tanh()
@@ -68,10 +68,10 @@ class TiledTokenPositionalEmbedding(nn.Module):
 
 
 class TilePositionalEmbedding(nn.Module):
-    """Adds an embedding of the tile's place in its image, through a gate.
+    """Position embedding of a tile in its image, with a tanh gate.
 
     Args:
-        max_num_tiles: most tiles of an image.
+        max_num_tiles: maximum number of tiles per image.
         embed_dim: d.
     """
 
@@ -83,5 +83,5 @@ class TilePositionalEmbedding(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, aspect_ratio: Tensor) -> Tensor:
-        """``[n, tiles, tokens, d]`` to the same; see :meth:`TiledTokenPositionalEmbedding.forward`."""
+        """Add the embeddings to ``[n, tiles, tokens, d]``; see :meth:`TiledTokenPositionalEmbedding.forward`."""
         return x + _of_tiles(self.embedding, aspect_ratio, x.shape[1]) * self.gate.tanh()

@@ -1,12 +1,11 @@
-"""Images to normalised tiles."""
+"""Image transform that makes normalised tiles."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchtune.data import DataError, Transform
-from torchtune.data._images import as_pixels
+from torchtune.data import DataError, Transform, read_pixels
 from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
     find_supported_resolutions,
     get_canvas_best_fit,
@@ -14,31 +13,31 @@ from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
 from torchtune.modules.transforms.vision_utils.resize_with_pad import resampling_mode, resize_with_pad
 from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
 
-# Of OpenAI's CLIP.
+# Mean and standard deviation of OpenAI's CLIP.
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 class CLIPImageTransform(Transform):
-    """Resizes an image to the canvas of tiles that fits it best, normalises it, and cuts it into tiles.
+    """Transform that resizes an image to the best-fitting canvas of tiles, normalises it, and cuts it into tiles.
 
-    The image keeps its aspect ratio and is padded on the right and below. Without ``resize_to_max_canvas`` a small
-    image is enlarged to the size of a tile at most.
+    The image keeps its aspect ratio and is padded on the right and at the bottom. Without ``resize_to_max_canvas``, a
+    small image is upscaled at most to the size of a tile.
 
     Args:
-        image_mean: mean of red, green and blue, of values from 0 to 1; ``None`` does not normalise.
-        image_std: their standard deviation.
-        possible_resolutions: (height, width) of the canvases, in pixels; ``None``: all of up to ``max_num_tiles``
+        image_mean: mean of red, green and blue, for values from 0 to 1; ``None``: no normalisation.
+        image_std: standard deviation of red, green and blue.
+        possible_resolutions: (height, width) of the canvases, in pixels; ``None``: all with up to ``max_num_tiles``
             tiles.
-        tile_size: side of a tile, in pixels.
-        max_num_tiles: most tiles of an image.
-        dtype: of the tiles.
+        tile_size: width and height of a tile, in pixels.
+        max_num_tiles: maximum number of tiles per image.
+        dtype: dtype of the tiles.
         resample: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``, with antialiasing.
-        resize_to_max_canvas: enlarge the image as much as a canvas allows.
+        resize_to_max_canvas: upscale the image as much as the canvases allow.
 
-    Raises:
-        DataError: ``image_mean`` without ``image_std`` or the reverse, not three of them, no canvas, a canvas that is
-            not of whole tiles, or an unknown ``resample``.
+        Raises:
+            DataError: only one of ``image_mean`` and ``image_std`` is set or has not 3 values, there is no canvas, a
+                canvas is not a multiple of ``tile_size``, or ``resample`` is unknown.
 
     Example:
         >>> transform = torchtune.models.clip.CLIPImageTransform(tile_size=4, max_num_tiles=4)
@@ -81,19 +80,19 @@ class CLIPImageTransform(Transform):
         self.max_size = None if resize_to_max_canvas else tile_size
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Replace ``image``, add ``aspect_ratio``.
+        """Replace ``image`` by tiles and add ``aspect_ratio``.
 
         Args:
-            sample: ``image`` is a Pillow image, a path or address of one, or a tensor ``[c, height, width]`` with 1 or
-                3 channels: uint8, or floating point from 0 to 1.
-            inference: has no effect.
+            sample: sample with ``image``: a Pillow image, a path or URL, or a tensor ``[c, height, width]`` with 1 or 3
+                channels, uint8 or floating point from 0 to 1.
+            inference: ignored.
 
         Returns:
-            the sample with ``image`` ``[tiles, 3, tile_size, tile_size]``, row by row, and ``aspect_ratio``, int64
+            The sample with ``image`` ``[tiles, 3, tile_size, tile_size]``, row by row, and ``aspect_ratio``, int64
             ``[2]``: rows and columns of tiles.
 
-        Raises:
-            DataError: the image cannot be read, or the tensor is not such a one.
+            Raises:
+                DataError: the image cannot be read, or the tensor has a wrong shape, dtype or range.
         """
         image = _three_channels(sample["image"])
         canvas = get_canvas_best_fit(image, self.possible_resolutions, self.resize_to_max_canvas)
@@ -109,9 +108,9 @@ class CLIPImageTransform(Transform):
 
 
 def _three_channels(image: Any) -> torch.Tensor:
-    """uint8 or float32 ``[3, height, width]``. Raises :class:`DataError` for what is no image."""
+    """Convert to uint8 or float32 ``[3, height, width]``. Raises :class:`DataError` for invalid images."""
     if not isinstance(image, torch.Tensor):
-        return as_pixels(image)
+        return read_pixels(image)
     if image.dim() != 3 or image.shape[0] not in (1, 3) or not image.numel():
         raise DataError(f"an image must be a tensor [c, height, width] of 1 or 3 channels, not {tuple(image.shape)}")
     if image.dtype != torch.uint8 and not image.is_floating_point():

@@ -1,4 +1,4 @@
-"""The sizes of Code Llama: Llama 2 with another RoPE base."""
+"""Sizes of Code Llama: Llama 2 with another RoPE base."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and Moonlight: latent attention, sigmoid routers with a bias over groups of experts, a shared expert."""
+"""DeepSeek V3 and Moonlight: latent attention, sigmoid routers with selection bias and expert groups, shared expert."""
 
 from dataclasses import replace
 from functools import partial

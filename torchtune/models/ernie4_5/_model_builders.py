@@ -1,4 +1,4 @@
-"""The size of ERNIE 4.5's dense models."""
+"""Size of ERNIE 4.5's dense model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchtune.models._weight_ops import Identity
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.take("attention_dropout", 0.0)  # transformers applies none
+    fields.take("attention_dropout", 0.0)  # transformers ignores it
     return {"attn_dropout": 0.0}
 
 
@@ -38,7 +38,7 @@ SPEC = ModelSpec(
     architectures=("Ernie4_5ForCausalLM",),
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity())},  # files rotate neighbouring channels, as we do
+    weight_maps={"hf": hf_names(Identity())},  # checkpoints are also interleaved
 )
 
 SIZES = {

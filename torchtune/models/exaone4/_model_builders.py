@@ -1,4 +1,4 @@
-"""The sizes of EXAONE 4: norms after attention and feed-forward; where layers have windows, only these rotate."""
+"""Sizes of EXAONE 4: post-norms; in models with sliding windows, only the window layers have RoPE."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -42,7 +42,7 @@ _FORMAT = HFFormat(
 
 
 def _from_config(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
-    """As :meth:`HFFormat.read`; beside ``layer_types``, the pattern is not read."""
+    """:meth:`HFFormat.read` that ignores ``sliding_window_pattern`` if ``layer_types`` is present."""
     skipped = ("sliding_window_pattern",) if config.get("layer_types") is not None else ()
     return _FORMAT.read({name: value for name, value in config.items() if name not in skipped}, ignore_fields)
 

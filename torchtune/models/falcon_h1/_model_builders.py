@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba side by side in every layer, and constant factors nearly everywhere."""
+"""Falcon-H1: parallel attention and Mamba in every layer, and many constant factors."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchtune.models._weight_names import HF_HALF, mixers, renamed
 def _read(fields: Fields) -> dict[str, Any]:
     layers = fields.take("num_hidden_layers")
     for name in ("num_logits_to_keep", "layer_types", "layers_block_type"):
-        fields.take(name, None)  # of generation, and what the architecture says
+        fields.take(name, None)  # used in generation only, or implied by the architecture
     if fields.take("projectors_bias", False):
         raise fields.refusal("projectors_bias", True)
     has_norm, before_gate = bool(fields.take("mamba_rms_norm", False)), fields.take("mamba_norm_before_gate", True)
@@ -37,7 +37,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {
         "mixer": mixer,
         "mixer_layers": tuple(range(layers)),
-        # A factor of attention's input is one of queries and keys, and one of values.
+        # A factor of attention's input scales queries, keys and values.
         "key_scale": float(fields.take("key_multiplier", 1.0)) * of_input**2,
         "attn_out_scale": float(fields.take("attention_out_multiplier", 1.0)) * of_input,
         "mlp_gate_scale": gate,
@@ -96,6 +96,6 @@ SPEC = ModelSpec(
     not_in_peft=("mamba.out_proj",),
 )
 
-SIZES: dict[str, Description] = {}  # config.json says them, with their factors
+SIZES: dict[str, Description] = {}  # read from config.json, with their factors
 BUILDERS = model_builders(__name__, "Falcon-H1", SPEC, SIZES)
 globals().update(BUILDERS)

@@ -1,4 +1,4 @@
-"""The sizes of Gemma."""
+"""Sizes of Gemma."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torchtune.models._weight_names import HF_INTERLEAVED
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    """The embedding scale is computed from the width; early files name the exact GELU but mean the tanh one."""
+    """Compute the embedding scale from the width; early files name the exact GELU but mean its tanh approximation."""
     if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise fields.refusal("hidden_activation", fields.peek("hidden_activation"))
     found: dict[str, Any] = {"embed_scale": fields.take("hidden_size") ** 0.5}

@@ -1,4 +1,4 @@
-"""Gemma's layout of conversations."""
+"""Gemma's prompt template."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,8 +9,8 @@ from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterf
 class GemmaChatTemplate(PromptTemplateInterface):
     """``<start_of_turn>user\\n{text}<end_of_turn>\\n<start_of_turn>model\\n{text}<end_of_turn>\\n``.
 
-    White space around a text is stripped. The system text is put before the text of the next user turn, as in Gemma 3.
-    The row has one beginning-of-sequence token and ends with its last turn.
+    White space around a text is stripped. System messages are prepended to the next user turn, as in Gemma 3. The row
+    has one beginning-of-sequence token and ends with its last turn.
     """
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {
@@ -20,7 +20,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
     end_of_turn: ClassVar[str] = "<end_of_turn>"
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """Add the layout to the messages; system turns are merged into the next user turn.
+        """Apply the template to messages; system messages are merged into the next user turn.
 
         With ``inference`` a final assistant turn stays open.
 
@@ -50,7 +50,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
 
 
 def _stripped(texts: list[str]) -> list[str]:
-    """The parts of a text without white space at its beginning and end."""
+    """Strip white space at the beginning and end of a text in parts."""
     while texts and not texts[0].strip():
         texts = texts[1:]
     while texts and not texts[-1].strip():
@@ -62,7 +62,7 @@ def _stripped(texts: list[str]) -> list[str]:
 
 
 def _joined(*lists: list[str]) -> list[str]:
-    """Concatenate lists of parts; the parts at a seam are joined, so that they are tokenized as one text."""
+    """Concatenate lists of parts; adjacent parts of two lists are joined, so that they are tokenized as one text."""
     joined: list[str] = []
     for parts in lists:
         joined = [*joined[:-1], joined[-1] + parts[0], *parts[1:]] if joined and parts else [*joined, *parts]

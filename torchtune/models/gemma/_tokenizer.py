@@ -2,20 +2,20 @@
 
 from typing import ClassVar
 
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.modules.transforms.tokenizers._sentencepiece_chat import SentencePieceChatTokenizer
+from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.tokenizers import SentencePieceChatTokenizer
 
 
 class GemmaTokenizer(SentencePieceChatTokenizer):
-    """SentencePiece tokenizer for Gemma and Gemma 2. ``prompt_template`` adds the chat layout.
+    """SentencePiece tokenizer of Gemma and Gemma 2. ``prompt_template`` adds the turn markers.
 
-    Turn markers are control tokens in the template only; in the text of a turn they are plain text.
+    Turn markers are control tokens only in the template; in the content of a message they are plain text.
 
     Args:
-        path: ``tokenizer.model``.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: layout of conversations; ``None`` joins the texts as they are.
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        path: path of ``tokenizer.model``.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        prompt_template: template of conversations; ``None`` concatenates the messages.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
 
     Raises:
         DataError: the file is missing or broken.
@@ -24,21 +24,4 @@ class GemmaTokenizer(SentencePieceChatTokenizer):
     control_texts: ClassVar[tuple[str, ...]] = ("<start_of_turn>", "<end_of_turn>")
 
 
-def gemma_tokenizer(
-    path: str,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-) -> GemmaTokenizer:
-    """Gemma's tokenizer.
-
-    Args:
-        path: ``tokenizer.model``.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-
-    Raises:
-        DataError: the file is missing or broken.
-    """
-    return GemmaTokenizer(path, max_seq_len, get_prompt_template(prompt_template), truncation_type)
+gemma_tokenizer = tokenizer_builder(GemmaTokenizer, "gemma_tokenizer", "Gemma")

@@ -1,4 +1,4 @@
-"""The sizes of Gemma 2."""
+"""Sizes of Gemma 2."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ NORMS = {
 
 
 def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
-    """Soft caps and scales of scores and embeddings; ``attn`` and ``final`` are the defaults of the caps."""
+    """Read soft caps, attention scale and embedding scale; ``attn`` and ``final`` are the defaults of the caps."""
     caps = {"attn_logit_softcapping": attn, "final_logit_softcapping": final}
     for name, default in caps.items():
         caps[name] = fields.take(name, None if fields.has(name) else default)
@@ -38,7 +38,7 @@ def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) ->
 
 
 def write_softcaps(d: Description) -> dict[str, Any]:
-    """The inverse of :func:`read_softcaps`."""
+    """Write the fields of :func:`read_softcaps`."""
     return {
         "attn_logit_softcapping": d.attn_softcap,
         "final_logit_softcapping": d.logit_softcap,
@@ -59,7 +59,7 @@ FORMAT = HFFormat(
     write_more=write_softcaps,
     defaults=(
         ("head_dim", 256),
-        ("hidden_act", None),  # written by early versions beside hidden_activation, never read
+        ("hidden_act", None),  # in early files besides hidden_activation, never read
         ("max_position_embeddings", 8192),
         ("num_key_value_heads", 4),
         ("sliding_window", 4096),
@@ -77,7 +77,7 @@ SPEC = ModelSpec(
 
 
 def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
-    """A description with Gemma 2's settings; ``numbers`` are further fields."""
+    """Make a description with Gemma 2's settings; ``numbers`` are further fields."""
     common = {
         "head_dim": 256,
         "max_seq_len": 8192,

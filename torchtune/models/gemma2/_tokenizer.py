@@ -1,4 +1,4 @@
-"""Compatibility: the tokenizer of Gemma, under the family whose configs name it."""
+"""Compatibility: Gemma's tokenizer, under the path that configs of this family use."""
 
 from torchtune.models.gemma._tokenizer import GemmaTokenizer, gemma_tokenizer
 

@@ -1,4 +1,4 @@
-"""The text sizes of Gemma 3."""
+"""Sizes of Gemma 3's text models."""
 
 from functools import partial
 from typing import Any

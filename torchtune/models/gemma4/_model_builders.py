@@ -1,4 +1,4 @@
-"""The text sizes of Gemma 4: dense, with a mixture of experts beside the MLP, and with embeddings in every layer."""
+"""Sizes of Gemma 4's text models: dense, with experts parallel to the MLP, or with per-layer embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,13 +24,13 @@ _PER_LAYER = ("head_dim", "num_key_value_heads")
 
 
 def read_gemma4(fields: Fields) -> dict[str, Any]:
-    """What a ``config.json`` of Gemma 4 says of its layers, as values of a description."""
-    if fields.take("use_bidirectional_attention", None) not in (None, False, "vision"):  # of images
+    """Read the layers of a ``config.json`` of Gemma 4 as values of a description."""
+    if fields.take("use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": for images only
         raise fields.refusal("use_bidirectional_attention", fields.peek("use_bidirectional_attention"))
     num_layers, shared = fields.take("num_hidden_layers"), fields.take("num_kv_shared_layers", 0)
     kinds = fields.list_of("layer_types", num_layers, str) or []
     windowed = [kinds[i] == "sliding_attention" if kinds else bool((i + 1) % 6) for i in range(num_layers)][:-1]
-    layers = tuple(i for i, is_windowed in enumerate(windowed) if is_windowed)  # the last has none in any case
+    layers = tuple(i for i, is_windowed in enumerate(windowed) if is_windowed)  # the last layer has none in any case
     wide = bool(fields.take("use_double_wide_mlp", False) and shared)
     embedded = fields.take("hidden_size_per_layer_input", 256)
     embedded_vocab = fields.take("vocab_size_per_layer_input", 262_144)
@@ -56,7 +56,7 @@ def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any
         full["num_key_value_heads"] = fields.take("num_global_key_value_heads", heads)
     else:
         fields.take("num_global_key_value_heads", None)  # transformers ignores it
-    by_layer = fields.take("per_layer_config", None)  # transformers writes it in place of the two fields
+    by_layer = fields.take("per_layer_config", None)  # transformers writes it instead of the two fields
     if by_layer is not None:
         layers = [i for i in range(fields.take("num_hidden_layers")) if i not in windowed]
         found = by_layer.items() if isinstance(by_layer, dict) else ()
@@ -68,7 +68,7 @@ def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any
                 f"that are 'full_attention' in layer_types, got {shown(by_layer)}."
             )
     elif fields.has("per_layer_config"):
-        full = {}  # all layers are alike
+        full = {}  # null: all layers are equal
     found = full.get("head_dim", width), full.get("num_key_value_heads", heads)
     if not all(isinstance(value, int) and 0 < value < 2**16 for value in found):
         raise fields.refusal("per_layer_config", by_layer)
@@ -96,7 +96,7 @@ def _read_experts(fields: Fields, wide: bool) -> dict[str, Any]:
 
 
 def write_gemma4(d: Description) -> dict[str, Any]:
-    """The inverse of :func:`read_gemma4`."""
+    """Write the fields of :func:`read_gemma4`."""
     config = {
         "final_logit_softcapping": d.logit_softcap,
         "global_head_dim": d.full_head_dim or d.head_dim,
@@ -144,7 +144,7 @@ _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 
 
 def _rows() -> tuple[Row, ...]:
-    """Names of what only Gemma 4 has."""
+    """Rows of weights that are specific to Gemma 4."""
     per_layer = {
         "per_layer_input_gate.weight": "layer_embed.embed_gate.weight",
         "per_layer_projection.weight": "layer_embed.embed_proj.weight",
@@ -196,7 +196,7 @@ SPEC = ModelSpec(
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
     weight_maps={"hf": _names()},
-    # Published files have keys and values of the layers that use those of others.
+    # Published files have unused key and value weights of layers that share those of other layers.
     untrained_modules=tuple(
         (f"self_attn.{name}", "shared_kv") for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     ),

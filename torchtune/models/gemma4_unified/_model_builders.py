@@ -1,4 +1,4 @@
-"""The text of Gemma 4 12B, of any size: a dense Gemma 4 with a ``config.json`` of its own."""
+"""Text model of Gemma 4 12B, of any size: a dense Gemma 4 with another ``config.json``."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,6 @@ SPEC = replace(
     to_hf_config=_FORMAT.write,
 )
 
-SIZES: dict[str, Description] = {}  # config.json says them
+SIZES: dict[str, Description] = {}  # read from config.json
 BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
 globals().update(BUILDERS)

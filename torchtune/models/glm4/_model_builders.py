@@ -1,4 +1,4 @@
-"""The sizes of GLM-4."""
+"""Sizes of GLM-4."""
 
 from functools import partial
 

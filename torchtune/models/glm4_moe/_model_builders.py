@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoid routers with a bias, a shared expert, dense first layers."""
+"""GLM-4.5, 4.6 and 4.7: sigmoid routers with selection bias, a shared expert, dense first layers."""
 
 from dataclasses import replace
 from typing import Any

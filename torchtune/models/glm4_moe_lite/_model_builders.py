@@ -1,4 +1,4 @@
-"""The size of GLM-4.7-Flash: DeepSeek V3's layers with values as wide as keys."""
+"""Size of GLM-4.7-Flash: DeepSeek V3's layers with values as wide as keys."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The sizes of gpt-oss: clamped experts, attention sinks, a sliding window in every other layer, YaRN."""
+"""Sizes of gpt-oss: clamped experts, attention sinks, a sliding window in every other layer, YaRN."""
 
 from dataclasses import replace
 from typing import Any

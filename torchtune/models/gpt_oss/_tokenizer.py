@@ -1,4 +1,4 @@
-"""The tokenizer of gpt-oss (Harmony layout with channels)."""
+"""Tokenizer of gpt-oss (Harmony format with channels)."""
 
 from collections.abc import Mapping
 from datetime import date
@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 
 from torchtune.data import PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.modules.transforms.tokenizers import (
+from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.tokenizers import (
+    O200K_PATTERN,
+    HarmonyTokenizer,
     HuggingFaceBaseTokenizer,
     TikTokenBaseTokenizer,
     parse_hf_tokenizer_json,
 )
-from torchtune.modules.transforms.tokenizers._harmony import HarmonyTokenizer
-from torchtune.modules.transforms.tokenizers._patterns import O200K_PATTERN
 
 _NAMED = {
     199998: "<|startoftext|>",
@@ -35,19 +35,19 @@ _SYSTEM = (
 
 
 class GptOssTokenizer(HarmonyTokenizer):
-    """The layout Harmony with gpt-oss's vocabulary and system message.
+    """Harmony tokenizer with gpt-oss's vocabulary and system message.
 
     Args:
-        path: ``tokenizer.json``, or tiktoken's file of ranks, ``o200k_base.tiktoken``.
-        special_tokens: text -> id; by default gpt-oss's, or those of ``tokenizer.json``.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: texts added to the turns before the layout.
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        reasoning_effort: ``"low"``, ``"medium"`` or ``"high"``, as the system message says it.
-        current_date: as the system message says it, ``"2025-06-28"``; by default today's.
+        path: path of ``tokenizer.json``, or of tiktoken's rank file ``o200k_base.tiktoken``.
+        special_tokens: text -> id; by default from ``tokenizer.json``, or gpt-oss's.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        prompt_template: adds texts to the messages before they are formatted.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+        reasoning_effort: ``"low"``, ``"medium"`` or ``"high"``, for the system message.
+        current_date: date for the system message, such as ``"2025-06-28"``; by default today.
 
     Raises:
-        DataError: the file is missing or broken, or a special token that the layout needs is missing.
+        DataError: the file is missing or broken, or a required special token is missing.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GptOssTokenizer(HarmonyTokenizer):
         base: HuggingFaceBaseTokenizer | TikTokenBaseTokenizer
         if is_json:
             base = HuggingFaceBaseTokenizer(path)
-            base.tokenizer.encode_special_tokens = True  # those in a text are plain text
+            base.tokenizer.encode_special_tokens = True  # special tokens in a message are plain text
             decode = partial(base.decode, skip_special_tokens=False)
         else:
             base = TikTokenBaseTokenizer(path, "o200k_harmony", O200K_PATTERN, 0, 0, special_tokens)
@@ -76,35 +76,4 @@ class GptOssTokenizer(HarmonyTokenizer):
         super().__init__(base, decode, special_tokens, system, max_seq_len, prompt_template, truncation_type)
 
 
-def gpt_oss_tokenizer(
-    path: str,
-    special_tokens_path: str | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-    reasoning_effort: str = "medium",
-    current_date: str | None = None,
-) -> GptOssTokenizer:
-    """The tokenizer of gpt-oss.
-
-    Args:
-        path: ``tokenizer.json``, or tiktoken's file of ranks, ``o200k_base.tiktoken``.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace gpt-oss's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        reasoning_effort: ``"low"``, ``"medium"`` or ``"high"``, as the system message says it.
-        current_date: as the system message says it, ``"2025-06-28"``; by default today's.
-
-    Raises:
-        DataError: a file is missing or broken.
-    """
-    return GptOssTokenizer(
-        path,
-        special_tokens=parse_hf_tokenizer_json(special_tokens_path) if special_tokens_path is not None else None,
-        max_seq_len=max_seq_len,
-        prompt_template=get_prompt_template(prompt_template),
-        truncation_type=truncation_type,
-        reasoning_effort=reasoning_effort,
-        current_date=current_date,
-    )
+gpt_oss_tokenizer = tokenizer_builder(GptOssTokenizer, "gpt_oss_tokenizer", "gpt-oss")

@@ -1,4 +1,4 @@
-"""The sizes of Granite 3."""
+"""Sizes of Granite 3."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torchtune.models._weight_ops import Identity
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
-    """Factors of logits and scores; the architectures of Granite share them."""
+    """Read the factors of logits and attention scores, which Granite 3 and 4 share."""
     heads = fields.take("num_attention_heads")
     scale = float(fields.take("attention_multiplier", 1.0))
     usual = (fields.take("head_dim", 0) or fields.take("hidden_size") // heads) ** -0.5
@@ -24,7 +24,7 @@ def read_multipliers(fields: Fields) -> dict[str, Any]:
 
 
 def write_multipliers(d: Description) -> dict[str, Any]:
-    """The inverse."""
+    """Write the fields of :func:`read_multipliers`."""
     return {
         "logits_scaling": 1.0 / d.hidden_scale,
         "attention_multiplier": d.head_dim**-0.5 if d.attn_scale is None else d.attn_scale,

@@ -1,4 +1,4 @@
-"""The sizes of Granite 4: attention in all layers, or Mamba in most of them (H), and experts in some models."""
+"""Sizes of Granite 4: attention in all layers, or Mamba in most of them (H); some models have experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     rotated = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
     width, expand = fields.take("shared_intermediate_size", 1024), fields.take("mamba_expand", 2)
     for name in (*(f"mamba_{name}" for name in _OF_MAMBA), "time_step_limit"):
-        fields.take(name, None)  # of layers that a model may lack
+        fields.take(name, None)  # present in files of models without Mamba layers
     return {
         **read_multipliers(fields),
         **_read_experts(fields, width),

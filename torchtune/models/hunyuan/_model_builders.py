@@ -1,4 +1,4 @@
-"""Hunyuan's dense models: queries and keys are normalised after the rotation, whose base is stretched (NTK)."""
+"""Hunyuan's dense models: norms of queries and keys after RoPE, with a scaled RoPE base (NTK)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import hf_names
 from torchtune.models._weight_ops import Identity
 
-# Fields of published files that transformers does not read either.
+# Fields of published files that transformers also ignores.
 _UNUSED = (
     "attention_head_dim",
     "cla_share_factor",
@@ -56,6 +56,6 @@ SPEC = ModelSpec(
     },
 )
 
-SIZES: dict[str, Description] = {}  # config.json alone gives them
+SIZES: dict[str, Description] = {}  # read from config.json
 BUILDERS = model_builders(__name__, "Hunyuan", SPEC, SIZES)
 globals().update(BUILDERS)

@@ -26,14 +26,14 @@ RENAMED = {
 
 
 def read_layers(fields: Fields) -> dict[str, Any]:
-    """The convolutions, and the tied output, of an LFM2 with or without experts."""
+    """Read the convolution layers and ``tie_word_embeddings`` of LFM2 models, with or without experts."""
     layers = fields.take("num_hidden_layers")
     kinds, attended = fields.list_of("layer_types", layers, str), fields.list_of("full_attn_idxs", layers, int)
     if kinds is not None:
         convolved = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "conv")
     else:
         convolved = tuple(i for i in range(layers) if attended is not None and i not in attended)
-    require_silu(fields)  # a field that transformers does not read
+    require_silu(fields)  # transformers ignores the field
     taps = fields.take("conv_L_cache", 3)
     if fields.take("conv_bias", False):
         raise fields.refusal("conv_bias", True)
@@ -57,7 +57,7 @@ def _width(fields: Fields) -> int:
 
 
 def write_layers(d: Description) -> dict[str, Any]:
-    """The inverse of :func:`read_layers`."""
+    """Write the fields of :func:`read_layers`."""
     kinds = ("full_attention", "conv")
     return {
         "layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)],

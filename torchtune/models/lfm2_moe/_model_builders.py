@@ -1,4 +1,4 @@
-"""LFM2's mixtures: its convolutions and attention, with experts and sigmoid routers after the first, dense layers."""
+"""LFM2's MoE models: convolutions and attention as in LFM2, experts with sigmoid routers after first dense layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from torchtune.models.lfm2._model_builders import SIZES as LFM2_SIZES
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.take("layer_types")  # no other field says which layers convolve
+    fields.take("layer_types")  # required: no other field lists the convolution layers
     dense = min(fields.take("num_dense_layers", 2), fields.take("num_hidden_layers"))
     return {**read_layers(fields), "expertless_layers": tuple(range(dense))}
 

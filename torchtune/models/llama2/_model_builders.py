@@ -1,4 +1,4 @@
-"""The sizes of Llama 2."""
+"""Sizes of Llama 2."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,16 +1,15 @@
-"""Llama 2's layout of conversations."""
+"""Llama 2's prompt template."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torchtune.data import Message, MessageLike, PromptTemplateInterface, Role, as_messages
-from torchtune.data._prompt_templates import with_tags
+from torchtune.data import Message, MessageLike, PromptTemplateInterface, Role, as_messages, with_tags
 
 
 class Llama2ChatTemplate(PromptTemplateInterface):
     """``[INST] <<SYS>>\\n{system}\\n<</SYS>>\\n\\n{user} [/INST] {assistant}``.
 
-    The system text is put inside the next user turn.
+    The system message is part of the next user turn.
     """
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {
@@ -21,7 +20,7 @@ class Llama2ChatTemplate(PromptTemplateInterface):
     }
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """Add the layout to the messages; system turns are merged into the next user turn."""
+        """Apply the template to messages; system messages are merged into the next user turn."""
         system: list[dict[str, Any]] = []
         formatted = []
         for message in as_messages(messages):

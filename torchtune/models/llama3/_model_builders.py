@@ -1,4 +1,4 @@
-"""The sizes of Llama 3."""
+"""Sizes of Llama 3."""
 
 from functools import partial
 

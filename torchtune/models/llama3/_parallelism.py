@@ -1,4 +1,4 @@
-"""Compatibility: the tensor-parallel plan under the name that older configs use."""
+"""Compatibility: name of the tensor-parallel plan in older configs."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def base_llama_tp_plan(
     model: nn.Module, *, inference: bool = False, enable_fp8_training: bool = False
 ) -> dict[str, "ParallelStyle"]:
-    """The tensor-parallel plan of Llama. Models use it by default.
+    """Make the tensor-parallel plan of Llama, which models use by default.
 
     Args:
         model: a :class:`torchtune.modules.TransformerDecoder`.

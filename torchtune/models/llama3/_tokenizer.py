@@ -1,11 +1,10 @@
-"""Llama 3's tokenizer, of all its versions."""
+"""Tokenizer of Llama 3, 3.1, 3.2 and 3.3."""
 
 from collections.abc import Mapping
 
 from torchtune.data import PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
-from torchtune.modules.transforms.tokenizers._header_turns import HeaderTurns
+from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.tokenizers import HeaderTurns
 
 SPECIAL_TOKENS = {
     "<|begin_of_text|>": 128000,
@@ -31,17 +30,17 @@ LLAMA3_SPECIAL_TOKENS = {**SPECIAL_TOKENS, **RESERVED_TOKENS}
 
 
 class Llama3Tokenizer(HeaderTurns):
-    """tiktoken tokenizer with Llama 3's layout of conversations.
+    """tiktoken tokenizer with Llama 3's chat format.
 
     Args:
-        path: Meta's ``tokenizer.model``.
+        path: path of Meta's ``tokenizer.model``.
         special_tokens: text -> id; by default Llama 3's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: texts added to the turns before the layout.
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        prompt_template: adds texts to the messages before they are formatted.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
 
     Raises:
-        DataError: the file is missing or broken, or a special token that the layout needs is missing.
+        DataError: the file is missing or broken, or a required special token is missing.
     """
 
     def __init__(
@@ -56,29 +55,4 @@ class Llama3Tokenizer(HeaderTurns):
         super().__init__(path, special_tokens, max_seq_len, prompt_template, truncation_type)
 
 
-def llama3_tokenizer(
-    path: str,
-    special_tokens_path: str | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-) -> Llama3Tokenizer:
-    """Llama 3's tokenizer.
-
-    Args:
-        path: Meta's ``tokenizer.model``.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Llama 3's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-
-    Raises:
-        DataError: a file is missing or broken.
-    """
-    return Llama3Tokenizer(
-        path=path,
-        special_tokens=parse_hf_tokenizer_json(special_tokens_path) if special_tokens_path is not None else None,
-        max_seq_len=max_seq_len,
-        prompt_template=get_prompt_template(prompt_template),
-        truncation_type=truncation_type,
-    )
+llama3_tokenizer = tokenizer_builder(Llama3Tokenizer, "llama3_tokenizer", "Llama 3")

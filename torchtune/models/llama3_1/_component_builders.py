@@ -1,44 +1,18 @@
-"""Llama 3.1 from its numbers."""
+"""Component builders of Llama 3.1."""
 
-from torchtune.models._build import build
-from torchtune.models._builders import from_numbers, lora_builder, scale_hidden_dim_for_mlp
-from torchtune.models._description import Description
-from torchtune.models._rope_scaling import Llama3RopeScaling
+from torchtune.models._builders import component_builders, llama3_scaled
 from torchtune.models.llama3_1._model_builders import SPEC
-from torchtune.modules.transformer import TransformerDecoder
 
-
-@from_numbers
-def llama3_1(
-    vocab_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    embed_dim: int,
-    max_seq_len: int,
-    attn_dropout: float = 0.0,
-    rope_base: float = 500_000,
-    intermediate_dim: int | None = None,
-    norm_eps: float = 1e-5,
-    scale_factor: float = 8,
-) -> TransformerDecoder:
-    """Build a decoder of the Llama 3.1 family from its numbers."""
-    description = Description(
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        intermediate_dim=intermediate_dim or scale_hidden_dim_for_mlp(embed_dim),
-        max_seq_len=max_seq_len,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        attn_dropout=attn_dropout,
-        rope_base=rope_base,
-        norm_eps=norm_eps,
-        rope_scaling=Llama3RopeScaling(factor=scale_factor),
-    )
-    return build(description, SPEC)
-
-
-lora_llama3_1 = lora_builder(
-    llama3_1, "lora_llama3_1", __name__, "a Llama 3.1 decoder with LoRA adapters from its numbers"
+llama3_1, lora_llama3_1 = component_builders(
+    "llama3_1",
+    __name__,
+    "Llama 3.1",
+    SPEC,
+    llama3_scaled,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    attn_dropout=0.0,
+    rope_base=500_000,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+    scale_factor=8,
 )

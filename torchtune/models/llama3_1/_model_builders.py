@@ -1,4 +1,4 @@
-"""The sizes of Llama 3.1: Llama 3 with RoPE scaling, and 405B."""
+"""Sizes of Llama 3.1: Llama 3 with RoPE scaling, and 405B."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Compatibility: rotary positions of Llama 3.1, by their public name."""
+"""Compatibility: public name of Llama 3.1's rotary embeddings."""
 
 from torchtune.modules.position_embeddings import ScaledRotaryPositionalEmbeddings as Llama3ScaledRoPE
 

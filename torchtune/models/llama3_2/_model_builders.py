@@ -1,4 +1,4 @@
-"""The text sizes of Llama 3.2."""
+"""Sizes of Llama 3.2's text models."""
 
 from functools import partial
 

@@ -1,18 +1,18 @@
-"""Llama 3.2 Vision from its numbers."""
+"""Component builders of Llama 3.2 Vision."""
 
 from collections.abc import Collection
 
 from torch import nn
 
 from torchtune.models._build import build
-from torchtune.models._builders import LoraAttnModules, scale_hidden_dim_for_mlp
+from torchtune.models._builders import scale_hidden_dim_for_mlp
 from torchtune.models._description import Description
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models.clip._component_builders import clip_vision_encoder, encoder_layer
 from torchtune.models.llama3_2_vision._description import VisionDescription
 from torchtune.models.llama3_2_vision._encoder import Llama3VisionEncoder, Llama3VisionProjectionHead
-from torchtune.models.llama3_2_vision._lora import adapt
+from torchtune.models.llama3_2_vision._lora import lora_part_builder
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.feed_forward import FeedForward
@@ -30,7 +30,7 @@ def build_vision(
     encoder_trainable: bool = True,
     fusion_trainable: bool = True,
 ) -> DeepFusionModel:
-    """Build the whole model; for the last three arguments see :class:`DeepFusionModel`."""
+    """Build the full model; see :class:`DeepFusionModel` for the last three arguments."""
     encoder = llama3_2_vision_encoder(
         patch_size=d.patch_size,
         num_heads=d.num_clip_heads,
@@ -56,7 +56,7 @@ def build_vision(
 
 
 def _fused(text: Description, fusion_layers: Collection[int], num_special_tokens: int) -> TransformerDecoder:
-    """The text decoder, with cross-attention before some of its layers, and tokens that are trained with it."""
+    """Text decoder with cross-attention before some layers, and additional tokens."""
     decoder = build(text)
     for index in fusion_layers:
         decoder.layers[index] = FusionLayer(decoder.layers[index], _cross_attention_layer(text))
@@ -105,10 +105,10 @@ def llama3_2_vision_projection_head(
 
     Args:
         num_layers: number of layers.
-        num_heads: heads of a layer.
+        num_heads: heads per layer.
         decoder_embed_dim: width of the decoder.
         clip_embed_dim: width of CLIP.
-        num_hidden_inputs: number of CLIP's hidden states that are projected beside its output.
+        num_hidden_inputs: number of CLIP's hidden states that are also projected.
         norm_eps: eps of the norms.
     """
     layers = [
@@ -136,15 +136,15 @@ def llama3_2_vision_encoder(
 
     Args:
         patch_size: width and height of a patch, in pixels.
-        num_heads: heads of a layer.
+        num_heads: heads per layer.
         clip_embed_dim: width of CLIP.
-        clip_num_layers: CLIP's layers.
-        clip_hidden_states: layers of CLIP whose inputs are projected beside its output.
-        num_layers_projection: layers of the projection head.
+        clip_num_layers: number of CLIP's layers.
+        clip_hidden_states: indices of CLIP's layers whose inputs are also projected.
+        num_layers_projection: number of layers of the projection head.
         decoder_embed_dim: width of the decoder.
         tile_size: width and height of a tile.
-        max_num_tiles: most tiles of an image.
-        in_channels: of an image.
+        max_num_tiles: maximum number of tiles per image.
+        in_channels: channels of an image.
         norm_eps: eps of the norms.
     """
     clip = clip_vision_encoder(
@@ -185,18 +185,18 @@ def llama3_2_vision_decoder(
     rope_base: float = 500_000.0,
     intermediate_dim: int | None = None,
 ) -> TransformerDecoder:
-    """Build the text decoder with its layers of cross-attention.
+    """Build the text decoder with its cross-attention layers.
 
     Args:
         vocab_size: number of tokens.
         num_layers: number of self-attention layers.
-        fusion_interval: every one of so many layers has cross-attention before it.
-        num_special_tokens: further tokens, whose embeddings are trained with the fusion.
+        fusion_interval: every ``fusion_interval``-th layer has cross-attention before it.
+        num_special_tokens: number of additional tokens, with embeddings that are trained with the fusion.
         num_heads: query heads per layer.
         num_kv_heads: key and value heads per layer.
         embed_dim: width of the residual stream.
-        max_seq_len: longest sequence.
-        encoder_max_seq_len: informational: caches are as large as what the encoder returns.
+        max_seq_len: maximum sequence length.
+        encoder_max_seq_len: informational; caches take their size from the encoder's output.
         rope_base: base (theta) of the rotary embeddings.
         intermediate_dim: width of the feed-forward layers; by default computed from ``embed_dim``.
     """
@@ -214,109 +214,15 @@ def llama3_2_vision_decoder(
     return _fused(text, range(fusion_interval - 1, num_layers, fusion_interval), num_special_tokens)
 
 
-def lora_llama3_2_vision_decoder(
-    decoder_lora: bool,
-    fusion_lora: bool,
-    lora_attn_modules: LoraAttnModules,
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    *,
-    vocab_size: int,
-    num_layers: int,
-    fusion_interval: int,
-    num_special_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    embed_dim: int,
-    max_seq_len: int,
-    encoder_max_seq_len: int,
-    rope_base: float = 500_000.0,
-    intermediate_dim: int | None = None,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> TransformerDecoder:
-    """Build the text decoder with LoRA adapters on its own layers, on those of cross-attention, or on both.
-
-    The other arguments are those of :func:`llama3_2_vision_decoder` and of the ``lora_*`` builders.
-    """
-    model = llama3_2_vision_decoder(
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        fusion_interval=fusion_interval,
-        num_special_tokens=num_special_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        embed_dim=embed_dim,
-        max_seq_len=max_seq_len,
-        encoder_max_seq_len=encoder_max_seq_len,
-        rope_base=rope_base,
-        intermediate_dim=intermediate_dim,
-    )
-    return adapt(
-        model,
-        {"decoder": decoder_lora, "fusion": fusion_lora},
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        rank=lora_rank,
-        alpha=lora_alpha,
-        dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-    )
-
-
-def lora_llama3_2_vision_encoder(
-    encoder_lora: bool,
-    fusion_lora: bool,
-    lora_attn_modules: LoraAttnModules,
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    *,
-    patch_size: int,
-    num_heads: int,
-    clip_embed_dim: int,
-    clip_num_layers: int,
-    clip_hidden_states: list[int] | None,
-    num_layers_projection: int,
-    decoder_embed_dim: int,
-    tile_size: int,
-    max_num_tiles: int = 4,
-    in_channels: int = 3,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> Llama3VisionEncoder:
-    """Build the image encoder with LoRA adapters on CLIP, on the projection head, or on both.
-
-    The other arguments are those of :func:`llama3_2_vision_encoder` and of the ``lora_*`` builders.
-    """
-    model = llama3_2_vision_encoder(
-        patch_size=patch_size,
-        num_heads=num_heads,
-        clip_embed_dim=clip_embed_dim,
-        clip_num_layers=clip_num_layers,
-        clip_hidden_states=clip_hidden_states,
-        num_layers_projection=num_layers_projection,
-        decoder_embed_dim=decoder_embed_dim,
-        tile_size=tile_size,
-        max_num_tiles=max_num_tiles,
-        in_channels=in_channels,
-    )
-    return adapt(
-        model,
-        {"encoder": encoder_lora, "fusion": fusion_lora},
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        rank=lora_rank,
-        alpha=lora_alpha,
-        dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-    )
+lora_llama3_2_vision_decoder = lora_part_builder(
+    llama3_2_vision_decoder,
+    "decoder",
+    "lora_llama3_2_vision_decoder",
+    "the text decoder with LoRA adapters on its self-attention layers, cross-attention layers, or both",
+)
+lora_llama3_2_vision_encoder = lora_part_builder(
+    llama3_2_vision_encoder,
+    "encoder",
+    "lora_llama3_2_vision_encoder",
+    "the image encoder with LoRA adapters on CLIP, on the projection head, or on both",
+)

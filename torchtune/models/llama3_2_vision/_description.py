@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision in numbers."""
+"""Description of Llama 3.2 Vision."""
 
 from dataclasses import dataclass, fields
 
@@ -7,22 +7,22 @@ from torchtune.models._description import Description, ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class VisionDescription(Description):
-    """The text decoder, the layers that fuse it with images, and the encoder of images.
+    """Description of the text decoder, the fusion layers and the image encoder.
 
     Raises:
-        ModelError: sizes that do not fit together.
+        ModelError: a field is invalid, or fields are inconsistent.
     """
 
     # Fusion
-    fusion_layers: tuple[int, ...]  # decoder layers that a layer of cross-attention comes before
-    num_special_tokens: int = 8  # rows of the embedding that are trained with the fusion
+    fusion_layers: tuple[int, ...]  # decoder layers with a cross-attention layer before them
+    num_special_tokens: int = 8  # additional tokens, which are trained with the fusion
 
     # Encoder: CLIP ...
     tile_size: int
     clip_dim: int
     num_clip_layers: int
     num_clip_heads: int
-    clip_hidden_states: tuple[int, ...]  # layers whose inputs are projected beside the output
+    clip_hidden_states: tuple[int, ...]  # layers whose inputs are also projected
     patch_size: int = 14
     max_num_tiles: int = 4
     in_channels: int = 3
@@ -55,7 +55,10 @@ class VisionDescription(Description):
             )
 
     def other_numbers(self, layer: int) -> dict[str, int]:
-        """Numbers of a decoder layer, and of the cross-attention before it, where checkpoints count both."""
+        """Return the indices of a decoder layer and of the cross-attention before it in checkpoints.
+
+        ``numbered`` and ``cross`` count both kinds of layers, ``fusion`` counts cross-attention layers.
+        """
         before = sum(other < layer for other in self.fusion_layers)
         return {
             "numbered": layer + before + (layer in self.fusion_layers),
@@ -65,11 +68,11 @@ class VisionDescription(Description):
 
     @property
     def text(self) -> Description:
-        """The text decoder alone."""
+        """Description of the text decoder."""
         return Description(**{field.name: getattr(self, field.name) for field in fields(Description)})
 
     @property
     def aspect_ratios(self) -> list[tuple[int, int]]:
-        """All (height, width) of images, in tiles, in the order in which checkpoints number them from 1."""
+        """All (height, width) of images in tiles, in the order of checkpoints, which number them from 1."""
         most = range(1, self.max_num_tiles + 1)
         return [(height, width) for height in most for width in most if height * width <= self.max_num_tiles]

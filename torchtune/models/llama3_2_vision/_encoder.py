@@ -1,17 +1,17 @@
-"""The image encoder of Llama 3.2 Vision: CLIP, and a head that projects its features for the decoder."""
+"""Image encoder of Llama 3.2 Vision: CLIP and a projection head."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules._tiles import Tiles
+from torchtune.modules import Tiles
 from torchtune.modules.model_fusion import register_fusion_module
 from torchtune.modules.vision_transformer import VisionTransformer
 
 
 class Llama3VisionProjectionHead(nn.Module):
-    """Layers over CLIP's features, and a projection of their output beside CLIP's hidden states.
+    """Self-attention layers over CLIP's features, and a projection of their output and CLIP's hidden states.
 
     Args:
         layers: self-attention layers.
@@ -31,13 +31,13 @@ class Llama3VisionProjectionHead(nn.Module):
         Args:
             x: ``[b, images, tiles, tokens, d]``; with ``tiles``, sequences ``[n, s, d]``.
             hidden_states: ``num_hidden_inputs`` tensors of the shape of ``x``.
-            tiles: how images lie in the sequences, padding included.
+            tiles: layout of the images in the sequences.
 
         Returns:
             Tensor ``[b, images * tiles * tokens, width of the decoder]``.
 
         Raises:
-            ValueError: another number of hidden states.
+            ValueError: the number of hidden states is wrong.
         """
         hidden = hidden_states or []
         if len(hidden) != self.num_hidden:
@@ -56,13 +56,13 @@ class Llama3VisionProjectionHead(nn.Module):
 
 
 class Llama3VisionEncoder(nn.Module):
-    """Images to the features that the decoder attends to.
+    """Image encoder, which computes the features that the decoder attends to.
 
-    The projection head counts among what fuses encoder and decoder.
+    The parameters of the projection head are fusion parameters.
 
     Args:
         clip: vision transformer.
-        projection_head: projects its features.
+        projection_head: projection of its features.
     """
 
     def __init__(self, clip: VisionTransformer, projection_head: Llama3VisionProjectionHead) -> None:
@@ -76,7 +76,7 @@ class Llama3VisionEncoder(nn.Module):
 
         Args:
             images: ``[b, images, tiles, c, tile_size, tile_size]``.
-            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; by default, of one tile.
+            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; by default one tile.
 
         Returns:
             Tensor ``[b, images * tiles * tokens, width of the decoder]``.
@@ -84,7 +84,7 @@ class Llama3VisionEncoder(nn.Module):
         return self.projection(*self.clip.encode(images, aspect_ratio))
 
     def blank(self, device: torch.device) -> dict[str, Tensor]:
-        """Arguments of :meth:`forward` for one image without content."""
+        """Return the arguments of :meth:`forward` for one blank image."""
         conv = self.clip.conv
         side = round(self.clip.patches_per_tile**0.5) * conv.kernel_size[0]
         return {"images": torch.zeros(1, 1, 1, conv.in_channels, side, side, device=device, dtype=conv.weight.dtype)}

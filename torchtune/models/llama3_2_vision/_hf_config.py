@@ -1,4 +1,4 @@
-"""Reading and writing the ``config.json`` of Llama 3.2 Vision."""
+"""Read and write the ``config.json`` of Llama 3.2 Vision."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields as dataclass_fields
@@ -24,15 +24,15 @@ _TEXT = HFFormat(
         ("num_attention_heads", 32),
     ),
 )
-_CROSS_LAYERS, _LAYERS = [3, 8, 13, 18, 23, 28, 33, 38], 40  # what transformers assumes
+_CROSS_LAYERS, _LAYERS = [3, 8, 13, 18, 23, 28, 33, 38], 40  # defaults of transformers
 _INDICES = [3, 7, 15, 23, 30]
 
 
 def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> VisionDescription:
-    """A description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
+    """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
 
     Raises:
-        ModelError: a field is missing or has a value that a description cannot express. The message names it.
+        ModelError: a field is missing, or its value has no equivalent in a description. The message names it.
     """
     parts = {}
     for name in ("text_config", "vision_config"):
@@ -47,7 +47,7 @@ def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Visi
 
 
 def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[Description, tuple[int, ...]]:
-    """The text decoder, and its layers with cross-attention before them."""
+    """Read the text decoder, and the indices of its layers with cross-attention before them."""
     fields = Fields(config, _NAME, set(ignore_fields))
     crossing = fields.list_of("cross_attention_layers", _LAYERS, int)
     crossing = _CROSS_LAYERS if crossing is None else crossing
@@ -78,7 +78,7 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
 
 
 def _read_vision(config: dict[str, Any], ignore_fields: Collection[str]) -> dict[str, Any]:
-    # An encoder of images has no words: the configs of 2024 say that those it has not are tied.
+    # Configs of 2024 have tie_word_embeddings here, although the image encoder has no tokens.
     fields = Fields(config, f"{_NAME} (vision_config)", {*ignore_fields, "tie_word_embeddings"})
 
     def whole(name: str, default: int) -> int:
@@ -122,10 +122,10 @@ def _ratios(most: int) -> list[tuple[int, int]]:
 
 
 def write(d: VisionDescription) -> dict[str, Any]:
-    """Make a ``config.json`` from which ``transformers`` builds the same model.
+    """Make the ``config.json`` from which ``transformers`` builds the same model.
 
     Raises:
-        ModelError: it cannot express the description.
+        ModelError: a ``config.json`` cannot express the description.
     """
     text = _TEXT.write(d.text)
     text = {key: value for key, value in text.items() if key not in ("architectures", "head_dim", "attention_dropout")}

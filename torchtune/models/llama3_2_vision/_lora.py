@@ -1,18 +1,19 @@
-"""LoRA on parts of a vision model."""
+"""LoRA adapters on parts of a vision model."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 from torch import nn
 
-from torchtune.models._builders import LoraAttnModules
+from torchtune.models._builders import LoraAttnModules, dress
 from torchtune.models._description import ModelError
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def part_of(path: str) -> str:
-    """The part of a model that a module belongs to: decoder, encoder or fusion."""
+    """Return the part of a model that a module belongs to: decoder, encoder or fusion."""
     names = path.split(".")
     if "fusion_layer" in names or "projection" in names:
         return "fusion"
@@ -22,26 +23,32 @@ def part_of(path: str) -> str:
 def adapt(
     model: Model,
     parts: Mapping[str, bool],
-    attn_modules: LoraAttnModules,
-    apply_to_mlp: bool,
-    apply_to_output: bool,
+    lora_attn_modules: LoraAttnModules,
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
     *,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
     quantize_base: bool = False,
-    **lora: Any,
 ) -> Model:
-    """Add LoRA adapters to the chosen parts of a model, freeze everything else, and return it.
+    """Add LoRA adapters to parts of a model, freeze all other parameters, and return the model.
 
     Args:
-        model: of Llama 3.2 Vision, or its decoder or encoder.
+        model: Llama 3.2 Vision, or its decoder or encoder.
         parts: whether each part has adapters.
-        attn_modules: projections of attention with an adapter.
-        apply_to_mlp: whether the feed-forward projections have one.
-        apply_to_output: whether the output projections of the decoder and of the projection head have one.
+        lora_attn_modules: projections of attention with an adapter.
+        apply_lora_to_mlp: whether the feed-forward projections have an adapter.
+        apply_lora_to_output: whether the output projections of decoder and projection head have an adapter.
+        lora_rank: rank of the adapters.
+        lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
+        lora_dropout: dropout probability of the adapters' input.
+        use_dora: train the magnitude of the adapted weights separately (DoRA).
         quantize_base: quantize the frozen base weights to NF4.
-        lora: further arguments of :class:`torchtune.modules.peft.LoRA`.
 
     Raises:
-        ModelError: no part has adapters.
+        ModelError: no part or module is chosen, or ``lora_attn_modules`` has an unknown name.
     """
     from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.low_precision import QuantizeBase
@@ -50,19 +57,52 @@ def adapt(
     if not any(parts.values()):
         raise ModelError(f"No part has adapters ({', '.join(parts)}): nothing would be trained, choose one at least.")
     known = get_args(LORA_ATTN_MODULES)
-    if wrong := [name for name in attn_modules if name not in known]:
+    if wrong := [name for name in lora_attn_modules if name not in known]:
         raise ModelError(f"lora_attn_modules has '{wrong[0]}': choose out of {', '.join(known)}.")
-    leaves = [f"attn.{name}" for name in attn_modules]
-    leaves += ["mlp.w1", "mlp.w2", "mlp.w3"] if apply_to_mlp else []
+    leaves = [f"attn.{name}" for name in lora_attn_modules]
+    leaves += ["mlp.w1", "mlp.w2", "mlp.w3"] if apply_lora_to_mlp else []
     targets = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and parts.get(part_of(path))
-        and (path.endswith(tuple(leaves)) or (apply_to_output and path.rpartition(".")[2] == "output"))
+        and (path.endswith(tuple(leaves)) or (apply_lora_to_output and path.rpartition(".")[2] == "output"))
     ]
     if not targets:
         raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")
-    conversions = [LoRA(target_modules=targets, **lora)]
-    apply_conversions(model, [QuantizeBase(), *conversions] if quantize_base else conversions)
+    lora = LoRA(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, use_dora=use_dora, target_modules=targets)
+    apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
     return model
+
+
+def lora_part_builder(base: Callable[..., Model], part: str, name: str, what: str) -> Callable[..., Model]:
+    """Make the LoRA variant of the builder of a part; its arguments are keyword-only.
+
+    Args:
+        base: builder of the part without adapters.
+        part: name of the part, beside the fusion.
+        name: name of the new function.
+        what: the built model, for the docstring.
+    """
+    keyword_only, own = inspect.Parameter.KEYWORD_ONLY, inspect.signature(base).parameters
+    flags = {
+        chosen: inspect.Parameter(f"{chosen}_lora", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
+        for chosen in (part, "fusion")
+    }
+    _, _, *adapter = inspect.signature(adapt).parameters.values()
+    first = [parameter for parameter in adapter if parameter.kind is not keyword_only]
+    rest = [parameter for parameter in adapter if parameter.kind is keyword_only]
+    signature = inspect.signature(base).replace(parameters=[*flags.values(), *first, *own.values(), *rest])
+
+    def builder(*args: Any, **kwargs: Any) -> Model:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
+        parts = {chosen: values[flag.name] for chosen, flag in flags.items()}
+        return adapt(
+            base(**{key: values[key] for key in own}), parts, **{one.name: values[one.name] for one in adapter}
+        )
+
+    builder.__signature__ = signature
+    doc = f"The other arguments are those of :func:`{base.__name__}` and of the ``lora_*`` builders."
+    return dress(builder, name, base.__module__, f"Build {what}.\n\n    {doc}\n    ")

@@ -1,10 +1,10 @@
-"""The sizes of Llama 3.2 Vision."""
+"""Sizes of Llama 3.2 Vision."""
 
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from torchtune.models._builders import LoraAttnModules
+from torchtune.models._builders import Builder, LoraAttnModules, dress
 from torchtune.models._description import ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
@@ -60,133 +60,97 @@ SIZES = {
 }
 
 
-def llama3_2_vision_11b(
-    decoder_trainable: bool = False,
-    encoder_trainable: bool = True,
-    fusion_trainable: bool = True,
-    image_size: int = 560,
-) -> DeepFusionModel:
-    """Build Llama 3.2 Vision 11B.
+_DOC = """Build Llama 3.2 Vision {size}.
 
     Args:
-        decoder_trainable: whether the text decoder is trained.
-        encoder_trainable: whether CLIP, the image encoder, is trained.
-        fusion_trainable: whether cross-attention, projection head and special tokens are trained.
-        image_size: width and height of a tile, in pixels, as the checkpoint has it.
+        decoder_trainable: whether to train the text decoder.
+        encoder_trainable: whether to train CLIP, the image encoder.
+        fusion_trainable: whether to train cross-attention, projection head and special tokens.
+        image_size: width and height of a tile, in pixels; must be the checkpoint's.
     """
-    return _build("llama3_2_vision_11b", decoder_trainable, encoder_trainable, fusion_trainable, image_size)
-
-
-def llama3_2_vision_90b(
-    decoder_trainable: bool = False,
-    encoder_trainable: bool = True,
-    fusion_trainable: bool = True,
-    image_size: int = 560,
-) -> DeepFusionModel:
-    """Build Llama 3.2 Vision 90B; for the arguments see :func:`llama3_2_vision_11b`."""
-    return _build("llama3_2_vision_90b", decoder_trainable, encoder_trainable, fusion_trainable, image_size)
-
-
-def _build(name: str, decoder: bool, encoder: bool, fusion: bool, image_size: int) -> DeepFusionModel:
-    parts = {"decoder_trainable": decoder, "encoder_trainable": encoder, "fusion_trainable": fusion}
-    for part, trains in parts.items():
-        if not isinstance(trains, bool):
-            raise ModelError(f"{part} is {trains!r}, but it must be True or False (adapters: lora_{name}).")
-    return build_vision(replace(SIZES[name], tile_size=image_size), SPEC, **parts)
-
-
-def lora_llama3_2_vision_11b(
-    lora_attn_modules: LoraAttnModules,
-    decoder_trainable: Part = "frozen",
-    encoder_trainable: Part = "lora",
-    fusion_trainable: Part = "lora",
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-    image_size: int = 560,
-) -> DeepFusionModel:
-    """Build Llama 3.2 Vision 11B with LoRA adapters.
+_LORA_DOC = """Build Llama 3.2 Vision {size} with LoRA adapters.
 
     Args:
         lora_attn_modules: attention projections with an adapter.
-        decoder_trainable: ``"lora"`` adapts the text decoder, ``"frozen"`` does not.
-        encoder_trainable: the same of CLIP, the image encoder.
-        fusion_trainable: the same of cross-attention and projection head.
+        decoder_trainable: ``"lora"``: the text decoder has adapters; ``"frozen"``: it has none.
+        encoder_trainable: the same for CLIP, the image encoder.
+        fusion_trainable: the same for cross-attention and projection head.
         apply_lora_to_mlp: whether the feed-forward projections have an adapter.
-        apply_lora_to_output: whether the output projections of decoder and projection head have one.
+        apply_lora_to_output: whether the output projections of decoder and projection head have an adapter.
         lora_rank: rank of the adapters.
         lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
         lora_dropout: dropout probability of the adapters' input.
         use_dora: train the magnitude of the adapted weights separately (DoRA).
         quantize_base: quantize the frozen base weights to NF4.
-        image_size: width and height of a tile, in pixels, as the checkpoint has it.
+        image_size: width and height of a tile, in pixels; must be the checkpoint's.
 
     Raises:
-        ModelError: a part is ``"full"``, which an adapter's file cannot hold, or none is ``"lora"``.
+        ModelError: a part is ``"full"``, which adapter files cannot store, or no part is ``"lora"``.
     """
-    return _adapted("llama3_2_vision_11b", **locals())
 
 
-def lora_llama3_2_vision_90b(
-    lora_attn_modules: LoraAttnModules,
-    decoder_trainable: Part = "frozen",
-    encoder_trainable: Part = "lora",
-    fusion_trainable: Part = "lora",
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-    image_size: int = 560,
-) -> DeepFusionModel:
-    """Build Llama 3.2 Vision 90B with LoRA adapters; for the arguments see :func:`lora_llama3_2_vision_11b`."""
-    return _adapted("llama3_2_vision_90b", **locals())
+def _builders(name: str, size: str) -> tuple[Builder, Builder]:
+    """Make the builders of a size, without and with LoRA adapters."""
+
+    def full(
+        decoder_trainable: bool = False,
+        encoder_trainable: bool = True,
+        fusion_trainable: bool = True,
+        image_size: int = 560,
+    ) -> DeepFusionModel:
+        parts = {
+            "decoder_trainable": decoder_trainable,
+            "encoder_trainable": encoder_trainable,
+            "fusion_trainable": fusion_trainable,
+        }
+        for part, trains in parts.items():
+            if not isinstance(trains, bool):
+                raise ModelError(f"{part} is {trains!r}, but it must be True or False (adapters: lora_{name}).")
+        return build_vision(replace(SIZES[name], tile_size=image_size), SPEC, **parts)
+
+    def lora(
+        lora_attn_modules: LoraAttnModules,
+        decoder_trainable: Part = "frozen",
+        encoder_trainable: Part = "lora",
+        fusion_trainable: Part = "lora",
+        apply_lora_to_mlp: bool = False,
+        apply_lora_to_output: bool = False,
+        lora_rank: int = 8,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        use_dora: bool = False,
+        quantize_base: bool = False,
+        image_size: int = 560,
+    ) -> DeepFusionModel:
+        parts = {"decoder": decoder_trainable, "encoder": encoder_trainable, "fusion": fusion_trainable}
+        for part, way in parts.items():
+            if way == "full":
+                raise ModelError(
+                    f"{part}_trainable is 'full', but beside adapters nothing else is trained or saved: choose 'lora' "
+                    f"or 'frozen', or train {name} with a full_finetune recipe."
+                )
+            if way not in ("frozen", "lora"):
+                raise ModelError(f"{part}_trainable is {way!r}: choose 'lora' or 'frozen'.")
+        return adapt(
+            build_vision(replace(SIZES[name], tile_size=image_size), SPEC),
+            {part: way == "lora" for part, way in parts.items()},
+            lora_attn_modules,
+            apply_lora_to_mlp,
+            apply_lora_to_output,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            use_dora=use_dora,
+            quantize_base=quantize_base,
+        )
+
+    return (
+        dress(full, name, __name__, _DOC.format(size=size)),
+        dress(lora, f"lora_{name}", __name__, _LORA_DOC.format(size=size)),
+    )
 
 
+llama3_2_vision_11b, lora_llama3_2_vision_11b = _builders("llama3_2_vision_11b", "11B")
+llama3_2_vision_90b, lora_llama3_2_vision_90b = _builders("llama3_2_vision_90b", "90B")
 qlora_llama3_2_vision_11b = partial(lora_llama3_2_vision_11b, quantize_base=True)
 qlora_llama3_2_vision_90b = partial(lora_llama3_2_vision_90b, quantize_base=True)
-
-
-def _adapted(
-    name: str,
-    *,
-    lora_attn_modules: LoraAttnModules,
-    decoder_trainable: Part,
-    encoder_trainable: Part,
-    fusion_trainable: Part,
-    apply_lora_to_mlp: bool,
-    apply_lora_to_output: bool,
-    lora_rank: int,
-    lora_alpha: float,
-    lora_dropout: float,
-    use_dora: bool,
-    quantize_base: bool,
-    image_size: int,
-) -> DeepFusionModel:
-    parts = {"decoder": decoder_trainable, "encoder": encoder_trainable, "fusion": fusion_trainable}
-    for part, way in parts.items():
-        if way == "full":
-            raise ModelError(
-                f"{part}_trainable is 'full', but beside adapters nothing else is trained or saved: choose 'lora' or "
-                f"'frozen', or train {name} with a full_finetune recipe."
-            )
-        if way not in ("frozen", "lora"):
-            raise ModelError(f"{part}_trainable is {way!r}: choose 'lora' or 'frozen'.")
-    return adapt(
-        build_vision(replace(SIZES[name], tile_size=image_size), SPEC),
-        {part: way == "lora" for part, way in parts.items()},
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        rank=lora_rank,
-        alpha=lora_alpha,
-        dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-    )

@@ -1,46 +1,45 @@
-"""Text and images of Llama 3.2 Vision to tokens, tiles and masks."""
+"""Transform of Llama 3.2 Vision, which makes tokens, tiles and masks from text and images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchtune.data import DataError, PromptTemplateInterface, as_messages
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
+from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
 from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD, CLIPImageTransform
 from torchtune.models.llama3._tokenizer import Llama3Tokenizer
 from torchtune.modules.transforms import VisionCrossAttentionMask
-from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
+from torchtune.tokenizers import parse_hf_tokenizer_json
 
 
 class Llama3VisionTransform(Llama3Tokenizer):
-    """Llama 3's tokenizer, with the images of the conversation beside the tokens.
+    """Llama 3's tokenizer that also processes the images of a conversation.
 
-    ``<|image|>`` stands for an image. A row that ``max_seq_len`` would cut images off is refused; text is cut at its
-    end, as :class:`~torchtune.models.llama3.Llama3Tokenizer` does.
+    ``<|image|>`` is the token of an image. Rows raise an error if ``max_seq_len`` would cut off images; text is cut at
+    its end, as in :class:`~torchtune.models.llama3.Llama3Tokenizer`.
 
     Args:
-        path: Meta's ``tokenizer.model``.
-        tile_size: side of a tile, in pixels.
-        patch_size: side of a patch, in pixels.
-        max_num_tiles: most tiles of an image.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Llama 3's.
-        max_seq_len: longest row, in tokens; ``None`` does not cut.
-        image_mean: mean of red, green and blue; ``None``: CLIP's, or no normalisation without ``image_std`` either.
-        image_std: their standard deviation.
-        prompt_template: texts added to the turns before the layout.
-        dtype: of the tiles.
+        path: path of Meta's ``tokenizer.model``.
+        tile_size: width and height of a tile, in pixels.
+        patch_size: width and height of a patch, in pixels.
+        max_num_tiles: maximum number of tiles per image.
+        special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace Llama 3's.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        image_mean: mean of red, green and blue; ``None``: no normalisation.
+        image_std: standard deviation of red, green and blue.
+        prompt_template: adds texts to the messages before they are formatted.
+        dtype: dtype of the tiles.
 
     Attributes:
-        image_seq_len: positions of the encoder per image of ``max_num_tiles`` tiles.
-        transform_image: :class:`~torchtune.models.clip.CLIPImageTransform`.
+        image_seq_len: sequence length of an image of ``max_num_tiles`` tiles in the encoder.
+        transform_image: the :class:`~torchtune.models.clip.CLIPImageTransform`.
 
     Raises:
-        DataError: a file is missing or broken, lacks ``<|image|>``, or see
+        DataError: a file is missing or broken or lacks ``<|image|>``; also as in
             :class:`~torchtune.models.clip.CLIPImageTransform`.
     """
 
-    # Its tokenize_messages needs no pixels: datasets check and measure rows before images are read.
+    # tokenize_messages needs no pixels: datasets check and measure rows before they read images.
     takes_images = True
 
     def __init__(
@@ -78,33 +77,33 @@ class Llama3VisionTransform(Llama3Tokenizer):
 
     @property
     def tokenizer(self) -> "Llama3VisionTransform":
-        """Itself: evaluation recipes of earlier releases read it."""
+        """This object; evaluation recipes of earlier releases read the property."""
         return self
 
     @property
     def vocab_size(self) -> int:
-        """Largest token id plus 1, that of ``<|image|>`` included."""
+        """Largest token id plus 1, including ``<|image|>``."""
         return max(super().vocab_size, self.image_id + 1)
 
     def fingerprint_parts(self) -> dict[str, Any]:
-        """What the tokens of a row depend on: not how images are resized."""
+        """Return the attributes that affect the tokens of a row, without the image transforms."""
         return {name: value for name, value in vars(self).items() if name not in ("transform_image", "xattn_mask")}
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace ``messages`` by tokens and images.
 
         Args:
-            sample: has ``messages``; the content of an image is a Pillow image, a path, an address, or a tensor
+            sample: sample with ``messages``; an image is a Pillow image, a path, a URL, or a tensor
                 ``[c, height, width]``.
             inference: leave the last turn open, for a model to continue.
 
         Returns:
-            the sample with ``tokens``, ``mask`` (True = not trained on), ``encoder_input`` and ``encoder_mask``.
-            ``encoder_input`` has lists: ``images``, of ``[tiles, 3, tile_size, tile_size]``, and ``aspect_ratio``, of
-            int64 ``[2]``. ``encoder_mask`` is a list of bool ``[s, tiles * (patches + 1)]``. Text has empty lists.
+            The sample with ``tokens``, ``mask`` (True: masked), ``encoder_input`` and ``encoder_mask``. The lists in
+            ``encoder_input`` are ``images``, of ``[tiles, 3, tile_size, tile_size]``, and ``aspect_ratio``, of int64
+            ``[2]``. ``encoder_mask`` is a list of bool ``[s, tiles * (patches + 1)]``. Text has empty lists.
 
         Raises:
-            DataError: the messages do not fit the prompt layout, an image cannot be read, or ``max_seq_len`` would cut
+            DataError: the messages do not fit the chat format, an image cannot be read, or ``max_seq_len`` would cut
                 off an image.
         """
         messages = as_messages(sample["messages"]) if "messages" in sample else []
@@ -114,13 +113,13 @@ class Llama3VisionTransform(Llama3Tokenizer):
         return self.xattn_mask({**sample, "encoder_input": images})
 
     def tokenize_messages(self, messages: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
-        """As :class:`~torchtune.models.llama3.Llama3Tokenizer`; a :class:`DataError` if images would be cut off."""
+        """Tokenize as :class:`~torchtune.models.llama3.Llama3Tokenizer`; raises ``DataError`` if it cuts off images."""
         messages = as_messages(messages)
         tokens, mask = super().tokenize_messages(messages, **kwargs)
         images = sum(len(message.get_media()) for message in messages)
         if lost := images - tokens.count(self.image_id):
             raise DataError(f"max_seq_len={self.max_seq_len} cuts off {lost} of the row's {images} images: raise it")
-        # The output layer has no row for the token of an image, whosever turn it is in.
+        # Image tokens are masked in all turns, because the output projection has no row for them.
         return tokens, [masked or token == self.image_id for token, masked in zip(tokens, mask, strict=True)]
 
 
@@ -131,13 +130,13 @@ def llama3_2_vision_transform(
     special_tokens_path: str | None = None,
     prompt_template: TemplateType | None = None,
 ) -> Llama3VisionTransform:
-    """Transform of Llama 3.2 Vision: patches of 14 pixels, up to 4 tiles per image.
+    """Build the transform of Llama 3.2 Vision: patches of 14 pixels, up to 4 tiles per image.
 
     Args:
-        path: Meta's ``tokenizer.model``.
-        max_seq_len: longest row, in tokens; ``None`` does not cut.
-        image_size: side of a tile, in pixels; that of the model.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Llama 3's.
+        path: path of Meta's ``tokenizer.model``.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        image_size: width and height of a tile, in pixels; must be the model's.
+        special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace Llama 3's.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
 
     Raises:

@@ -1,4 +1,4 @@
-"""Names and layouts of the weights of Llama 3.2 Vision in the files of Hugging Face and of Meta."""
+"""Weight maps of Llama 3.2 Vision for the files of Hugging Face and Meta."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,59 +19,59 @@ _FORKED = (
 
 @dataclass(frozen=True)
 class EmbeddingRows(Op):
-    """One external embedding, whose last rows are those of the special tokens."""
+    """Op that splits an external embedding into tokens and, the last rows, special tokens."""
 
     def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
-        """The whole to its two parts."""
+        """Split the embedding."""
         return list(tensors[0].split([description.vocab_size, description.num_special_tokens]))
 
     def to_external(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
-        """The two parts to the whole."""
+        """Concatenate the embeddings."""
         return [torch.cat(list(tensors))]
 
 
 @dataclass(frozen=True)
 class Patches(Op):
-    """A convolution ``[d, c, p, p]`` that is a matrix ``[d, c * p * p]`` outside."""
+    """Op between an external matrix ``[d, c * p * p]`` and our convolution ``[d, c, p, p]``."""
 
     def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
-        """Matrix to convolution."""
+        """Convert the matrix to a convolution."""
         p = description.patch_size
         return [tensors[0].unflatten(1, (description.in_channels, p, p))]
 
     def to_external(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
-        """Convolution to matrix."""
+        """Convert the convolution to a matrix."""
         return [tensors[0].flatten(1)]
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: VisionDescription
     ) -> list[ExternalSlice]:
-        """Whole rows."""
+        """Return complete rows."""
         return [] if is_empty(slices) else [_Flat(0, (slices[0], slice(0, shapes[0][1])))]
 
 
 class _Flat(ExternalSlice):
-    """Rows that are matrices outside."""
+    """Rows of the external matrix of :class:`Patches`."""
 
     def of(self, ours: Tensor) -> Tensor:
-        """The values of the external slice, from our slice."""
+        """Return the values of the external slice from our slice."""
         return ours.flatten(1)
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Copy the values of the external slice into our slice."""
+        """Copy the values of the external slice to our slice."""
         ours.copy_(value.view(ours.shape))
 
 
 @dataclass(frozen=True)
 class TileTable(Op):
-    """Embeddings of tiles: ours by place, theirs by aspect ratio.
+    """Op between external tile embeddings by aspect ratio and ours by position.
 
-    Ours is ``[rows, columns, n, d]``, theirs ``[1 + ratios, tiles * n * d]``, which repeats a place in every
-    aspect ratio that has it. Ratio 0, and the tiles that a ratio lacks, are zero.
+    Ours are ``[rows, columns, n, d]``, the external ones ``[1 + ratios, tiles * n * d]`` with a copy of each position
+    in every aspect ratio that has it. Ratio 0, and missing tiles of a ratio, are zero.
     """
 
     def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
-        """By aspect ratio to by place; places in no ratio are zero. Raises ``WeightMapError`` if these disagree."""
+        """Convert to embeddings by position, 0 if no ratio has it. Raises ``WeightMapError`` if copies differ."""
         (theirs,) = tensors
         most = description.max_num_tiles
         tiles = theirs.view(theirs.shape[0], most, -1, description.clip_dim)
@@ -83,7 +83,7 @@ class TileTable(Op):
         return [ours]
 
     def to_external(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
-        """By place to by aspect ratio."""
+        """Convert to embeddings by aspect ratio."""
         (ours,) = tensors
         ratios = description.aspect_ratios
         theirs = ours.new_zeros(len(ratios) + 1, description.max_num_tiles, *ours.shape[2:])
@@ -94,7 +94,7 @@ class TileTable(Op):
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: VisionDescription
     ) -> list[ExternalSlice]:
-        """A slice for every tile of every ratio; of whole rows of places."""
+        """Return a slice per tile of every ratio; our slice must have complete rows of positions."""
         if is_empty(slices):
             return []
         size, rows = shapes[0][1] // description.max_num_tiles, slices[0]
@@ -114,35 +114,35 @@ class TileTable(Op):
 
 @dataclass(frozen=True, eq=False)
 class _Place(ExternalSlice):
-    """One place (row, column) of a table: the first slice of a place fills it, others must agree with it."""
+    """Slice of one position (row, column): the first slice of a position is copied, the others must be equal."""
 
     is_first: bool = True
 
     def of(self, ours: Tensor) -> Tensor:
-        """The values of the external slice, from our slice."""
+        """Return the values of the external slice from our slice."""
         return ours[self.rows].reshape(1, -1)
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Copy the values of the external slice into our slice, or compare them."""
+        """Copy the values of the external slice to our slice, or compare them."""
         row, column = self.rows
         value = value.view(ours.shape[2:]).to(ours)
         if self.is_first:
             if column == 0:
-                ours[row].zero_()  # some of its places are in no aspect ratio
+                ours[row].zero_()  # some positions of the row are in no aspect ratio
             ours[row, column] = value
         elif not torch.equal(ours[row, column], value):
             raise WeightMapError(_FORKED)
 
 
 class _Blank(ExternalSlice):
-    """Zeros."""
+    """Slice of zeros."""
 
     def of(self, ours: Tensor) -> Tensor:
-        """The values of the external slice."""
+        """Return zeros."""
         return ours.new_zeros(1, self.slices[1].stop - self.slices[1].start)
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Check the values of the external slice."""
+        """Check that the external slice is zero."""
         if value.any():
             raise WeightMapError(_FORKED)
 
@@ -173,7 +173,7 @@ _ENCODER_LAYER = (
     *((f"mlp_norm.{kind}", f"post_attention_layernorm.{kind}", f"ln_2.{kind}") for kind in ("weight", "bias")),
 )
 _GATES = (("sa_scale.scale", "gate_attn", "gate_attn"), ("mlp_scale.scale", "gate_ffn", "gate_ffn"))
-# The rest of the encoder: ours, Hugging Face and its layout, Meta and its layout
+# Other weights of the encoder: ours, (Hugging Face, op), (Meta, op)
 _TABLE, _SAME, _PATCHES = TileTable(), Identity(), Patches()
 _ENCODER = (
     (
@@ -214,7 +214,7 @@ _ENCODER = (
     ("clip.cls_token_embedding.weight", ("class_embedding", _SAME), ("class_embedding", _SAME)),
     ("clip.conv.weight", ("patch_embedding.weight", _SAME), ("conv1._linear.weight", _PATCHES)),
 )
-# Where things are: cross-attention, encoder, layers of CLIP, layers of the projection head, projection
+# Prefixes of cross-attention, encoder, layers of CLIP, layers of the projection head, and projection
 _HF, _META = 1, 2
 _PLACES = {
     _HF: (
@@ -235,7 +235,7 @@ _PLACES = {
 
 
 def _rows(column: int) -> list[Row]:
-    """Everything but the text decoder's own weights."""
+    """Rows of all weights except the text decoder's."""
     cross, encoder, clip, head, projection = _PLACES[column]
     rows = [
         Row(cross + row[column], f"decoder.layers.{{layer}}.fusion_layer.{row[0]}", when="fusion_layers")
@@ -251,7 +251,7 @@ def _rows(column: int) -> list[Row]:
 
 
 def _text_rows(names: WeightMap, start: str, layer: str) -> list[Row]:
-    """The text decoder's weights, under the names of a text model's checkpoint after ``start``."""
+    """Rows of the text decoder's weights: ``start`` and the names in a text-only checkpoint."""
     return [
         Row(start + row.external.replace("{layer}", layer), f"decoder.{row.tune}", row.op, row.when)
         for row in names.rows
@@ -271,7 +271,7 @@ HF = WeightMap(
         ("multi_modal_projector.", "model.multi_modal_projector."),
     ),
 )
-# transformers 5 may name tensors by its modules.
+# transformers 5 can save tensors under its module names.
 HF_MODULES = HF.prefixed(dict(HF.modules))
 META_FILES = WeightMap(
     (

@@ -1,4 +1,4 @@
-"""The size of Llama 3.3, by another name."""
+"""Size of Llama 3.3, an alias of Llama 3.1 70B."""
 
 from torchtune.models.llama3_1._model_builders import BUILDERS
 

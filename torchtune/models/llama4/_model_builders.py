@@ -1,4 +1,4 @@
-"""The sizes of Llama 4: attention in chunks, or without rotary positions; one expert and a shared one per token."""
+"""Sizes of Llama 4: layers with chunked attention or without RoPE; one routed and one shared expert per token."""
 
 from dataclasses import replace
 from typing import Any

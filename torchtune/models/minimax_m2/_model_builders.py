@@ -1,4 +1,4 @@
-"""The size of MiniMax-M2: sigmoid routers with a bias over 256 experts, norms over all heads, partial rotation."""
+"""Size of MiniMax-M2: sigmoid routers with selection bias, 256 experts, norms over all heads, partial RoPE."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, experts
 
-# What published files say of things that are fixed here, and fields that no code reads.
+# Fields with a single supported value, and fields that transformers does not read.
 _FIXED = {"qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
 _UNUSED = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp")
 

@@ -1,4 +1,4 @@
-"""The sizes of Ministral 3, the text decoders: YaRN, and queries that grow with their position."""
+"""Sizes of Ministral 3's text decoders: YaRN, and queries scaled by position."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ _YARN = YarnRopeScaling(
     factor=16.0, original_max_seq_len=16_384, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
 )
 
-# What transformers assumes without rope_parameters.
+# Default of transformers without rope_parameters.
 _DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
 
 

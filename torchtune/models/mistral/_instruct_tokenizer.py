@@ -1,33 +1,16 @@
-"""Mistral's tokenizers since the third version."""
+"""Tokenizer of Mistral's models since 7B v0.3."""
 
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.modules.transforms.tokenizers._inst_turns import InstTurnsTokenizer
+from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.tokenizers import InstTurnsTokenizer
 
 
 class MistralInstructTokenizer(InstTurnsTokenizer):
-    """The layout of Mistral's checkpoints since 7B v0.3, Nemo and later ones included.
+    """Tokenizer of Mistral's checkpoints since 7B v0.3, such as Nemo.
 
-    Takes the arguments of :func:`mistral_instruct_tokenizer`, with ``prompt_template`` a template itself.
+    It has the arguments of :func:`mistral_instruct_tokenizer`, but ``prompt_template`` is a template object.
     """
 
 
-def mistral_instruct_tokenizer(
-    path: str,
-    version: int | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-) -> MistralInstructTokenizer:
-    """The tokenizer of Mistral's checkpoints since 7B v0.3, Nemo and later ones included.
-
-    Args:
-        path: ``tekken.json``, or the SentencePiece model (``tokenizer.model``, ``tokenizer.model.v3``).
-        version: version of the layout; by default what the file says, 3 for SentencePiece.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-
-    Raises:
-        DataError: the file is missing, broken or lacks the control tokens of the version.
-    """
-    return MistralInstructTokenizer(path, version, max_seq_len, get_prompt_template(prompt_template), truncation_type)
+mistral_instruct_tokenizer = tokenizer_builder(
+    MistralInstructTokenizer, "mistral_instruct_tokenizer", "Mistral 7B v0.3 and later checkpoints"
+)

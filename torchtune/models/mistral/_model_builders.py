@@ -1,4 +1,4 @@
-"""The sizes of Mistral."""
+"""Sizes of Mistral."""
 
 from dataclasses import replace
 

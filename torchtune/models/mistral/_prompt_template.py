@@ -1,14 +1,13 @@
-"""Mistral's layout of conversations."""
+"""Mistral's prompt template."""
 
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages
-from torchtune.data._prompt_templates import with_tags
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages, with_tags
 
 
 class MistralChatTemplate(PromptTemplateInterface):
-    """``[INST] {user} [/INST] {assistant}``; there is no place for a system turn."""
+    """``[INST] {user} [/INST] {assistant}``, without system messages."""
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {
         "user": ("[INST] ", " [/INST] "),
@@ -17,7 +16,7 @@ class MistralChatTemplate(PromptTemplateInterface):
     }
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the layout added. Raises :class:`DataError` where one is a system turn."""
+        """Apply the template to messages. Raises :class:`DataError` for a system message."""
         messages = as_messages(messages)
         if any(message.role == "system" for message in messages):
             raise DataError(

@@ -1,51 +1,24 @@
 """Mistral's tokenizer."""
 
-from torchtune.data import PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
+from torchtune.models._tokenizer_builders import tokenizer_builder, with_defaults
 from torchtune.models.mistral._prompt_template import MistralChatTemplate
-from torchtune.modules.transforms.tokenizers._sentencepiece_chat import SentencePieceChatTokenizer
-
-_DEFAULT_TEMPLATE = MistralChatTemplate()
+from torchtune.tokenizers import SentencePieceChatTokenizer
 
 
 class MistralTokenizer(SentencePieceChatTokenizer):
-    """SentencePiece tokenizer with Mistral's layout of conversations.
+    """SentencePiece tokenizer with Mistral's prompt template.
 
     Args:
-        path: ``tokenizer.model``.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: layout of conversations; ``None`` joins the texts as they are.
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        path: path of ``tokenizer.model``.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        prompt_template: template of conversations; ``None`` concatenates the messages.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
 
     Raises:
         DataError: the file is missing or broken.
     """
 
-    def __init__(
-        self,
-        path: str,
-        max_seq_len: int | None = None,
-        prompt_template: PromptTemplateInterface | None = _DEFAULT_TEMPLATE,
-        truncation_type: str = "right",
-    ) -> None:
-        super().__init__(path, max_seq_len, prompt_template, truncation_type)
+    __init__ = with_defaults(SentencePieceChatTokenizer.__init__, prompt_template=MistralChatTemplate())
 
 
-def mistral_tokenizer(
-    path: str,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = "torchtune.models.mistral.MistralChatTemplate",
-    truncation_type: str = "right",
-) -> MistralTokenizer:
-    """Mistral's tokenizer.
-
-    Args:
-        path: ``tokenizer.model``.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-
-    Raises:
-        DataError: the file is missing or broken.
-    """
-    return MistralTokenizer(path, max_seq_len, get_prompt_template(prompt_template), truncation_type)
+mistral_tokenizer = tokenizer_builder(MistralTokenizer, "mistral_tokenizer", "Mistral")

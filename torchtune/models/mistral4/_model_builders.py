@@ -1,4 +1,4 @@
-"""The size of Mistral Small 4: latent attention with queries that grow, softmax routers, a shared expert, YaRN."""
+"""Size of Mistral Small 4: latent attention with queries scaled by position, softmax routers, shared expert, YaRN."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, experts, latent_attention, shared_expert, with_fused_experts
 
 _YARN = YarnRopeScaling(factor=128.0, original_max_seq_len=8192, mscale=1.0, mscale_all_dim=1.0)
-# What transformers assumes without rope_parameters.
+# Default of transformers without rope_parameters.
 _DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
 
 

@@ -1,4 +1,4 @@
-"""The sizes of Mixtral: Mistral's layers with eight experts, two per token."""
+"""Sizes of Mixtral: Mistral's layers with eight experts, two per token."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: a layer is Mamba, attention, experts or a feed-forward; squared ReLU, no positions."""
+"""Nemotron-H and Nemotron 3: a layer is Mamba, attention, experts or a feed-forward; squared ReLU, no RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF, experts, mixers, renamed, shared_expert
 
 _KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
-_NUMBERS = (  # theirs, ours, what transformers assumes
+_NUMBERS = (  # their name, our name, default of transformers
     ("mamba_num_heads", "num_heads", 128),
     ("mamba_head_dim", "head_dim", 64),
     ("n_groups", "num_groups", 8),
@@ -23,7 +23,7 @@ _NUMBERS = (  # theirs, ours, what transformers assumes
     ("conv_kernel", "conv_taps", 4),
     ("time_step_min", "dt_min", 0.001),
 )
-# Of weights that are not trained, of other implementations, and of what transformers reads and does not use.
+# Fields of MTP layers, of other implementations, and fields that do not affect the model in transformers.
 _UNUSED = """num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern chunk_size expand norm_eps
     time_step_max time_step_floor time_step_limit mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels
     num_logits_to_keep hidden_dropout rescale_prenorm_residual residual_in_fp32 n_shared_experts attention_bias
@@ -31,7 +31,7 @@ _UNUSED = """num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_
 
 
 def _layers(kinds: str) -> dict[str, tuple[int, ...]]:
-    """Values of a description, from one letter for each layer."""
+    """Values of a description from a pattern with one letter per layer."""
 
     def those(letters: str) -> tuple[int, ...]:
         return tuple(i for i, kind in enumerate(kinds) if kind in letters)
@@ -51,7 +51,7 @@ def _pattern(d: Description) -> str:
 
 
 def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a file with the layers in one, one letter for each."""
+    """Replace the fields with kinds of layers by ``hybrid_override_pattern``, one letter per layer."""
     names = config.get("layers_block_type") or config.get("layer_types")
     letters = {name: letter for letter, name in _KINDS.items()} | {"mamba": "M", "attention": "*"}
     found = config.get("hybrid_override_pattern") or "ME*-"

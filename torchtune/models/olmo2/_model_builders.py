@@ -1,4 +1,4 @@
-"""The sizes of OLMo 2."""
+"""Sizes of OLMo 2."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import hf_names
 from torchtune.models._weight_ops import Identity
 
-# Norms of a layer, which all come after: ours -> Hugging Face's.
+# Norms of a layer, all post-norms: ours -> Hugging Face's.
 NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
 
 FORMAT = HFFormat(

@@ -1,4 +1,4 @@
-"""The sizes of OLMo 3: OLMo 2 with a sliding window in three of four layers, and YaRN in the others."""
+"""Sizes of OLMo 3: OLMo 2 with a sliding window in three of four layers, and YaRN in the others."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ _BASE = 500_000.0
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    """Versions of transformers apply a base outside of ``rope_parameters`` to different layers."""
+    """Check RoPE bases outside of ``rope_parameters``: versions of transformers apply them to different layers."""
     for name in ("rope_theta", "rope_local_base_freq"):
         if fields.peek(name) not in (None, _BASE):
             raise fields.refusal(name, fields.peek(name))

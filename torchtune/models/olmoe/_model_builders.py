@@ -1,4 +1,4 @@
-"""The size of OLMoE: 64 experts per layer, 8 per token, norms of queries and keys over all heads."""
+"""Size of OLMoE: 64 experts per layer, 8 per token, norms of queries and keys over all heads."""
 
 from typing import Any
 

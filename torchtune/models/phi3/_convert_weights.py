@@ -1,4 +1,4 @@
-"""Compatibility: whole Phi-3 state dicts renamed at once; see :mod:`torchtune.models.convert_weights`."""
+"""Compatibility: conversion of complete Phi-3 state dicts; see :mod:`torchtune.models.convert_weights`."""
 
 from torch import Tensor
 
@@ -12,13 +12,13 @@ def phi3_hf_to_tune(
     num_kv_heads: int | None = None,
     dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """Weights under Hugging Face names to ours; fused projections are taken apart.
+    """Convert weights from Hugging Face names to ours, splitting fused projections.
 
     Args:
-        state_dict: under Hugging Face names.
-        num_heads: query heads; by default, and where it equals ``num_kv_heads``, the parts are of equal size.
-        num_kv_heads: key and value heads.
-        dim: width of the residual stream; by default it is read off the weights.
+        state_dict: state dict with Hugging Face names.
+        num_heads: number of query heads; by default queries, keys and values have equal sizes.
+        num_kv_heads: number of key and value heads; by default ``num_heads``.
+        dim: width of the residual stream; by default that of the weights.
     """
     fused = next((tensor for name, tensor in state_dict.items() if name.endswith("gate_up_proj.weight")), None)
     width = dim or (4096 if fused is None else fused.shape[1])
@@ -31,6 +31,6 @@ def phi3_hf_to_tune(
 
 
 def phi3_tune_to_hf(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :func:`phi3_hf_to_tune`."""
+    """Convert weights from our names to Hugging Face names; the inverse of :func:`phi3_hf_to_tune`."""
     description = describe_state_dict(state_dict, 1, 1, 2, biases=False)
     return convert_by(SPEC.weight_map(), state_dict, description, to_tune=False)

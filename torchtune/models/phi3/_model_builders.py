@@ -1,4 +1,4 @@
-"""The sizes of Phi-3."""
+"""Sizes of Phi-3."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The size of Phi-4: a Phi-3."""
+"""Size of Phi-4, which has the architecture of Phi-3."""
 
 from dataclasses import replace
 

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 
 from torchtune.data import PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
-from torchtune.modules.transforms.tokenizers._byte_level_bpe import ByteLevelBPE
-from torchtune.modules.transforms.tokenizers._marked_turns import MarkedTurnsTokenizer, required_ids
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
+from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.tokenizers import (
+    CL100K_PATTERN,
+    ByteLevelBPE,
+    MarkedTurnsTokenizer,
+    required_ids,
+)
 
 # The vocabulary, the ids of these tokens and the split pattern are tiktoken's cl100k_base.
 _NAMED = {
@@ -28,18 +30,18 @@ PHI4_SPECIAL_TOKENS = {
 
 
 class Phi4Tokenizer(MarkedTurnsTokenizer):
-    """Byte-level BPE with Phi-4's layout, ``<|im_start|>{role}<|im_sep|>{text}<|im_end|>`` for every turn.
+    """Byte-level BPE with Phi-4's chat format, ``<|im_start|>{role}<|im_sep|>{text}<|im_end|>`` for every turn.
 
     Args:
-        merges_path: ``merges.txt``.
-        vocab_path: ``vocab.json``.
+        merges_path: path of ``merges.txt``.
+        vocab_path: path of ``vocab.json``.
         special_tokens: text -> id; by default Phi-4's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: texts added to the turns before the layout.
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        prompt_template: adds texts to the messages before they are formatted.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
 
     Raises:
-        DataError: a file is missing or broken, or a special token that the layout needs is missing.
+        DataError: a file is missing or broken, or a required special token is missing.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Phi4Tokenizer(MarkedTurnsTokenizer):
         prompt_template: PromptTemplateInterface | None = None,
         truncation_type: str = "right",
     ) -> None:
+        super().__init__(max_seq_len, prompt_template, truncation_type)
         self.special_tokens = dict(special_tokens if special_tokens is not None else PHI4_SPECIAL_TOKENS)
         names = ("<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>")
         self.bos_id, self._start_id, self._separator_id, self.eos_id = required_ids(self.special_tokens, names, "Phi-4")
@@ -59,63 +62,32 @@ class Phi4Tokenizer(MarkedTurnsTokenizer):
         self._bpe = ByteLevelBPE(
             vocab_path, merges_path, pattern=CL100K_PATTERN, special_tokens=self.special_tokens, nfc=False
         )
-        self.max_seq_len = max_seq_len
-        self.prompt_template = prompt_template
-        self.truncation_type = truncation_type
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Largest token id plus 1."""
         return self._bpe.vocab_size
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens in it are encoded as plain text."""
+        """Encode ``text`` to token ids; special tokens in it are encoded as plain text."""
         ids = self.body(text)
         return [*([self.bos_id] if add_bos else []), *ids, *([self.eos_id] if add_eos else [])]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, without special tokens unless they are asked for."""
+        """Decode token ids to text, by default without special tokens."""
         return self._bpe.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def header(self, role: str) -> list[int]:
-        """``<|im_start|>{role}<|im_sep|>``."""
+        """Return ``<|im_start|>{role}<|im_sep|>``."""
         return [self._start_id, *self.body(role), self._separator_id]
 
     def body(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
+        """Encode ``text``."""
         return self._bpe.encode(text, parse_special=False)
 
     def turn_end(self) -> list[int]:
-        """``<|im_end|>``."""
+        """Return ``<|im_end|>``."""
         return [self.eos_id]
 
 
-def phi4_tokenizer(
-    vocab_path: str,
-    merges_path: str,
-    special_tokens_path: str | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-) -> Phi4Tokenizer:
-    """Phi-4's tokenizer.
-
-    Args:
-        vocab_path: ``vocab.json``.
-        merges_path: ``merges.txt``.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Phi-4's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-
-    Raises:
-        DataError: a file is missing or broken.
-    """
-    return Phi4Tokenizer(
-        merges_path,
-        vocab_path,
-        special_tokens=parse_hf_tokenizer_json(special_tokens_path) if special_tokens_path is not None else None,
-        max_seq_len=max_seq_len,
-        prompt_template=get_prompt_template(prompt_template),
-        truncation_type=truncation_type,
-    )
+phi4_tokenizer = tokenizer_builder(Phi4Tokenizer, "phi4_tokenizer", "Phi-4", first="vocab_path")

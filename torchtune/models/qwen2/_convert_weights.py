@@ -1,4 +1,4 @@
-"""Compatibility: whole Qwen state dicts renamed at once; see :mod:`torchtune.models.convert_weights`."""
+"""Compatibility: conversion of complete Qwen state dicts; see :mod:`torchtune.models.convert_weights`."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def qwen2_hf_to_tune(
     head_dim: int | None = None,
     tie_word_embeddings: bool = False,
 ) -> dict[str, Tensor]:
-    """Weights under Hugging Face names to ours; a tied ``lm_head.weight`` is dropped."""
+    """Convert weights from Hugging Face names to ours, without a tied ``lm_head.weight``."""
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim, tie_word_embeddings)
     return convert_by(HF_HALF, state_dict, description, to_tune=True)
 
@@ -29,6 +29,6 @@ def qwen2_tune_to_hf(
     head_dim: int | None = None,
     tie_word_embeddings: bool = False,
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`qwen2_hf_to_tune`; a tied ``lm_head.weight`` is not written."""
+    """Convert weights from our names to Hugging Face names, without a tied ``lm_head.weight``."""
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim, tie_word_embeddings)
     return convert_by(HF_HALF, state_dict, description, to_tune=False)

@@ -1,4 +1,4 @@
-"""The sizes of Qwen 2."""
+"""Sizes of Qwen 2."""
 
 from functools import partial
 

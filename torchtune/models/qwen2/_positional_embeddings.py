@@ -1,15 +1,15 @@
-"""Compatibility: rotary positions of the Qwen families, by their public name."""
+"""Compatibility: public name of the rotary embeddings of the Qwen families."""
 
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 
 
 class Qwen2RotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary positions with channels paired half a head apart.
+    """Rotary embeddings that rotate pairs of channels half a head apart.
 
     Args:
-        dim: channels of a head.
-        max_seq_len: kept for information.
-        base: of the geometric series of wavelengths.
+        dim: h, channels of a head.
+        max_seq_len: informational.
+        base: base (theta) of the frequencies.
     """
 
     def __init__(self, dim: int, max_seq_len: int = 4096, base: float = 1_000_000.0) -> None:

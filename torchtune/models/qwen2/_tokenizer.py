@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torchtune.data import DataError, PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
-from torchtune.modules.transforms.tokenizers._chatml_turns import IM_END, IM_START, ChatMLTurns
+from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.tokenizers import IM_END, IM_START, ChatMLTurns
 
 PRETOKENIZE_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -19,34 +17,34 @@ DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE = 152064
 
 
 class Qwen2Tokenizer(ChatMLTurns):
-    """Byte-level BPE with Qwen 2's layout of conversations.
+    """Byte-level BPE with Qwen 2's chat format.
 
-    Control tokens (``<|…|>``) in the text of a turn are encoded as plain text unless ``parse_special_tokens`` is True.
+    Control tokens (``<|…|>``) in a message are encoded as plain text unless ``parse_special_tokens`` is True.
     Tags such as ``<think>`` are always encoded as special tokens.
 
     Args:
-        path: ``vocab.json``.
-        merges_file: ``merges.txt``.
+        path: path of ``vocab.json``.
+        merges_file: path of ``merges.txt``; ``None``: in the folder of ``path``.
         special_tokens: text -> id.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: texts added to the turns before the layout.
+        max_seq_len: maximum number of tokens; ``None``: no truncation.
+        prompt_template: adds texts to the messages before they are formatted.
         errors: accepted for compatibility; invalid bytes decode to the replacement character.
         unk_token: the unknown token, which byte-level BPE never uses.
         bos_token: the beginning-of-sequence token, or None.
         eos_token: the end-of-sequence token.
         pad_token: the padding token.
         bpe_cache_size: accepted for compatibility.
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        parse_special_tokens: control tokens in the text of a turn become their ids.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+        parse_special_tokens: encode control tokens in a message as their ids.
 
     Raises:
-        DataError: a file is missing or broken, or ``special_tokens`` lacks one of the tokens above.
+        DataError: a file is missing or broken, or one of the tokens above is not in ``special_tokens``.
     """
 
     def __init__(
         self,
         path: str,
-        merges_file: str,
+        merges_file: str | None,
         special_tokens: Mapping[str, int] = QWEN2_SPECIAL_TOKENS,
         max_seq_len: int | None = None,
         *,
@@ -64,7 +62,7 @@ class Qwen2Tokenizer(ChatMLTurns):
             raise DataError(f"special_tokens lacks {unk_token}.")
         super().__init__(
             path,
-            merges_file,
+            merges_file or str(Path(path).expanduser().with_name("merges.txt")),
             special_tokens,
             pattern=PRETOKENIZE_REGEX,
             bos_token=bos_token,
@@ -77,52 +75,4 @@ class Qwen2Tokenizer(ChatMLTurns):
         )
 
 
-def tokenizer_arguments(
-    default_special_tokens: Mapping[str, int],
-    path: str,
-    merges_file: str | None,
-    special_tokens_path: str | None,
-    max_seq_len: int | None,
-    prompt_template: TemplateType | None,
-    truncation_type: str,
-) -> dict[str, Any]:
-    """Convert the settings of a Qwen tokenizer's builder to the arguments of the tokenizer class."""
-    return {
-        "path": path,
-        "merges_file": merges_file or str(Path(path).expanduser().with_name("merges.txt")),
-        "special_tokens": (
-            parse_hf_tokenizer_json(special_tokens_path) if special_tokens_path is not None else default_special_tokens
-        ),
-        "max_seq_len": max_seq_len,
-        "prompt_template": get_prompt_template(prompt_template),
-        "truncation_type": truncation_type,
-    }
-
-
-def qwen2_tokenizer(
-    path: str,
-    merges_file: str | None = None,
-    special_tokens_path: str | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-    **kwargs: Any,
-) -> Qwen2Tokenizer:
-    """Qwen 2's tokenizer.
-
-    Args:
-        path: ``vocab.json``.
-        merges_file: ``merges.txt``; by default the one beside ``path``.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Qwen's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        **kwargs: further arguments of :class:`Qwen2Tokenizer`.
-
-    Raises:
-        DataError: a file is missing or broken.
-    """
-    arguments = tokenizer_arguments(
-        QWEN2_SPECIAL_TOKENS, path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
-    )
-    return Qwen2Tokenizer(**arguments, **kwargs)
+qwen2_tokenizer = tokenizer_builder(Qwen2Tokenizer, "qwen2_tokenizer", "Qwen 2", merges_file=None)

@@ -1,4 +1,4 @@
-"""The sizes of Qwen 2.5: the architecture of Qwen 2."""
+"""Sizes of Qwen 2.5, which has the architecture of Qwen 2."""
 
 from dataclasses import replace
 
@@ -32,6 +32,6 @@ SIZES = {
     "qwen2_5_72b_instruct": _72B,
 }
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
-# A config of earlier releases names it.
+# Compatibility: a config of earlier releases uses this name.
 BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
 globals().update(BUILDERS)

@@ -1,20 +1,14 @@
 """Qwen 2.5's tokenizer."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from torchtune.data import Message, PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType
+from torchtune.data import Message
+from torchtune.models._tokenizer_builders import tokenizer_builder, with_defaults
 from torchtune.models.qwen2._tokenizer import (
-    DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
-    ENDOFTEXT,
     IM_END,
     IM_START,
     QWEN2_SPECIAL_TOKENS,
     Qwen2Tokenizer,
-    tokenizer_arguments,
 )
-from torchtune.modules.transforms.tokenizers._protocols import text_only
+from torchtune.tokenizers import text_only
 
 QWEN2_5_SPECIAL_TOKENS = {
     **QWEN2_SPECIAL_TOKENS,
@@ -41,43 +35,12 @@ QWEN2_5_SPECIAL_TOKENS = {
 
 
 class Qwen2_5Tokenizer(Qwen2Tokenizer):
-    """Byte-level BPE with Qwen 2.5's layout of conversations, tool calls and tools' answers included.
+    """Byte-level BPE with Qwen 2.5's chat format, including tool calls and tool responses.
 
-    Takes the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`.
+    It has the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`.
     """
 
-    def __init__(
-        self,
-        path: str,
-        merges_file: str,
-        special_tokens: Mapping[str, int] = QWEN2_5_SPECIAL_TOKENS,
-        max_seq_len: int | None = None,
-        *,
-        prompt_template: PromptTemplateInterface | None = None,
-        errors: str = "replace",
-        unk_token: str | None = None,
-        bos_token: str | None = None,
-        eos_token: str = IM_END,
-        pad_token: str | None = ENDOFTEXT,
-        bpe_cache_size: int = DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
-        truncation_type: str = "right",
-        parse_special_tokens: bool = False,
-    ) -> None:
-        super().__init__(
-            path,
-            merges_file,
-            special_tokens,
-            max_seq_len,
-            prompt_template=prompt_template,
-            errors=errors,
-            unk_token=unk_token,
-            bos_token=bos_token,
-            eos_token=eos_token,
-            pad_token=pad_token,
-            bpe_cache_size=bpe_cache_size,
-            truncation_type=truncation_type,
-            parse_special_tokens=parse_special_tokens,
-        )
+    __init__ = with_defaults(Qwen2Tokenizer.__init__, special_tokens=QWEN2_5_SPECIAL_TOKENS)
 
     def _turn(self, messages: list[Message], index: int, begun: str = "") -> str:
         message = messages[index]
@@ -93,30 +56,4 @@ class Qwen2_5Tokenizer(Qwen2Tokenizer):
         return self._block(message.role, begun + body, is_open=self._stays_open(messages, index))
 
 
-def qwen2_5_tokenizer(
-    path: str,
-    merges_file: str,
-    special_tokens_path: str | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-    **kwargs: Any,
-) -> Qwen2_5Tokenizer:
-    """Qwen 2.5's tokenizer.
-
-    Args:
-        path: ``vocab.json``.
-        merges_file: ``merges.txt``.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Qwen's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        **kwargs: further arguments of :class:`Qwen2_5Tokenizer`.
-
-    Raises:
-        DataError: a file is missing or broken.
-    """
-    arguments = tokenizer_arguments(
-        QWEN2_5_SPECIAL_TOKENS, path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
-    )
-    return Qwen2_5Tokenizer(**arguments, **kwargs)
+qwen2_5_tokenizer = tokenizer_builder(Qwen2_5Tokenizer, "qwen2_5_tokenizer", "Qwen 2.5")

@@ -1,4 +1,4 @@
-"""The dense sizes of Qwen 3: heads of 128, queries and keys normalised, no biases."""
+"""Sizes of Qwen 3's dense models: head dimension 128, norms of queries and keys, no biases."""
 
 from dataclasses import replace
 

@@ -1,18 +1,16 @@
 """Qwen 3's tokenizer."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torchtune.data import Message, PromptTemplateInterface
-from torchtune.data._prompt_templates import TemplateType
+from torchtune.models._tokenizer_builders import tokenizer_builder
 from torchtune.models.qwen2._tokenizer import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
     ENDOFTEXT,
     IM_END,
-    tokenizer_arguments,
 )
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
-from torchtune.modules.transforms.tokenizers._protocols import text_only
+from torchtune.tokenizers import text_only
 
 QWEN3_SPECIAL_TOKENS = {
     **QWEN2_5_SPECIAL_TOKENS,
@@ -24,18 +22,21 @@ QWEN3_SPECIAL_TOKENS = {
 
 
 class Qwen3Tokenizer(Qwen2_5Tokenizer):
-    """Byte-level BPE with Qwen 3's special tokens and Qwen 2.5's layout.
+    """Byte-level BPE with Qwen 3's special tokens and Qwen 2.5's chat format.
 
-    Takes the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`, and ``thinking``. ``None`` leaves the
-    reasoning of turns as it is. ``True`` and ``False`` follow Qwen 3's chat template: reasoning (``<think>`` in the
-    text, or the field ``reasoning_content``) is kept after the last question only, and a last turn without reasoning
-    gets an empty block. ``False`` also starts a generated turn with an empty block, which turns reasoning off.
+    It has the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`, and ``thinking``.
+
+    Args:
+        thinking: ``None`` does not change the reasoning of turns. ``True`` and ``False`` follow Qwen 3's chat template:
+            reasoning (``<think>`` in the text, or the field ``reasoning_content``) remains only after the last
+            question, and a last turn without reasoning gets an empty block. ``False`` also starts a generated turn with
+            an empty block, which disables reasoning.
     """
 
     def __init__(
         self,
         path: str,
-        merges_file: str,
+        merges_file: str | None,
         special_tokens: Mapping[str, int] = QWEN3_SPECIAL_TOKENS,
         max_seq_len: int | None = None,
         *,
@@ -86,13 +87,13 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
 
 
 def _asks(message: Message) -> bool:
-    """Whether the message is a user's question, not a tool result in a user turn."""
+    """Whether the message is a user's question and not a tool response in a user turn."""
     text = message.text_content
     return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
 
 
 def _reasoning(message: Message, text: str) -> tuple[str, str]:
-    """Return the reasoning of a turn (from its field or its text) and the remaining text."""
+    """Split a turn into its reasoning (from the field or the text) and the remaining text."""
     given = message.extra.get("reasoning_content")
     if isinstance(given, str):
         return given, text
@@ -102,30 +103,4 @@ def _reasoning(message: Message, text: str) -> tuple[str, str]:
     return before.rstrip("\n").split("<think>")[-1].lstrip("\n"), after.lstrip("\n")
 
 
-def qwen3_tokenizer(
-    path: str,
-    merges_file: str,
-    special_tokens_path: str | None = None,
-    max_seq_len: int | None = None,
-    prompt_template: TemplateType | None = None,
-    truncation_type: str = "right",
-    **kwargs: Any,
-) -> Qwen3Tokenizer:
-    """Qwen 3's tokenizer.
-
-    Args:
-        path: ``vocab.json``.
-        merges_file: ``merges.txt``.
-        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Qwen's.
-        max_seq_len: longest row; ``None`` does not cut.
-        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
-        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        **kwargs: further arguments of :class:`Qwen3Tokenizer`.
-
-    Raises:
-        DataError: a file is missing or broken.
-    """
-    arguments = tokenizer_arguments(
-        QWEN3_SPECIAL_TOKENS, path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
-    )
-    return Qwen3Tokenizer(**arguments, **kwargs)
+qwen3_tokenizer = tokenizer_builder(Qwen3Tokenizer, "qwen3_tokenizer", "Qwen 3")

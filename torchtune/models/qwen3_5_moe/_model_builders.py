@@ -1,4 +1,4 @@
-"""Qwen 3.5's mixtures of experts: its dense layers, with experts and a gated shared one as the feed-forward."""
+"""Sizes of Qwen 3.5's MoE models: Qwen 3.5's layers with experts and a gated shared expert."""
 
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
@@ -32,7 +32,7 @@ _FORMAT = HFFormat(
     read_more=read_delta_net,
     write_more=write_delta_net,
     defaults=(
-        ("intermediate_size", 1),  # no layer is dense, and the file does not say it
+        ("intermediate_size", 1),  # unused and absent: no layer is dense
         ("num_key_value_heads", 2),
         ("head_dim", 256),
         ("max_position_embeddings", 32_768),

@@ -1,4 +1,4 @@
-"""Qwen 3's mixtures of experts: 128 experts per layer, 8 per token, otherwise Qwen 3's layers."""
+"""Sizes of Qwen 3's MoE models: Qwen 3's layers with 128 experts, 8 per token."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen3-Next: linear attention in three of four layers, and in every layer 512 experts and a gated shared one."""
+"""Qwen3-Next: linear attention in three of four layers, 512 experts and a gated shared expert in every layer."""
 
 from typing import Any
 

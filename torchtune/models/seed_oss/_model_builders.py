@@ -1,4 +1,4 @@
-"""The size of Seed-OSS."""
+"""Size of Seed-OSS."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchtune.models._weight_names import HF_HALF
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.take("residual_dropout", 0.0)  # published files say 0.1, which no training code applies
+    fields.take("residual_dropout", 0.0)  # 0.1 in published files, but no training code applies it
     fields.take("attention_dropout", 0.0)
     return {"attn_output_bias": bool(fields.take("attention_out_bias", False)), "attn_dropout": 0.0}
 

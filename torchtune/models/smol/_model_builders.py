@@ -1,4 +1,4 @@
-"""The sizes of SmolLM 2 (no RoPE scaling)."""
+"""Sizes of SmolLM 2 (no RoPE scaling)."""
 
 from functools import partial
 

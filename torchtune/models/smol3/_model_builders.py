@@ -1,4 +1,4 @@
-"""The sizes of SmolLM 3."""
+"""Sizes of SmolLM 3."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from torchtune.models._weight_ops import Identity
 def _read(fields: Fields) -> dict[str, Any]:
     layers = fields.take("num_hidden_layers")
     every = max(fields.take("no_rope_layer_interval", 4), 1)
-    turned = fields.list_of("no_rope_layers", layers, int)  # true where positions turn
+    turned = fields.list_of("no_rope_layers", layers, int)  # nonzero: the layer has RoPE
     turned = [(i + 1) % every for i in range(layers)] if turned is None else turned
     if len(turned) < layers:
         raise fields.refusal("no_rope_layers", turned)

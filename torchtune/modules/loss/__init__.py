@@ -1,9 +1,9 @@
-"""Losses of fine-tuning and distillation."""
+"""Losses for fine-tuning and distillation."""
 
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
-from torchtune.modules.loss._rows import keep_row_losses
+from torchtune.modules.loss._row_losses import keep_row_losses
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
-from torchtune.modules.loss._teacher import LikeliestTokens, TeacherOutputs, TeacherStates
+from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
 from torchtune.modules.loss._token_log_probs import token_log_probs
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
@@ -42,3 +42,6 @@ __all__ = [
     "setup_loss",
     "token_log_probs",
 ]
+
+from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK as LOGITS_BLOCK
+from torchtune.modules.loss._projection import Projection as Projection

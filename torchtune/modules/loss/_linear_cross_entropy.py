@@ -1,4 +1,4 @@
-"""Chunked cross entropy of a linear projection, without full logits."""
+"""Chunked cross entropy of a linear projection, without materialising all logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules._products import mm
-from torchtune.modules.loss._rows import seen
+from torchtune.modules.loss._row_losses import record_row_losses
 from torchtune.utils import computes_on_cpu
 
-# Number of scores per block of softmax; on CPU small enough to stay in cache.
+# Number of logits per softmax block; on CPU small enough to stay in cache.
 _CPU_BLOCK = 2**20
 LOGITS_BLOCK = 2**26
 
@@ -21,10 +21,10 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def take_gradients(ctx: Any, name: str) -> Any:
-    """The gradients that a forward pass stored in ``ctx.gradients``, once: they are scaled in place.
+    """Return and clear the gradients that a forward pass stored in ``ctx.gradients``; callers scale them in place.
 
     Raises:
-        RuntimeError: a first backward pass has taken them.
+        RuntimeError: an earlier backward pass used them.
     """
     if ctx.gradients is None:
         raise RuntimeError(
@@ -36,14 +36,14 @@ def take_gradients(ctx: Any, name: str) -> Any:
 
 
 def row_losses(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of every row, in float32 at least: logits [n, v], target [n] -> [n]."""
+    """Compute the cross entropy of every row in at least float32: logits [n, v], target [n] -> [n]."""
     compute = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(compute)
     return torch.logsumexp(logits, -1) - logits.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
 def row_losses_and_gradient(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of every row [n]; ``logits`` [n, v] is overwritten with its gradient, softmax − one-hot.
+    """Compute the cross entropy of every row [n], and overwrite ``logits`` [n, v] with its gradient, softmax − one-hot.
 
     The largest probability is 1 / Σ exp(logit − largest logit), which gives the normaliser without another pass.
     """
@@ -57,8 +57,7 @@ def row_losses_and_gradient(logits: Tensor, target: Tensor) -> Tensor:
     return losses
 
 
-def _in_blocks(function: RowLoss, logits: Tensor, target: Tensor) -> Tensor:
-    """Apply ``function`` to blocks of rows and join what it returns."""
+def _map_blocks(function: RowLoss, logits: Tensor, target: Tensor) -> Tensor:
     block = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
     rows = max(1, block // logits.shape[1])
     parts = [function(*part) for part in zip(logits.split(rows), target.split(rows), strict=True)]
@@ -66,7 +65,7 @@ def _in_blocks(function: RowLoss, logits: Tensor, target: Tensor) -> Tensor:
 
 
 class _WeightGradient:
-    """Sum of logits_gradientᵀ · hidden over chunks, in float32 or wider if there is more than one chunk."""
+    """Sum of logits_gradientᵀ · hidden over chunks, in at least float32 if there is more than one chunk."""
 
     def __init__(self, weight: Tensor, chunks: int) -> None:
         compute = torch.promote_types(weight.dtype, torch.float32)
@@ -85,18 +84,18 @@ class _WeightGradient:
         self.empty = False
 
     def result(self) -> Tensor:
-        """The sum [v, d] in the dtype of the weight."""
+        """Return the sum [v, d] in the dtype of the weight."""
         return self.product if self.total is None else self.product.copy_(self.total)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropies of hidden · weightᵀ; the gradients are made in the forward pass, chunk by chunk."""
+    """Sum of the cross entropies of hidden · weightᵀ; the forward pass computes the gradients chunk by chunk."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int, with_gradient: RowLoss
     ) -> Tensor:
-        """Shapes: hidden [n, d], weight [v, d], target [n] -> scalar in float32 at least."""
+        """hidden [n, d], weight [v, d], target [n] -> scalar in at least float32."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         compute = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=compute, device=hidden.device)
@@ -106,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(target), chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits = mm(hidden[rows], weight.t(), out=buffer[: len(target[rows])])
-            total += seen(_in_blocks(with_gradient, logits, target[rows])).sum()
+            total += record_row_losses(_map_blocks(with_gradient, logits, target[rows])).sum()
             if grad_hidden is not None:
                 mm(logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -117,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the stored gradients, scaled in place; raises at a second backward pass, which would scale again."""
+        """Return the stored gradients, scaled in place; raises in a second backward pass."""
         gradients = take_gradients(ctx, "LinearCrossEntropyLoss")
         scaled = [None if gradient is None else gradient.mul_(grad) for gradient in gradients]
         return *scaled, None, None, None
@@ -133,7 +132,7 @@ def linear_cross_entropy_sum(
     without_gradient: RowLoss = row_losses,
     with_gradient: RowLoss = row_losses_and_gradient,
 ) -> Tensor:
-    """Sum over rows of the cross entropy between softmax(hidden · weightᵀ) and target.
+    """Compute the sum of the cross entropies of hidden · weightᵀ.
 
     Args:
         hidden: [n, d].
@@ -144,7 +143,7 @@ def linear_cross_entropy_sum(
         with_gradient: like ``without_gradient``; also overwrites logits with their gradient.
 
     Returns:
-        scalar, float32 (float64 for float64 inputs).
+        Scalar, float32 (float64 for float64 inputs).
     """
     hidden = hidden.to(weight.dtype)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -153,5 +152,5 @@ def linear_cross_entropy_sum(
     buffer = hidden.new_empty(min(chunk_rows, len(target)), weight.shape[0])
     for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
         logits = mm(rows, weight.t(), out=buffer[: len(targets)])
-        total += seen(_in_blocks(without_gradient, logits, targets)).sum()
+        total += record_row_losses(_map_blocks(without_gradient, logits, targets)).sum()
     return total

@@ -1,4 +1,4 @@
-"""Divergence between two linear projections of hidden states, without full logits of either."""
+"""Chunked divergence between two linear projections of hidden states, without materialising all logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,16 +16,16 @@ from torchtune.modules.loss._projection import Projection, linear_parts
 RowDivergence = Callable[[Tensor, slice], Tensor]
 
 
-def _keep(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _WholeVocabulary(torch.autograd.Function):
-    """All-gather of logits along the vocabulary; every rank computes the same of them, and keeps its own gradient."""
+class _AllGatherVocabulary(torch.autograd.Function):
+    """All-gather of logits along the vocabulary. Every rank computes the same loss and keeps its shard's gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        """[n, v of this rank] -> [n, v]; the last rank may have fewer."""
+        """[n, v of this rank] -> [n, v]; the last rank's shard may be smaller."""
         widest = -(-size // group.size())
         ctx.own = slice(group.rank() * widest, group.rank() * widest + logits.shape[1])
         padded = nn.functional.pad(logits, (0, widest - logits.shape[1])).contiguous()
@@ -36,41 +36,41 @@ class _WholeVocabulary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of this rank's columns."""
+        """Return the gradient of this rank's columns."""
         return grad[:, ctx.own], None, None
 
 
 class Logits:
-    """An output projection, as a function of its parameters.
+    """Output projection as a function of its parameters.
 
     Args:
         projection: ``model.output``.
-        size: number of logits to make, the first ones; all by default.
+        size: compute only the first ``size`` logits; by default all.
     """
 
     def __init__(self, projection: Projection, size: int | None = None) -> None:
         self._projection, self._size = projection, size
-        # Not through the module where it can be avoided: FSDP would gather it for each chunk, on this rank alone.
+        # Read the weight without calling the module: FSDP would all-gather it for each chunk, on this rank only.
         self._weight, self._bias, self._softcap = linear_parts(projection)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the logits depend on besides hidden states, where it is trained."""
+        """The trained parameters of the projection."""
         found = [self._weight, self._bias]
-        if self._weight is None:  # an adapter, for one
+        if self._weight is None:  # for example an adapter
             owner = getattr(self._projection, "tied_module", self._projection)
             found = list(owner.parameters()) if isinstance(owner, nn.Module) else []
         return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, d] to logits [n, v], float32 at least; of a sharded vocabulary the whole, on every rank."""
+        """Compute logits [n, v] of hidden states [n, d] in at least float32; a sharded vocabulary is all-gathered."""
         weight, bias = self._weight, self._bias
         if weight is None:
             logits = self._projection(hidden)[..., : self._size]
         elif hasattr(weight, "device_mesh"):
             bias = bias.to_local() if hasattr(bias, "device_mesh") else bias
             local = nn.functional.linear(hidden.to(weight.dtype), weight.to_local(), bias)
-            logits = _WholeVocabulary.apply(local, len(weight), weight.device_mesh.get_group())[:, : self._size]
+            logits = _AllGatherVocabulary.apply(local, len(weight), weight.device_mesh.get_group())[:, : self._size]
         else:
             bias = bias if bias is None else bias[: self._size]
             logits = nn.functional.linear(hidden.to(weight.dtype), weight[: self._size], bias)
@@ -79,19 +79,19 @@ class Logits:
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Sum of divergences; the gradients are made in the forward pass, chunk by chunk."""
+    """Sum of divergences; the forward pass computes the gradients chunk by chunk."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, divergence: RowDivergence, logits: Logits, chunk_rows: int, *parameters: Tensor
     ) -> Tensor:
-        """Shapes: hidden [n, d] -> scalar."""
+        """hidden [n, d] -> scalar."""
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         grad_hidden = torch.zeros_like(hidden)
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         for start in range(0, len(hidden), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep, _keep):  # nothing to offload
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):  # no offloading
                 chunk = hidden[rows].detach().requires_grad_()
                 value = divergence(logits(chunk), rows).sum()
                 grads = torch.autograd.grad(value, [chunk, *parameters], allow_unused=True)
@@ -106,26 +106,26 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients, scaled; raises at a second backward pass, which would scale again."""
+        """Return the stored gradients, scaled in place; raises in a second backward pass."""
         hidden, *parameters = take_gradients(ctx, "divergence_sum")
         return hidden.mul_(grad), None, None, None, *(parameter.mul_(grad) for parameter in parameters)
 
 
 @outside_graphs
 def divergence_sum(hidden: Tensor, divergence: RowDivergence, logits: Logits, chunk_rows: int) -> Tensor:
-    """Sum of the divergences of some positions, of which logits of ``chunk_rows`` exist at once.
+    """Compute the sum of the divergences of all positions, chunk by chunk.
 
-    The sum weighs positions equally, so their gradients are made in the forward pass: logits are computed once, and
-    nothing of the other model is needed in the backward pass. Gradients of parameters are summed in float32.
+    The sum weighs positions equally, so the forward pass computes their gradients: logits are computed once, and the
+    backward pass does not need the teacher. Gradients of parameters are summed in at least float32.
 
     Args:
         hidden: the student's hidden states [n, d].
-        divergence: (its logits of some positions [m, v], which positions) -> divergences [m].
-        logits: its output projection.
-        chunk_rows: see above.
+        divergence: (student's logits of a chunk [m, v], slice of its positions) -> divergences [m].
+        logits: the student's output projection.
+        chunk_rows: positions per chunk of logits.
 
     Returns:
-        scalar, float32 (float64 for float64 hidden states); differentiable once.
+        Scalar, float32 (float64 for float64 hidden states); differentiable once.
     """
     parameters: Sequence[Tensor] = logits.parameters
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):

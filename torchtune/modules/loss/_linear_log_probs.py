@@ -1,4 +1,4 @@
-"""Chunked log-probabilities of tokens under a linear projection, without full logits."""
+"""Chunked log-probabilities of tokens under a linear projection, without materialising all logits."""
 
 from typing import Any, Literal, overload
 
@@ -37,7 +37,7 @@ class _Projection:
         self.weight, self.bias, self.softcap, self.temperature, self.group = weight, bias, softcap, temperature, group
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, d] -> [n, v], in float32 at least."""
+        """Compute scaled logits in at least float32: [n, d] -> [n, v]."""
         logits = mm(hidden, self.weight.t())
         if self.bias is not None:
             logits = logits + self.bias
@@ -47,14 +47,14 @@ class _Projection:
         return logits.div_(self.temperature)
 
     def gradient_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Gradient by scaled logits, in place, to the gradient by the product (and the bias)."""
+        """Convert, in place, the gradient of the scaled logits to the gradient of the matrix product (and bias)."""
         gradient.div_(self.temperature)
         if self.softcap is not None:
             gradient.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
         return gradient
 
     def columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's column [n, 1] in this rank's shard, and whether it is in the shard [n, 1]."""
+        """Return the target's column [n, 1] in this rank's shard, and whether it is in the shard [n, 1]."""
         columns = targets.unsqueeze(-1)
         if self.group is None:
             return columns, torch.ones_like(columns, dtype=torch.bool)
@@ -69,14 +69,17 @@ class _Projection:
         return value
 
     def statistics(self, hidden: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """log Σ exp(logits), logit of the target and entropy (or zeros) of every token, [n] each."""
+        """Return log Σ exp(logits), logit of the target and entropy of every token, [n] each.
+
+        Without ``with_entropy`` the last one is meaningless.
+        """
         logits = self.logits(hidden)
         columns, here = self.columns(targets)
         chosen = logits.gather(-1, columns).masked_fill_(~here, 0.0).squeeze(-1)
         top = self.reduce(logits.amax(-1), dist.ReduceOp.MAX)
         shifted = logits.sub_(top.unsqueeze(-1))
         exp = shifted.exp()
-        # Softmax weighs -inf by 0, and so does this: 0 · -inf would be nan.
+        # Clamped, as 0 · -inf would be NaN.
         weighted = (exp * shifted.clamp(min=-1e30)).sum(-1) if with_entropy else torch.zeros_like(top)
         sums = self.reduce(torch.stack((exp.sum(-1), weighted, chosen)))
         logsumexp = sums[0].log()
@@ -84,7 +87,7 @@ class _Projection:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Saves log Σ exp(logits) and entropy of every token; backward recomputes the logits chunk by chunk."""
+    """Log-probabilities and entropies; saves log Σ exp(logits) and recomputes logits in the backward pass."""
 
     @staticmethod
     def forward(
@@ -97,7 +100,7 @@ class _LinearLogProbs(torch.autograd.Function):
         chunk_rows: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Shapes: hidden [t, d], weight [v, d], bias [v], targets [t] -> [t], [t]."""
+        """hidden [t, d], weight [v, d], bias [v], targets [t] -> [t], [t]."""
         projection = _Projection(weight, bias, **options)
         chunks = zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True)
         found = [projection.statistics(rows, target, with_entropy) for rows, target in chunks]
@@ -167,31 +170,31 @@ def linear_log_probs(
     return_entropy: bool = False,
     chunk_rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of ``targets`` under softmax(projection / temperature).
+    """Compute the log-probabilities of ``targets`` under softmax(projection / temperature).
 
     Logits are computed chunk by chunk in the forward pass and recomputed in the backward pass; other memory is O(t).
     Products are in the dtype of the weight, softmax and its gradient in float32 (float64 for float64 weights).
 
-    With a weight sharded over its rows (a ``DTensor``, from tensor parallelism), every rank of the mesh must pass the
+    If the weight is sharded over its rows (a ``DTensor`` of tensor parallelism), every rank of the mesh must pass the
     same tokens and gets the same values. The gradient of ``hidden`` is then a partial sum, which the backward pass of
     the all-gather of ``hidden`` reduces.
 
     Args:
         hidden: hidden states [t, d], cast to the dtype of the weight.
         weight: [v, d].
-        targets: int64 [t]. Where there is no target, leave the token out: there is no ignored index.
+        targets: int64 [t]; there is no ignore index, so leave out tokens without a target.
         temperature: divides the logits, after bias and soft cap; above 0.
         bias: [v], added to the product; sharded like the weight.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
-        return_entropy: also return the entropy of the distribution at each token, in nats, differentiable too.
-        chunk_rows: tokens of which logits exist at once; by default as many as make 2**25 logits.
+        return_entropy: also return the entropy of the distribution at each token, in nats; it is differentiable.
+        chunk_rows: tokens per chunk of logits; by default a chunk has 2**25 logits.
 
     Returns:
-        log-probabilities [t] in nats, float32 (float64 for float64 weights); with ``return_entropy`` a pair of them
-        and the entropies [t]. Differentiable once, in hidden, weight and bias.
+        Log-probabilities [t] in nats, float32 (float64 for float64 weights); with ``return_entropy`` also the
+        entropies [t]. Differentiable once, in hidden, weight and bias.
 
     Raises:
-        ValueError: shapes do not fit, or a temperature or ``chunk_rows`` that is not positive.
+        ValueError: shapes do not match, or ``temperature`` or ``chunk_rows`` is not positive.
 
     Example:
         >>> from torchtune.modules.loss import linear_log_probs
@@ -220,7 +223,7 @@ def linear_log_probs(
 
 @outside_graphs
 def _apply(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if not len(hidden):  # no token: nothing to split into chunks, but connected to what it would be
+    if not len(hidden):  # no tokens: an empty result with a graph to all parameters
         nothing = (hidden.to(weight.dtype) @ weight.t()).sum(-1)
         nothing = nothing.to(torch.promote_types(nothing.dtype, torch.float32))
         return nothing, nothing

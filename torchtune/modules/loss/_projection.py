@@ -1,19 +1,20 @@
-"""The output projection, as losses read it."""
+"""Weight, bias and soft cap of an output projection, for losses."""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from torchtune.modules.tied_linear import CappedLinear, TiedLinear
+from torchtune.modules.capped_linear import CappedLinear
+from torchtune.modules.tied_linear import TiedLinear
 
 # Hidden states [..., d] -> logits [..., v].
 Projection = Callable[[Tensor], Tensor]
 
 
 def plain_weight(projection: Projection) -> Tensor | None:
-    """The weight [v, d] of a projection that is a product with it and nothing else; ``None`` for any other.
+    """Return the weight [v, d] of a projection that is only a matrix product; ``None`` for any other projection.
 
-    A soft cap is allowed where tensor parallelism shards the vocabulary: losses apply it themselves there.
+    A soft cap is allowed if tensor parallelism shards the vocabulary, because losses then apply it themselves.
     """
     if getattr(projection, "softcap", None) is not None:
         return projection.weight if hasattr(projection.weight, "device_mesh") else None
@@ -25,7 +26,7 @@ def plain_weight(projection: Projection) -> Tensor | None:
 
 
 def linear_parts(projection: Projection) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """Weight [v, d], bias [v] and soft cap of a projection that is nothing else; no weight for any other."""
+    """Return weight [v, d], bias [v] and soft cap of a plain projection; all None for any other projection."""
     softcap = getattr(projection, "softcap", None)
     weight = plain_weight(projection)
     if weight is not None:

@@ -1,4 +1,4 @@
-"""Any loss, as recipes call it."""
+"""Adapters that give any loss the interface that recipes call."""
 
 from typing import Any, Protocol
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss._projection import Projection
-from torchtune.modules.loss._rows import seen
+from torchtune.modules.loss._row_losses import record_row_losses
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError
 
 
 class TokenLoss(Protocol):
-    """A loss as recipes call it: a sum over labelled positions and their number, so that any split adds up."""
+    """Interface of losses in recipes: sum over labelled tokens and their number, which add up over micro-batches."""
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
@@ -25,24 +25,24 @@ class LossError(UserError, TypeError):
 
 
 def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
-    """Make a loss ready for a recipe, and check it before training.
+    """Check a loss before training and adapt it to the interface of recipes.
 
-    An :class:`SFTLoss` is taken as it is; where a subclass has a ``forward`` of its own and inherits
-    ``sum_and_count``, its ``forward`` counts. Any other ``nn.Module`` is called as ``loss(logits, labels)`` with the
-    labelled positions of a micro-batch alone: logits float32 ``[n, v]``, labels int64 ``[n]``, no ignored ones among
-    them. It returns their mean, or a loss for each ``[n]``. ``torch.nn.CrossEntropyLoss(label_smoothing=0.1)`` is one.
+    An :class:`SFTLoss` is used directly; if a subclass overrides ``forward`` and inherits ``sum_and_count``, the sum is
+    computed from its ``forward``. Any other ``nn.Module`` is called as ``loss(logits, labels)`` with only the labelled
+    tokens of a micro-batch: logits float32 ``[n, v]``, labels int64 ``[n]``. It must return the mean or per-token
+    losses ``[n]``, for example ``torch.nn.CrossEntropyLoss(label_smoothing=0.1)``.
 
-    If the experts of the model are to be balanced (:class:`torchtune.modules.moe.BalancingLoss`), that loss is added.
+    If the model has a balancing loss (:class:`torchtune.modules.moe.BalancingLoss`), it is added.
 
     Args:
         loss: the loss.
-        model: has ``output``, the projection of hidden states to logits.
+        model: model with ``output``, the projection of hidden states to logits.
 
     Returns:
-        What has ``sum_and_count(hidden, labels, projection)``.
+        A loss with ``sum_and_count(hidden, labels, projection)``.
 
     Raises:
-        LossError: it cannot be called like that, or returns something else.
+        LossError: the loss cannot be called with logits and labels, or returns neither their mean nor per-token losses.
 
     Example:
         >>> from torchtune.modules.loss import setup_loss
@@ -54,7 +54,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     if not isinstance(loss, SFTLoss):
         _check(loss, model.output.weight)
         loss = LogitsLoss(loss)
-    elif _has_newer_mean(type(loss)):
+    elif _overrides_only_forward(type(loss)):
         loss.set_model_output(model)
         loss = MeanLoss(loss)
     balance = balance_of(model)
@@ -62,7 +62,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
 
 
 class LogitsLoss(nn.Module):
-    """A loss of logits and labels, called for labelled positions alone, whose logits are the only ones made.
+    """Adapter of a loss of logits and labels, which computes logits only for labelled tokens.
 
     Args:
         loss: (logits [n, v], labels [n]) -> mean, or losses [n].
@@ -82,17 +82,17 @@ class LogitsLoss(nn.Module):
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         index = (labels != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
         count = torch.tensor(len(index), device=labels.device)
-        if not len(index):  # zero, connected to what a loss is connected to
+        if not len(index):  # zero, with a graph to the same parameters
             return projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0, count
         losses = self.loss(projection(hidden[index]).float(), labels[index])
-        return seen(losses).sum() if losses.dim() else losses * count, count
+        return record_row_losses(losses).sum() if losses.dim() else losses * count, count
 
 
 class MeanLoss(nn.Module):
-    """An :class:`SFTLoss` whose ``forward``, the mean over labels, says what it computes.
+    """An :class:`SFTLoss` that only defines ``forward`` (mean over labelled tokens).
 
     Args:
-        loss: knows its projection, if it needs one.
+        loss: the loss, with its model output set if it needs one.
     """
 
     def __init__(self, loss: SFTLoss) -> None:
@@ -110,11 +110,11 @@ class MeanLoss(nn.Module):
 
 
 class BalancedLoss(nn.Module):
-    """A loss and, for each of its labels, the balancing loss of the model's experts.
+    """A loss plus, for each label, the balancing loss of the model's experts.
 
     Args:
         loss: the loss.
-        balance: carries the balancing loss.
+        balance: adds the balancing loss.
     """
 
     def __init__(self, loss: TokenLoss, balance: Balance) -> None:
@@ -132,14 +132,14 @@ class BalancedLoss(nn.Module):
         return self.balance.add_to(total, count), count
 
 
-def _has_newer_mean(kind: type) -> bool:
-    """Whether a class changed ``forward`` and left ``sum_and_count`` to one that it inherits from."""
+def _overrides_only_forward(kind: type) -> bool:
+    """Whether a class overrides ``forward`` but not ``sum_and_count``."""
     changed = (cls for cls in kind.__mro__ if vars(cls).keys() & {"forward", "sum_and_count"})
     return "sum_and_count" not in vars(next(changed))
 
 
 def _check(loss: Any, weight: Tensor) -> None:
-    """Call ``loss`` as training will, with two labelled positions and with each of them twice."""
+    """Call ``loss`` as in training, with two labelled tokens and with each of them twice; the means must agree."""
     name = type(loss).__name__
     if not isinstance(loss, nn.Module):
         raise LossError(f"loss: {name} is no torch.nn.Module: give a class of torchtune.modules.loss, or one of yours.")

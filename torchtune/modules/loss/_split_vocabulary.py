@@ -1,4 +1,4 @@
-"""Cross entropy of a linear projection whose vocabulary is split over ranks."""
+"""Cross entropy of a linear projection with a vocabulary that is sharded over ranks."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from torch.autograd.function import once_differentiable
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules._products import mm
 from torchtune.modules.loss._linear_cross_entropy import _WeightGradient, take_gradients
-from torchtune.modules.loss._rows import seen
+from torchtune.modules.loss._row_losses import record_row_losses
 
 
 def _losses_and_gradient(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Cross entropies [n] over all ranks' logits, of which these [n, v / ranks] are ours, and our gradient.
+    """Compute cross entropies [n] and the gradient of this rank's logits [n, v / ranks].
 
-    The softmax of the whole is exp(logit − m) / Σ exp(logit − m) with the largest logit m of all ranks; the sum and the
-    target's logit, which one rank has, are added over the ranks.
+    The full softmax is exp(logit − m) / Σ exp(logit − m) with the largest logit m of all ranks; the sum and the
+    target's logit, which one rank has, are all-reduced.
     """
     own = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = own.amax(-1)
@@ -36,7 +36,7 @@ def _losses_and_gradient(logits: Tensor, target: Tensor, group: dist.ProcessGrou
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """As for a whole vocabulary; the gradient of ``hidden`` is this rank's summand."""
+    """Cross entropy over a sharded vocabulary; the gradient of ``hidden`` is this rank's partial sum."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         softcap: float | None,
     ) -> Tensor:
-        """Shapes: hidden [n, d], weight [v / ranks, d], target [n] -> scalar in float32 at least."""
+        """hidden [n, d], weight [v / ranks, d], target [n] -> scalar in at least float32."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -61,7 +61,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             if bent is not None:
                 gradient *= 1 - bent.square()
             gradient = gradient.to(weight.dtype)
-            total += seen(losses).sum()
+            total += record_row_losses(losses).sum()
             if grad_hidden is not None:
                 mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -72,7 +72,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients, scaled in place; a second backward pass is refused."""
+        """Return the stored gradients, scaled in place; raises in a second backward pass."""
         gradients = take_gradients(ctx, "LinearCrossEntropyLoss")
         return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None, None, None, None
 
@@ -87,19 +87,19 @@ def split_cross_entropy_sum(
     group: dist.ProcessGroup,
     softcap: float | None = None,
 ) -> Tensor:
-    """Sum over rows of the cross entropy between softmax(hidden · weightᵀ) and target.
+    """Compute the sum of the cross entropies of hidden · weightᵀ.
 
     All ranks of ``group`` call it with the same rows and get the same sum.
 
     Args:
-        hidden: [n, d]; its gradient is the summand of this rank, to be added over the ranks by who joined it.
-        weight: [v / ranks, d], the rows of this rank, in order of the ranks.
+        hidden: [n, d]; its gradient is this rank's partial sum, which the caller must all-reduce.
+        weight: [v / ranks, d], the shard of this rank.
         target: int64 [n], without ignored entries.
-        chunk_rows: rows whose logits exist at once.
-        group: the ranks.
+        chunk_rows: rows per chunk of logits.
+        group: process group of the shards.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
 
     Returns:
-        scalar, float32 (float64 for float64 inputs).
+        Scalar, float32 (float64 for float64 inputs).
     """
     return _SplitCrossEntropy.apply(hidden.to(weight.dtype), weight, target, chunk_rows, group, softcap)

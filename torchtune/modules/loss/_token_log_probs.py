@@ -1,4 +1,4 @@
-"""Log-probabilities of a batch's labels, through any output projection."""
+"""Log-probabilities of a batch's labels for any output projection."""
 
 import torch
 from torch import Tensor
@@ -8,21 +8,21 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
 from torchtune.modules.loss._projection import Projection, linear_parts
 
-# Logits of so many elements exist at once where the projection is not a product.
+# Number of logits per chunk if the projection is not a plain matrix product.
 _CHUNK_ELEMENTS = 2**25
 
 
 def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0) -> Tensor:
-    """Log-probs of the labels; the projection is evaluated only where there is one, and full logits never exist.
+    """Compute the log-probs of labels, with logits only of labelled tokens and chunk by chunk.
 
     Args:
-        hidden: what ``model(..., output="hidden")`` returns ``[b, s, d]``.
+        hidden: result of ``model(..., output="hidden")`` ``[b, s, d]``.
         labels: int64 ``[b, s]``, already shifted: ``labels[i]`` is predicted at position ``i``.
         projection: ``model.output``.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
 
     Returns:
-        ``[b, s]`` in nats, float32 (float64 for float64 weights); 0 where there is no label. Differentiable once.
+        Tensor ``[b, s]`` in nats, float32 (float64 for float64 weights), 0 without a label. Differentiable once.
 
     Example:
         >>> from torchtune.modules.loss import token_log_probs
@@ -34,24 +34,24 @@ def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temp
     index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
     weight, bias, softcap = linear_parts(projection)
     if weight is None:
-        found = _through_projection(rows, index, targets, projection, temperature)
+        found = _log_probs_with_recompute(rows, index, targets, projection, temperature)
     else:
         rows, options = rows.index_select(0, index), {"bias": bias, "softcap": softcap, "temperature": temperature}
         found = linear_log_probs(rows, weight, targets.index_select(0, index), **options)
     return found.new_zeros(len(targets)).index_copy(0, index, found).view(labels.shape)
 
 
-def _through_projection(
+def _log_probs_with_recompute(
     rows: Tensor, index: Tensor, targets: Tensor, projection: Projection, temperature: float
 ) -> Tensor:
-    """Log-probs at ``index`` through the projection itself, whose logits are made again in the backward pass."""
+    """Log-probs at ``index`` by calling the projection; the backward pass recomputes the logits."""
 
     def log_probs(chunk: Tensor, labels: Tensor) -> Tensor:
         logits = projection(chunk)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         return torch.log_softmax(logits, -1).gather(1, labels[:, None]).squeeze(1)
 
-    if not len(index):  # no token, but connected to what it would be
+    if not len(index):  # no tokens: an empty result with a graph to all parameters
         return log_probs(rows[:1], targets[:1].clamp(min=0))[:0] + rows.sum() * 0.0
     size = max(1, _CHUNK_ELEMENTS // projection.weight.shape[0])
     chunks = ((rows.index_select(0, part), targets.index_select(0, part)) for part in index.split(size))

@@ -1,4 +1,4 @@
-"""The older name of the chunked cross entropy, kept for configs that use it."""
+"""Older name of the chunked cross entropy, for existing configs."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from torchtune.utils import deprecated
 
 @deprecated("Use torchtune.modules.loss.LinearCrossEntropyLoss instead.")
 class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
-    """:class:`LinearCrossEntropyLoss` under its older name; also takes logits in chunks.
+    """Older name of :class:`LinearCrossEntropyLoss`; also accepts chunks of logits.
 
     Args:
         num_output_chunks: number of chunks.
-        ignore_index: label of positions without a label.
+        ignore_index: label of ignored tokens.
 
     Example:
         >>> from torchtune.modules.loss import CEWithChunkedOutputLoss
@@ -27,10 +27,10 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
         super().__init__(num_output_chunks=num_output_chunks, ignore_index=ignore_index)
 
-    sum_and_count = LinearCrossEntropyLoss.sum_and_count  # what this forward computes of hidden states
+    sum_and_count = LinearCrossEntropyLoss.sum_and_count  # setup_loss must not derive it from forward
 
     def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Mean loss over positions with a label, 0 where there is none.
+        """Compute the mean loss over labelled tokens, 0 if there are none.
 
         Args:
             outputs: hidden states [b, s, d] after ``set_model_output(model)``, or chunks of logits along the
@@ -38,7 +38,7 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
             targets: labels int64 [b, s], already shifted.
 
         Returns:
-            scalar, float32 (float64 for float64 inputs).
+            Scalar, float32 (float64 for float64 inputs).
         """
         if isinstance(outputs, Tensor):
             return super().forward(outputs, targets)
@@ -47,6 +47,6 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         return total / (targets != self.ignore_index).sum().clamp(min=1)
 
     def _sum_of_logits(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Summed cross entropy: logits [n, v], target [n] -> scalar."""
+        """logits [n, v], target [n] -> scalar."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.nn.functional.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="sum")

@@ -1,4 +1,4 @@
-"""Cross entropy over the labelled positions of a batch."""
+"""Cross entropy over the labelled tokens of a batch."""
 
 from typing import Any
 
@@ -12,44 +12,43 @@ from torchtune.modules.loss._linear_cross_entropy import (
     row_losses_and_gradient,
 )
 from torchtune.modules.loss._projection import Projection, plain_weight
-from torchtune.modules.loss._rows import seen
+from torchtune.modules.loss._row_losses import record_row_losses
 from torchtune.modules.loss._split_vocabulary import split_cross_entropy_sum
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.utils import get_logger, log_once
 
-# Fewer positions per chunk make the products slow and save little memory; where the weight is trained, its gradient
-# is held anyway and is larger than the logits of so many positions.
+# Smaller chunks make the products slow and save little memory. The gradient of a trained weight takes more memory than
+# the logits of 512 positions.
 _MIN_CHUNK_ROWS = 256
 _MIN_CHUNK_ROWS_TRAINED = 512
 
 
-def rows_of_a_chunk(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
-    """Positions per chunk, where ``trained`` [v, d] is the weight of the output if it gets a gradient."""
+def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
+    """Return the positions per chunk; ``trained`` [v, d] is the output weight if it gets a gradient."""
     even = -(-rows // num_output_chunks)
     if trained is None:
         return max(_MIN_CHUNK_ROWS, even)
     if trained.dtype.itemsize < 4 and rows <= 2 * trained.shape[1]:
-        return rows  # these logits take less memory than summing the weight's gradient in float32 would
+        return rows  # one chunk: less memory than a float32 sum of the weight's gradient
     return max(_MIN_CHUNK_ROWS_TRAINED, even)
 
 
 class LinearCrossEntropyLoss(SFTLoss, nn.Module):
-    """Cross entropy over labelled positions, of hidden states and the output projection that makes logits of them.
+    """Chunked cross entropy over labelled tokens, from hidden states and the output projection.
 
-    :meth:`sum_and_count` is what recipes call. :meth:`forward`, the mean, is for callers that have told the loss their
-    projection with :meth:`set_model_output`.
+    Recipes call :meth:`sum_and_count`. :meth:`forward`, the mean, is for callers that set the projection with
+    :meth:`set_model_output`.
 
-    The output projection is evaluated only where there is a label, for a chunk of positions at a time, so that full
-    logits never exist. Softmax and its gradient are computed in float32 (float64 for float64 weights), products in
-    the dtype of the weights. With a plain projection the gradients are made in the forward pass; a projection that
-    is anything else (an adapter, a bias, a soft cap) is recomputed in the backward pass.
+    Logits are computed only for labelled tokens, chunk by chunk. Softmax and its gradient are computed in float32
+    (float64 for float64 weights), matrix products in the dtype of the weights. With a plain projection, the forward
+    pass computes the gradients; any other projection (an adapter, a bias, a soft cap) is recomputed in the backward
+    pass.
 
     Args:
-        num_output_chunks: number of chunks; there are fewer where chunks would be so small (256 positions, 512 with
-            a trained projection) that they cost time and save nothing.
-        ignore_index: label of positions without a label.
-        tp_enabled: whether the output projection is split over a tensor-parallel group.
-        mask_ignored_tokens: skip positions without a label before the projection; ``False`` keeps shapes fixed.
+        num_output_chunks: maximum number of chunks; a chunk has at least 256 positions, 512 with a trained projection.
+        ignore_index: label of ignored tokens.
+        tp_enabled: whether the output projection is sharded over a tensor-parallel group.
+        mask_ignored_tokens: skip ignored tokens before the projection; ``False`` keeps shapes fixed.
 
     Example:
         >>> from torchtune.modules.loss import LinearCrossEntropyLoss
@@ -74,26 +73,26 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         self.ignore_index = ignore_index
         self.tp_enabled = tp_enabled
         self.mask_ignored_tokens = mask_ignored_tokens
-        # In a tuple, so that the projection is no submodule: its parameters belong to the model.
+        # In a tuple, so that the projection does not become a submodule.
         self._projection: tuple[Any, ...] = ()
         self._without_gradient = row_losses
         self._with_gradient = row_losses_and_gradient
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:
-        """Whether tensor parallelism must run this loss inside ``loss_parallel()``; it reads a split weight itself."""
+        """Always False: this loss supports a sharded weight without ``loss_parallel()``."""
         return False
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> "LinearCrossEntropyLoss":
-        """Compile the passes over a chunk's logits; products and the loop over chunks stay as they are."""
+        """Compile the passes over a chunk's logits, but not the products and the loop over chunks."""
         self._without_gradient = torch.compile(row_losses, *args, **kwargs)
         self._with_gradient = torch.compile(row_losses_and_gradient, *args, **kwargs)
         return self
 
     def set_model_output(self, model: nn.Module) -> None:
-        """Remember the output projection of ``model``, and set its ``skip_output_layer``.
+        """Use the output projection of ``model``, and set the model's ``skip_output_layer``.
 
-        For older recipes, which then call ``loss(model(tokens), labels)``.
+        For older recipes, which call ``loss(model(tokens), labels)``.
         """
         super().set_model_output(model)
         model.skip_output_layer = True
@@ -101,33 +100,33 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     @property
     def linear_projection(self) -> Any:
-        """The output projection that ``set_model_output`` found; ``None`` before."""
+        """The output projection of ``set_model_output``, or ``None`` before that call."""
         return self._projection[0] if self._projection else None
 
     def compute_cross_entropy(
         self, hidden_chunk: Tensor, target_chunk: Tensor, projection: Projection | None = None
     ) -> Tensor:
-        """Summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
+        """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
         logits = (projection or self.linear_projection)(hidden_chunk)
-        losses = seen(self._without_gradient(logits, target_chunk.clamp(min=0)))
+        losses = record_row_losses(self._without_gradient(logits, target_chunk.clamp(min=0)))
         return losses.masked_fill(target_chunk == self.ignore_index, 0.0).sum()
 
     def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions with a label: hidden [n, d], target [n] -> [m, d], [m]."""
+        """Select labelled tokens: hidden [n, d], target [n] -> [m, d], [m]."""
         index = (target != self.ignore_index).nonzero().squeeze(1)
         if len(index) == len(target):
             return hidden, target
         return hidden.index_select(0, index), target.index_select(0, index)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss over positions with a label, 0 (with zero gradients) where there is none.
+        """Compute the mean loss over labelled tokens, or 0 with zero gradients if there are none.
 
         Args:
             outputs: hidden states [b, s, d].
             targets: labels int64 [b, s], already shifted.
 
         Returns:
-            scalar, float32 (float64 for float64 inputs).
+            Scalar, float32 (float64 for float64 inputs).
 
         Raises:
             AttributeError: ``set_model_output(model)`` has not been called.
@@ -138,7 +137,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return total / count.clamp(min=1)
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
-        """Loss summed over positions with a label, and the number of these positions.
+        """Compute the loss summed over labelled tokens, and their number.
 
         Args:
             hidden: hidden states [b, s, d].
@@ -146,8 +145,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             projection: [n, d] -> logits [n, v], the ``output`` of the model.
 
         Returns:
-            sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients where no position has a label)
-            and count (int64 scalar).
+            Sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients if there is no label) and count
+            (int64 scalar).
         """
         count = (labels != self.ignore_index).sum()
         outputs, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -156,15 +155,15 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             rows, target = self.mask_inputs(rows, target)
         weight = plain_weight(projection)
         if len(target) == 0:
-            return self._no_label(outputs, projection, weight), count
+            return self._zero_loss(outputs, projection, weight), count
         trained = weight is not None and torch.is_grad_enabled() and weight.requires_grad
-        chunk_rows = rows_of_a_chunk(len(target), self.num_output_chunks, weight if trained else None)
+        chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, weight if trained else None)
         if hasattr(weight, "device_mesh"):
-            return self._split(rows, weight, target, chunk_rows, getattr(projection, "softcap", None)), count
+            return self._vocab_parallel(rows, weight, target, chunk_rows, getattr(projection, "softcap", None)), count
         if weight is None:
             log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
         if weight is None or not self.mask_ignored_tokens:
-            return self._recomputed(rows, target, projection, chunk_rows), count
+            return self._sum_with_recompute(rows, target, projection, chunk_rows), count
         total = linear_cross_entropy_sum(
             rows,
             weight,
@@ -175,8 +174,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         )
         return total, count
 
-    def _recomputed(self, hidden: Tensor, target: Tensor, projection: Projection, chunk_rows: int) -> Tensor:
-        """The summed loss through the projection itself, whose logits are made again in the backward pass."""
+    def _sum_with_recompute(self, hidden: Tensor, target: Tensor, projection: Projection, chunk_rows: int) -> Tensor:
+        """Summed loss by calling the projection; the backward pass recomputes the logits."""
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
             if torch.is_grad_enabled():
@@ -185,8 +184,10 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
                 total = total + self.compute_cross_entropy(rows, targets, projection)
         return total
 
-    def _split(self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int, softcap: float | None) -> Tensor:
-        """The summed loss where each rank of a tensor-parallel group has the weight's rows of some tokens."""
+    def _vocab_parallel(
+        self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int, softcap: float | None
+    ) -> Tensor:
+        """Summed loss with a weight sharded over the vocabulary."""
         if not self.mask_ignored_tokens:
             hidden, target = self.mask_inputs(hidden, target)
         group = weight.device_mesh.get_group()
@@ -195,11 +196,11 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         )
 
     @staticmethod
-    def _no_label(outputs: Tensor, projection: Projection, weight: Tensor | None) -> Tensor:
-        """Zero, connected to everything that a loss would be connected to: outputs [n, d] -> scalar."""
+    def _zero_loss(outputs: Tensor, projection: Projection, weight: Tensor | None) -> Tensor:
+        """Zero with a graph to all parameters, so that every rank runs the same backward pass."""
         if weight is None:
             zero = projection(outputs[:1]).sum() * 0.0
-        else:  # not through the module: FSDP would gather it on this rank alone
+        else:  # without calling the module: FSDP would all-gather it on this rank only
             weight = weight.to_local() if hasattr(weight, "device_mesh") else weight
             zero = nn.functional.linear(outputs[:1], weight).sum() * 0.0
         return (zero + outputs.sum() * 0.0 + 0.0).to(torch.promote_types(outputs.dtype, torch.float32))

@@ -11,20 +11,19 @@ from torch import Tensor, nn
 
 from torchtune.modules.loss._linear_divergence import Logits, divergence_sum
 from torchtune.modules.loss._projection import Projection
-from torchtune.modules.loss._teacher import LikeliestTokens, TeacherOutputs, TeacherStates
+from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
-# Logits of so many elements exist at once where hidden states are compared; fewer positions than _MIN_CHUNK_ROWS by
-# chunk make the products slow.
+# Maximum number of logits per chunk, and minimum number of positions: fewer make the matrix products slow.
 _CHUNK_ELEMENTS = 2**25
 _MIN_CHUNK_ROWS = 64
 
 
 def _expectation(p_logits: Tensor, *others: Tensor, of: Callable[..., Tensor]) -> Tensor:
-    """Mean of ``of(log p, *log-probs of the others)`` under p, in every row: [..., v] -> [...].
+    """Expectation of ``of(log p, *log-probs of the others)`` under p in every row: [..., v] -> [...].
 
-    In float32 at least; entries infinite on any side are left out.
+    Computed in at least float32; tokens with an infinite logit in any input are left out.
     """
     logits = (p_logits, *others)
     compute = torch.promote_types(p_logits.dtype, torch.float32)
@@ -34,24 +33,25 @@ def _expectation(p_logits: Tensor, *others: Tensor, of: Callable[..., Tensor]) -
 
 
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(teacher‖student) of every position: [..., v] -> [...]."""
+    """Compute KL(teacher‖student) of every position: [..., v] -> [...]."""
     return _expectation(teacher_logits, student_logits, of=lambda log_p, log_q: log_p - log_q)
 
 
 def forward_cross_entropy(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(teacher‖student) plus the teacher's entropy, which does not depend on the student: [..., v] -> [...]."""
+    """Compute KL(teacher‖student) plus the teacher's entropy, a constant: [..., v] -> [...]."""
     return _expectation(teacher_logits, student_logits, of=lambda log_p, log_q: -log_q)
 
 
 def reverse_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(student‖teacher) of every position: [..., v] -> [...]."""
+    """Compute KL(student‖teacher) of every position: [..., v] -> [...]."""
     return _expectation(student_logits, teacher_logits, of=lambda log_p, log_q: log_p - log_q)
 
 
 def jensen_shannon(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
-    """β KL(teacher‖m) + (1 − β) KL(student‖m), m = β teacher + (1 − β) student, 0 < β < 1: [..., v] -> [...].
+    """Compute the generalised Jensen-Shannon divergence of every position: [..., v] -> [...].
 
-    Agarwal et al., "On-Policy Distillation of Language Models", 2024, equation 1.
+    β KL(teacher‖m) + (1 − β) KL(student‖m), m = β teacher + (1 − β) student, 0 < β < 1 (Agarwal et al., "On-Policy
+    Distillation of Language Models", 2024, equation 1).
     """
 
     def against_mixture(share: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -63,21 +63,21 @@ def jensen_shannon(student_logits: Tensor, teacher_logits: Tensor, beta: float) 
     return beta * of_teacher + (1.0 - beta) * of_student
 
 
-def _check_share(name: str, value: float) -> float:
+def _check_fraction(name: str, value: float) -> float:
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} is {value}: give a number from 0 to 1.")
     return value
 
 
 class DivergenceLoss(nn.Module, ABC):
-    """Mean divergence over the labelled positions, of logits or of hidden states and output projections.
+    """Base class of distillation losses: mean divergence over labelled tokens.
 
-    A subclass says what the divergence of a position is; recipes call :meth:`distill`.
+    A subclass defines :meth:`divergence`; recipes call :meth:`distill`.
 
     Args:
-        ignore_index: label of positions without a label.
-        temperature: divides the logits of both; gradients are not multiplied by its square.
-        top_k: compare the teacher's likeliest tokens, so many, and all others together as one more; ``None`` compares
+        ignore_index: label of ignored tokens.
+        temperature: divisor of the logits of both models; gradients are not multiplied by its square.
+        top_k: compare the teacher's ``top_k`` likeliest tokens, and all other tokens as one bucket; ``None`` compares
             every token.
 
     Raises:
@@ -102,7 +102,7 @@ class DivergenceLoss(nn.Module, ABC):
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Divergence of every position: [..., v] -> [...]."""
+        """Compute the divergence of every position: [..., v] -> [...]."""
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Compile the divergence of one chunk (arguments of ``torch.compile``); return the loss itself."""
@@ -110,42 +110,41 @@ class DivergenceLoss(nn.Module, ABC):
         return self
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, normalize: bool = True) -> Tensor:
-        """Mean over labelled positions (0 where there is none), or their sum.
+        """Compute the mean over labelled tokens (0 if there are none), or their sum.
 
         Args:
             student_logits: [b, s, v] or [n, v].
-            teacher_logits: same shape; takes no gradient if it needs none.
+            teacher_logits: same shape as ``student_logits``.
             labels: [b, s] or [n]; only whether they equal ``ignore_index`` matters.
-            normalize: divide by the number of labelled positions.
+            normalize: divide by the number of labelled tokens.
 
         Returns:
-            scalar, float32 (float64 for float64 logits).
+            Scalar, float32 (float64 for float64 logits).
         """
         total, count = self.sum_and_count(student_logits, teacher_logits, labels)
         return total / count.clamp(min=1) if normalize else total
 
     def sum_and_count(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Divergence summed over labelled positions (scalar), and their number (int64 scalar)."""
+        """Compute the divergence summed over labelled tokens (scalar), and their number (int64 scalar)."""
         labelled = labels != self.ignore_index
         return self._rows(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum(), labelled.sum()
 
     def distill(
         self, hidden: Tensor, labels: Tensor, projection: Projection, teacher: TeacherOutputs
     ) -> tuple[Tensor, Tensor]:
-        """The same as :meth:`sum_and_count`, of hidden states: full logits of neither model exist.
+        """Compute :meth:`sum_and_count` from hidden states, without materialising all logits of either model.
 
-        Both projections are evaluated only where there is a label, for a chunk of positions at a time. Where the
-        vocabularies differ in size (embeddings padded to different multiples), the first tokens, which both have, are
-        compared: both distributions are normalised over them.
+        Logits are computed only for labelled tokens, chunk by chunk. If the vocabularies differ in size (embeddings
+        padded to different multiples), the distributions are normalised over the tokens that both have.
 
         Args:
-            hidden: what ``student(..., output="hidden")`` returns [b, s, d].
+            hidden: result of ``student(..., output="hidden")`` [b, s, d].
             labels: int64 [b, s]; only whether they equal ``ignore_index`` matters.
             projection: ``student.output``.
-            teacher: what the teacher says, for example :class:`TeacherStates`.
+            teacher: outputs of the teacher, for example :class:`TeacherStates`.
 
         Returns:
-            sum (scalar, float32 at least; differentiable once) and count (int64 scalar).
+            Sum (scalar, at least float32; differentiable once) and count (int64 scalar).
         """
         index = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
         size = min(len(projection.weight), teacher.vocab_size)
@@ -161,18 +160,18 @@ class DivergenceLoss(nn.Module, ABC):
         return total, torch.tensor(len(index), device=labels.device)
 
     def _chunk_rows(self, count: int, size: int) -> int:
-        """Positions of a chunk, of so many with logits of so many tokens."""
+        """Positions per chunk, so that a chunk's logits, ``size`` per position, fit in ``_CHUNK_ELEMENTS``."""
         even = max(_MIN_CHUNK_ROWS, -(-count // self.num_output_chunks))
         return min(even, max(1, _CHUNK_ELEMENTS // size))
 
     @torch.no_grad()
     def likeliest(self, labels: Tensor, teacher: TeacherStates, vocab_size: int) -> LikeliestTokens:
-        """What a loss with :attr:`top_k` compares with at the labelled positions, in their order.
+        """Return the teacher's likeliest tokens at the labelled positions, for a loss with :attr:`top_k`.
 
         Args:
             labels: int64 [b, s].
-            teacher: what the teacher says of these positions.
-            vocab_size: the first tokens, which teacher and student both have.
+            teacher: the teacher's hidden states at these positions.
+            vocab_size: number of tokens that teacher and student both have.
         """
         index = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
         teacher, step = teacher.select(index, vocab_size), self._chunk_rows(len(index), vocab_size)
@@ -194,15 +193,15 @@ class DivergenceLoss(nn.Module, ABC):
 
 
 class ForwardKLLoss(DivergenceLoss):
-    """Mean of KL(teacher‖student) over labelled positions: the student covers all that the teacher finds likely.
+    """Mean of KL(teacher‖student) over labelled tokens; mode-covering (Hinton et al. 2015, arXiv:1503.02531).
 
-    Hinton et al., "Distilling the Knowledge in a Neural Network", 2015. By default the teacher's entropy is left out,
-    −Σ p log q: the gradient is the same, and the least value is the entropy, not 0.
+    By default the loss is the cross entropy −Σ p log q: the gradient is that of the KL divergence, and the minimum is
+    the teacher's entropy instead of 0.
 
     Args:
-        ignore_index: label of positions without a label.
-        with_entropy: subtract the teacher's entropy, which makes it a true KL divergence.
-        temperature: divides the logits of both; gradients are not multiplied by its square.
+        ignore_index: label of ignored tokens.
+        with_entropy: subtract the teacher's entropy, which gives the KL divergence.
+        temperature: divisor of the logits of both models; gradients are not multiplied by its square.
         top_k: see :class:`DivergenceLoss`.
 
     Example:
@@ -225,18 +224,16 @@ class ForwardKLLoss(DivergenceLoss):
         self.with_entropy = with_entropy
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """KL(teacher‖student) of every position, with or without the teacher's entropy."""
+        """Compute KL(teacher‖student), or the cross entropy, of every position."""
         return (forward_kl if self.with_entropy else forward_cross_entropy)(student_logits, teacher_logits)
 
 
 class ReverseKLLoss(DivergenceLoss):
-    """Mean of KL(student‖teacher) over labelled positions: the student avoids what the teacher finds unlikely.
-
-    Gu et al., "MiniLLM", 2024.
+    """Mean of KL(student‖teacher) over labelled tokens; mode-seeking (Gu et al., "MiniLLM", 2024).
 
     Args:
-        ignore_index: label of positions without a label.
-        temperature: divides the logits of both; gradients are not multiplied by its square.
+        ignore_index: label of ignored tokens.
+        temperature: divisor of the logits of both models; gradients are not multiplied by its square.
         top_k: see :class:`DivergenceLoss`.
 
     Example:
@@ -247,7 +244,7 @@ class ReverseKLLoss(DivergenceLoss):
     """
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """KL(student‖teacher) of every position."""
+        """Compute KL(student‖teacher) of every position."""
         return reverse_kl(student_logits, teacher_logits)
 
 
@@ -255,14 +252,14 @@ class SymmetricKLLoss(DivergenceLoss):
     """Weighted sum of forward and reverse KL.
 
     Args:
-        sym_kd_ratio: weight of the forward KL; the reverse KL has the rest.
-        ignore_index: label of positions without a label.
+        sym_kd_ratio: weight of the forward KL; the reverse KL has the weight ``1 - sym_kd_ratio``.
+        ignore_index: label of ignored tokens.
         with_entropy: as in :class:`ForwardKLLoss`.
-        temperature: divides the logits of both; gradients are not multiplied by its square.
+        temperature: divisor of the logits of both models; gradients are not multiplied by its square.
         top_k: see :class:`DivergenceLoss`.
 
     Raises:
-        ValueError: ``sym_kd_ratio`` outside [0, 1], or ``temperature`` not above 0.
+        ValueError: ``sym_kd_ratio`` is outside [0, 1], ``temperature`` is not above 0, or ``top_k`` is below 1.
 
     Example:
         >>> from torchtune.modules.loss import SymmetricKLLoss
@@ -281,31 +278,32 @@ class SymmetricKLLoss(DivergenceLoss):
         top_k: int | None = None,
     ) -> None:
         super().__init__(ignore_index, temperature=temperature, top_k=top_k)
-        self.sym_kd_ratio = _check_share("sym_kd_ratio", sym_kd_ratio)
+        self.sym_kd_ratio = _check_fraction("sym_kd_ratio", sym_kd_ratio)
         self.with_entropy = with_entropy
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Weighted sum of both divergences of every position."""
+        """Compute the weighted sum of both divergences of every position."""
         forward = (forward_kl if self.with_entropy else forward_cross_entropy)(student_logits, teacher_logits)
         return self.sym_kd_ratio * forward + (1.0 - self.sym_kd_ratio) * reverse_kl(student_logits, teacher_logits)
 
 
 class GeneralizedJSDLoss(DivergenceLoss):
-    """Mean of the generalised Jensen-Shannon divergence over labelled positions.
+    """Mean of the generalised Jensen-Shannon divergence over labelled tokens.
 
-    β KL(teacher‖m) + (1 − β) KL(student‖m) with m = β teacher + (1 − β) student; bounded, unlike both KL divergences.
-    By definition it is KL(teacher‖student) at β = 0 and KL(student‖teacher) at β = 1 (Agarwal et al., "On-Policy
-    Distillation of Language Models", 2024).
+    It is β KL(teacher‖m) + (1 − β) KL(student‖m) with m = β teacher + (1 − β) student; bounded, unlike both KL
+    divergences. By definition it is KL(teacher‖student) at β = 0 and KL(student‖teacher) at β = 1 (Agarwal et al.,
+    "On-Policy Distillation of Language Models", 2024).
 
     Args:
-        beta: from 0 to 1.
-        num_output_chunks: number of chunks of hidden states, at least.
-        ignore_index: label of positions without a label.
-        temperature: divides the logits of both; gradients are not multiplied by its square.
+        beta: β, weight of the teacher in the mixture, from 0 to 1.
+        num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
+        ignore_index: label of ignored tokens.
+        temperature: divisor of the logits of both models; gradients are not multiplied by its square.
         top_k: see :class:`DivergenceLoss`.
 
     Raises:
-        ValueError: ``beta`` outside [0, 1], ``num_output_chunks`` below 1, or ``temperature`` not above 0.
+        ValueError: ``beta`` is outside [0, 1], ``temperature`` is not above 0, or ``num_output_chunks`` or
+            ``top_k`` is below 1.
 
     Example:
         >>> from torchtune.modules.loss import GeneralizedJSDLoss
@@ -324,11 +322,11 @@ class GeneralizedJSDLoss(DivergenceLoss):
         top_k: int | None = None,
     ) -> None:
         super().__init__(ignore_index, temperature=temperature, top_k=top_k)
-        self.beta = _check_share("beta", beta)
+        self.beta = _check_fraction("beta", beta)
         self.num_output_chunks = _check_chunks(num_output_chunks)
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Generalised Jensen-Shannon divergence of every position."""
+        """Compute the generalised Jensen-Shannon divergence of every position."""
         if self.beta in (0.0, 1.0):
             return (forward_kl if self.beta == 0.0 else reverse_kl)(student_logits, teacher_logits)
         return jensen_shannon(student_logits, teacher_logits, self.beta)
@@ -341,10 +339,7 @@ def _check_chunks(number: int) -> int:
 
 
 class _ChunkedLoss(nn.Module):
-    """Mean divergence over the labelled positions of logits that come in chunks along the sequence.
-
-    Of hidden states it is :meth:`ForwardKLLoss.distill`, in as many chunks or more.
-    """
+    """Mean divergence over labelled tokens, from logits in chunks along the sequence, or from hidden states."""
 
     def __init__(self, num_output_chunks: int, loss: DivergenceLoss) -> None:
         super().__init__()
@@ -360,18 +355,18 @@ class _ChunkedLoss(nn.Module):
         return self
 
     def forward(self, student_logits: Sequence[Tensor], teacher_logits: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Mean over labelled positions, 0 where there is none.
+        """Compute the mean over labelled tokens, 0 if there are none.
 
         Args:
             student_logits: ``num_output_chunks`` tensors [b, s / chunks, v].
-            teacher_logits: as many tensors of the same shapes.
+            teacher_logits: tensors of the same shapes.
             labels: [b, s].
 
         Returns:
-            scalar, float32 (float64 for float64 logits).
+            Scalar, float32 (float64 for float64 logits).
 
         Raises:
-            ValueError: the chunks do not cover the labels.
+            ValueError: the chunks do not match the labels or each other.
         """
         total, count = self.sum_and_count(student_logits, teacher_logits, labels)
         return total / count.clamp(min=1)
@@ -379,7 +374,7 @@ class _ChunkedLoss(nn.Module):
     def sum_and_count(
         self, student_logits: Sequence[Tensor], teacher_logits: Sequence[Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Divergence summed over labelled positions (scalar), and their number (int64 scalar); see :meth:`forward`."""
+        """Compute the summed divergence (scalar) and the number of labelled tokens (int64); see :meth:`forward`."""
         lengths = [chunk.shape[1] for chunk in student_logits]
         if sum(lengths) != labels.shape[1] or len(lengths) != len(teacher_logits):
             raise ValueError(
@@ -393,12 +388,12 @@ class _ChunkedLoss(nn.Module):
 
 
 class ForwardKLWithChunkedOutputLoss(_ChunkedLoss):
-    """:class:`ForwardKLLoss` in chunks, so that float32 copies of all logits never exist at once.
+    """:class:`ForwardKLLoss` in chunks, which avoids float32 copies of all logits.
 
     Args:
-        num_output_chunks: number of chunks; of hidden states there are more, if logits would need much memory, and
-            fewer, if chunks would be too small.
-        ignore_index: label of positions without a label.
+        num_output_chunks: number of chunks; for hidden states more if logits would need much memory, and fewer if
+            chunks would be too small.
+        ignore_index: label of ignored tokens.
         options: further arguments of :class:`ForwardKLLoss`.
 
     Example:
@@ -417,7 +412,7 @@ class ReverseKLWithChunkedOutputLoss(_ChunkedLoss):
 
     Args:
         num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
-        ignore_index: label of positions without a label.
+        ignore_index: label of ignored tokens.
         options: further arguments of :class:`ReverseKLLoss`.
 
     Example:
@@ -438,7 +433,7 @@ class SymmetricKLWithChunkedOutputLoss(_ChunkedLoss):
     Args:
         num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
         sym_kd_ratio: weight of the forward KL.
-        ignore_index: label of positions without a label.
+        ignore_index: label of ignored tokens.
         options: further arguments of :class:`SymmetricKLLoss`.
 
     Example:

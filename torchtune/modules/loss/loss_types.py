@@ -1,4 +1,4 @@
-"""What a recipe may ask of a loss."""
+"""Interfaces of losses."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -11,10 +11,10 @@ from torchtune.modules.moe.balance import balance_of
 
 
 class SFTLoss(ABC):
-    """Loss of supervised fine-tuning: outputs of a model against target tokens.
+    """Base class of losses for supervised fine-tuning.
 
-    Recipes call :meth:`sum_and_count`. A loss that reads hidden states overrides it; one that has only
-    :meth:`forward`, the mean over labelled positions of logits, inherits it.
+    Recipes call :meth:`sum_and_count`. A loss of hidden states overrides it; a loss that only defines :meth:`forward`,
+    the mean over labelled tokens, inherits it.
 
     Example:
         >>> issubclass(torchtune.modules.loss.LinearCrossEntropyLoss, torchtune.modules.loss.SFTLoss)
@@ -23,32 +23,32 @@ class SFTLoss(ABC):
 
     @abstractmethod
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Compile the parts that gain from it (arguments of ``torch.compile``); return the loss itself."""
+        """Compile the parts that profit from it (arguments of ``torch.compile``); return the loss."""
 
     @abstractmethod
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Outputs of the model [b, s, ...] and targets [b, s] -> scalar."""
+        """Compute the loss, a scalar, of the model's outputs [b, s, ...] and targets [b, s]."""
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
-        """Loss summed over positions with a label, and the number of these positions.
+        """Compute the loss summed over labelled tokens, and their number.
 
         Args:
-            hidden: what ``model(..., output="hidden")`` returns [b, s, d].
+            hidden: result of ``model(..., output="hidden")`` [b, s, d].
             labels: int64 [b, s], already shifted.
             projection: ``model.output``, [..., d] -> logits [..., v].
 
         Returns:
-            sum (scalar) and count (int64 scalar).
+            Sum (scalar) and count (int64 scalar).
         """
         count = (labels != getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)).sum()
-        if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which has its projection
+        if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
             return self(hidden, labels) * count, count
         return self(projection(hidden).float(), labels) * count, count
 
     def set_model_output(self, model: nn.Module) -> None:
-        """Adapt what ``model`` returns to what this loss needs, once, before training; for older recipes.
+        """Prepare ``model`` and this loss for each other before training; for older recipes.
 
-        If the model's experts are to be balanced (:class:`torchtune.modules.moe.BalancingLoss`), that loss is added.
+        If the model has a balancing loss (:class:`torchtune.modules.moe.BalancingLoss`), it is added.
         """
         balance = balance_of(model)
         if balance is not None and isinstance(self, nn.Module):
@@ -60,12 +60,12 @@ class SFTLoss(ABC):
         return False
 
     def patch_tp_plan(self, tp_plan: dict[str, Any]) -> dict[str, Any]:
-        """The tensor-parallel plan of the model, changed to what this loss needs."""
+        """Return the model's tensor-parallel plan, adapted to this loss."""
         return tp_plan
 
 
 class RLLoss(ABC):
-    """Loss of reinforcement learning on the outputs of several policies.
+    """Base class of reinforcement learning losses on the outputs of several policies.
 
     Example:
         >>> class Mine(torchtune.modules.loss.RLLoss):
@@ -80,7 +80,7 @@ class RLLoss(ABC):
 
     @abstractmethod
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Compile the parts that gain from it (arguments of ``torch.compile``); return the loss itself."""
+        """Compile the parts that profit from it (arguments of ``torch.compile``); return the loss."""
 
     @abstractmethod
     def forward(
@@ -91,7 +91,7 @@ class RLLoss(ABC):
         advantages: Tensor,
         padding_masks: Tensor | None = None,
     ) -> Any:
-        """Outputs of the old, current and reference policy [b, s, ...] and advantages -> loss and statistics."""
+        """Compute loss and statistics from outputs of the old, current and reference policy [b, s, ...]."""
 
     def set_model_output(self, model: nn.Module) -> None:  # noqa: B027
-        """Adapt what ``model`` returns to what this loss needs, once, before training."""
+        """Prepare ``model`` and this loss for each other before training."""

@@ -1,4 +1,4 @@
-"""Training with products in float8."""
+"""Float8 training."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune.modules import _torchao
+from torchtune.modules import torchao_formats
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, nearest_module_names
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import is_simulated
@@ -16,28 +16,26 @@ if TYPE_CHECKING:
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-_MULTIPLE = 16  # of widths that the kernels of H100 and later multiply
+_MULTIPLE = 16  # float8 kernels of H100 and later need widths that are multiples of this
 
 
 class Float8Training(Conversion):
-    """Conversion that computes the products of the layers' linear layers in float8, forward and backward.
+    """Conversion that runs the matrix products of linear layers in float8, forward and backward, with torchao.
 
-    Weights, gradients and optimizer stay in their dtype, and so do names and checkpoints. Inputs, weights and gradients
-    are scaled and rounded for each product; torchao does it. The layers outside of ``layers`` and those whose widths
-    are no multiples of 16 compute as before; the report says which.
+    Weights, gradients and optimizer states keep their dtype, and checkpoints do not change. Inputs, weights and
+    gradients are scaled and rounded for each product. Linear layers outside of ``layers``, or with widths that are not
+    multiples of 16, stay in high precision; the report lists the latter.
 
     Args:
-        recipe: one scale for a tensor (``"tensorwise"``, the fastest), or for each row (``"rowwise"``), or for each
-            row with weight gradients in high precision (``"rowwise_with_gw_hp"``, the most accurate).
-        emulate: compute in high precision with operands rounded to float8, on any device; None does so where there is
-            no GPU with float8 products (compute capability 8.9); a simulated device has them.
-        enable_fsdp_float8_all_gather: let FSDP round its shards and send a byte for each element of a weight, instead
-            of its dtype; the results are the same. The scales of all weights take an all-reduce for each forward pass.
-            Without FSDP it changes nothing.
+        recipe: scaling: ``"tensorwise"`` (one scale per tensor, fastest), ``"rowwise"`` (one scale per row), or
+            ``"rowwise_with_gw_hp"`` (per row, with weight gradients in high precision; most accurate).
+        emulate: round the operands to float8 and multiply them in high precision, on any device. None: only if there
+            is no GPU with float8 kernels (compute capability 8.9); a simulated device has them.
+        enable_fsdp_float8_all_gather: make FSDP all-gather weights in float8 instead of their dtype; the results are
+            the same. The scales need one all-reduce per forward pass. Without FSDP it has no effect.
 
     Raises:
-        ConversionError: an unknown recipe, or one that has no scale for a tensor with
-            ``enable_fsdp_float8_all_gather``.
+        ConversionError: ``recipe`` is unknown, or is not ``"tensorwise"`` with ``enable_fsdp_float8_all_gather``.
         UserError: torchao is not installed.
 
     Example:
@@ -69,7 +67,7 @@ class Float8Training(Conversion):
         self.recipe, self.emulate, self.gathers_float8 = recipe, emulate, enable_fsdp_float8_all_gather
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace the linear layers.
+        """Replace linear layers by float8 layers.
 
         Raises:
             ConversionError: no layer has widths that are multiples of 16.
@@ -88,7 +86,7 @@ class Float8Training(Conversion):
                 f"Float8Training: none of the {len(linears)} linear layers has widths that are multiples of "
                 f"{_MULTIPLE}: remove the conversion."
             )
-        _torchao.compute_in_float8(model, chosen, self.recipe, emulate=self.emulate)
+        torchao_formats.convert_to_float8(model, chosen, self.recipe, emulate=self.emulate)
         note = f"{self.recipe}, emulated: slower than without" if self.emulate else self.recipe
         left = [path for path in linears if path not in chosen]
         if left:
@@ -97,16 +95,16 @@ class Float8Training(Conversion):
         return ConversionReport("Float8 training", sorted(chosen), note=note)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
-        """Refuse tensor parallelism: a scale of a shard is not that of the tensor."""
-        if _torchao.is_float8_linear(module):
+        """Raise for float8 layers: tensor parallelism would scale each shard instead of the tensor."""
+        if torchao_formats.is_float8_linear(module):
             raise ConversionError("Float8Training: layers in float8 cannot be split: set tensor_parallel_dim=1.")
         return style
 
     def post_shard_hook(self, model: nn.Module, *, cpu_offload: bool) -> None:
-        """Let FSDP send float8.
+        """Make FSDP all-gather float8, if enabled.
 
         Raises:
-            ConversionError: the shards are kept in host memory.
+            ConversionError: the shards are in host memory.
         """
         if not self.gathers_float8:
             return
@@ -115,25 +113,25 @@ class Float8Training(Conversion):
                 "Float8Training: enable_fsdp_float8_all_gather rounds shards on the device, and fsdp_cpu_offload=True "
                 "keeps them in host memory: set one of the two to False."
             )
-        layers = [module for module in model.modules() if _torchao.is_float8_linear(module)]
-        # Before FSDP's own hook, which looks at the first call for shards that say how they are gathered
+        layers = [module for module in model.modules() if torchao_formats.is_float8_linear(module)]
+        # Before FSDP's own hook, which checks at the first call whether shards have all-gather hooks
         model.register_forward_pre_hook(lambda *_: _set_scales(layers), prepend=True)
 
 
 @torch.no_grad()
 def _set_scales(layers: list[nn.Module]) -> None:
-    """Let FSDP round the shards of these layers by scales that are those of the whole weights."""
+    """Set the float8 scales of the full weights on the shards of these layers."""
     from torch.distributed.tensor import DTensor  # slow to import
 
     by_group: dict[Any, list[tuple[nn.Module, torch.Tensor]]] = {}
     for layer in layers:
-        if isinstance(layer.weight, DTensor):  # else it is gathered already, and has not changed since
-            if not _torchao.ShardInFloat8.is_set_on(layer):
-                layer.load_state_dict({}, strict=False)  # lets FSDP replace a shard that it pads, which it does once
+        if isinstance(layer.weight, DTensor):  # else it is all-gathered already and unchanged
+            if not torchao_formats.ShardInFloat8.is_set_on(layer):
+                layer.load_state_dict({}, strict=False)  # makes FSDP replace a padded shard now, not later
             (dim,) = (dim for dim, kind in enumerate(layer.weight.placements) if kind.is_shard())
             by_group.setdefault(layer.weight.device_mesh.get_group(dim), []).append((layer, layer.weight.to_local()))
     for group, found in by_group.items():
         largest = torch.stack([shard.abs().amax() if len(shard) else shard.new_zeros(()) for _, shard in found])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        for (layer, _), scale in zip(found, _torchao.ShardInFloat8.scales(largest, found[0][0]), strict=True):
-            _torchao.ShardInFloat8.set_on(layer, scale)
+        for (layer, _), scale in zip(found, torchao_formats.ShardInFloat8.scales(largest, found[0][0]), strict=True):
+            torchao_formats.ShardInFloat8.set_on(layer, scale)

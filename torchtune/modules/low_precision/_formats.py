@@ -1,8 +1,8 @@
-"""How frozen weights are stored in four and eight bits.
+"""Storage formats of frozen weights in 4 and 8 bits.
 
-A format turns a weight ``[..., rows, columns]`` into a few tensors with the same leading dimensions, each row of them
-from the same row of the weight alone: a rank quantises the rows of its shard and gets the bits that one device gets.
-All of them are integers, because ``module.to(dtype)`` casts what is floating point, and scales are float32.
+A format stores a weight ``[..., rows, columns]`` as several tensors with the same leading dimensions. Each of their
+rows depends only on the same row of the weight, so that ranks quantise the rows of their shards independently.
+All tensors are integers, because ``module.to(dtype)`` would cast floating-point tensors; scales are float32 bits.
 """
 
 from abc import ABC, abstractmethod
@@ -33,32 +33,32 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
-_CHUNK = 2**22  # elements that are quantised at once, so that temporaries stay small beside the weight
+_CHUNK = 2**22  # elements quantised at once, so that temporaries are small
 _TABLES: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 class WeightFormat(ABC):
-    """A form of a weight.
+    """Base class of storage formats of a weight.
 
     Args:
-        dtype: of the decoded weight.
+        dtype: dtype of the decoded weight.
     """
 
-    # What is appended to the name of a weight for each of its tensors.
+    # Suffixes of the weight's name for each of its tensors.
     suffixes: ClassVar[tuple[str, ...]]
-    # Which of these have a dimension for the columns of the weight, their last one.
+    # Whether the last dimension of each tensor is along the weight's columns.
     by_column: ClassVar[tuple[bool, ...]]
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def refusal(self, columns: int) -> str:
-        """Why rows of so many columns cannot be stored; empty if they can."""
+    def explain_unsupported(self, columns: int) -> str:
+        """Return why rows with this number of columns cannot be stored; empty if they can."""
         return ""
 
     @abstractmethod
-    def outlines(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the tensors that store a weight of this shape."""
+    def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the tensors that store a weight of this shape."""
 
     @abstractmethod
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -66,15 +66,15 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def decode(self, *tensors: Tensor) -> Tensor:
-        """The weight ``[..., columns]``, in ``dtype``."""
+        """Dequantise the weight ``[..., columns]`` to ``dtype``."""
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Unfilled tensors for a weight, on its device."""
-        return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.outlines(like.shape)]
+        """Make uninitialised tensors for a weight, on its device."""
+        return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.storage_shapes(like.shape)]
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> list[Tensor]:
-        """The tensors that store ``weight``, on its device."""
+        """Quantise ``weight`` to the tensors that store it, on its device."""
         tensors = self.empty(weight)
         rows, parts = weight.flatten(0, -2), [tensor.flatten(0, weight.dim() - 2) for tensor in tensors]
         step = max(1, _CHUNK // weight.shape[-1])
@@ -86,10 +86,10 @@ class WeightFormat(ABC):
 
 
 class NF4(WeightFormat):
-    """Four bits an element, the nearest of 16 levels times the largest magnitude of a block of columns.
+    """4-bit NormalFloat: the nearest of 16 levels times the largest magnitude of a block of columns.
 
-    These scales are quantised too (double quantisation): to eight bits, between the smallest and the largest of a row.
-    With n columns and blocks of 64 that makes 4.125 + 64 / n bits an element.
+    The scales are also quantised (double quantisation): to 8 bits between the smallest and the largest scale of a row.
+    With n columns and blocks of 64, an element takes 4.125 + 64 / n bits.
     """
 
     suffixes = ("", "_scale", "_range")
@@ -101,10 +101,10 @@ class NF4(WeightFormat):
             raise ConversionError(f"NF4: block_size is {block_size}, give an even number, for example 64.")
         self.block_size = block_size
 
-    def refusal(self, columns: int) -> str:
+    def explain_unsupported(self, columns: int) -> str:
         return f"the block size {self.block_size} does not divide {columns}" if columns % self.block_size else ""
 
-    def outlines(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         *rows, columns = shape
         return [
             ((*rows, columns // 2), torch.uint8),
@@ -118,7 +118,7 @@ class NF4(WeightFormat):
         low, high = scale.aminmax(dim=1, keepdim=True)
         extent = torch.cat([low, (high - low) / 255], 1)
         scale = ((scale - low) / extent[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
-        # Levels are chosen for the scale that decoding will use.
+        # Codes are chosen for the quantised scale, which decoding uses.
         decoded = _scales(scale, extent.view(torch.int32)).clamp(min=torch.finfo(torch.float32).tiny)
         levels = torch.tensor(NF4_LEVELS, device=rows.device)
         codes = torch.bucketize(blocks / decoded.unsqueeze(-1), (levels[1:] + levels[:-1]) / 2, out_int32=True)
@@ -126,20 +126,20 @@ class NF4(WeightFormat):
         return codes[:, ::2] << 4 | codes[:, 1::2], scale, extent.view(torch.int32)
 
     def decode(self, codes: Tensor, scale: Tensor, extent: Tensor) -> Tensor:
-        table = _pairs(codes, self.dtype)
+        table = _level_pairs(codes, self.dtype)
         weight = table.index_select(0, codes.flatten().int()).view(self.dtype)
         blocks = weight.view(*scale.shape, self.block_size)
         return blocks.mul_(_scales(scale, extent).unsqueeze(-1)).flatten(-2)
 
 
 def _scales(codes: Tensor, extent: Tensor) -> Tensor:
-    """Scales of blocks in float32, out of eight bits each and two numbers for each row."""
+    """Decode float32 scales of blocks from their 8-bit codes and the (minimum, step) of each row."""
     low, step = extent.view(torch.float32).split(1, -1)
     return torch.addcmul(low, codes.float(), step)
 
 
-def _pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Both levels of every byte, as one integer each: a look-up reads a byte and writes two elements."""
+def _level_pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Lookup table from a byte to its two levels, packed in one integer, so that a lookup writes two elements."""
     key = codes.device, dtype
     is_real = type(codes) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if is_real and key in _TABLES:
@@ -147,20 +147,20 @@ def _pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
     both = [[first, second] for first in NF4_LEVELS for second in NF4_LEVELS]
     table = torch.tensor(both, dtype=dtype, device=codes.device)
     table = table.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]).flatten()
-    if is_real and type(table) is Tensor:  # not of a simulation
+    if is_real and type(table) is Tensor:  # no fake tensor
         _TABLES[key] = table
     return table
 
 
 class _ByRow(WeightFormat):
-    """Eight bits an element and a scale for every row."""
+    """8 bits per element and a scale per row."""
 
     suffixes = ("", "_scale")
     by_column = (True, False)
     largest: ClassVar[float]
     codes: ClassVar[torch.dtype]
 
-    def outlines(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         *rows, columns = shape
         return [((*rows, columns), self.codes), ((*rows, 1), torch.int32)]
 
@@ -170,7 +170,7 @@ class _ByRow(WeightFormat):
 
 
 class Int8(_ByRow):
-    """Eight bits an element: whole multiples of 1 / 127 of the largest magnitude of a row."""
+    """int8 with a scale per row: multiples of 1 / 127 of the row's largest magnitude."""
 
     largest, codes = 127.0, torch.int8
 
@@ -183,7 +183,7 @@ class Int8(_ByRow):
 
 
 class Float8(_ByRow):
-    """Eight bits an element: float8 (four bits of exponent, three of mantissa), scaled by row."""
+    """float8 (e4m3) with a scale per row."""
 
     largest, codes = 448.0, torch.uint8
 

@@ -1,4 +1,4 @@
-"""Layers whose frozen weights are stored in four or eight bits."""
+"""Layers with frozen weights in 4 or 8 bits."""
 
 from functools import cache
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules._recast import recast
+from torchtune.modules._change_class import change_class
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.low_precision._formats import NF4, Float8, Int8, WeightFormat
 from torchtune.modules.moe.experts import GroupedExperts
@@ -14,20 +14,20 @@ from torchtune.modules.stored_linear import Stored, StoredLinear
 
 
 class QuantizedLinear(StoredLinear):
-    """Base class of linear layers whose frozen weight is quantised.
+    """Base class of linear layers with a frozen, quantised weight.
 
-    ``weight`` and the parameters beside it are those of the format; ``bias`` stays as it is.
+    ``weight`` and the parameters with a suffix are the tensors of the format; ``bias`` is not quantised.
 
     Args:
         in_dim: width of the input.
         out_dim: width of the output.
         bias: whether there is a bias.
-        device: of the parameters.
-        dtype: in which the layer computes.
-        **quantization_kwargs: of the format; NF4 has ``block_size``, columns that share a scale, 64 by default.
+        device: device of the parameters.
+        dtype: compute dtype.
+        **quantization_kwargs: options of the format; NF4 has ``block_size``, columns that share a scale, 64 by default.
 
     Raises:
-        ConversionError: a block size that does not divide ``in_dim``, or an option that does not exist.
+        ConversionError: the block size does not divide ``in_dim``, or an option is unknown.
     """
 
     format: WeightFormat
@@ -47,45 +47,45 @@ class QuantizedLinear(StoredLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "QuantizedLinear":
-        """A layer with the weight of ``linear``, quantised if it has values, and the same bias; both frozen.
+        """Make a frozen layer from ``linear``, with its bias and its quantised weight.
 
         Args:
-            linear: on any device; kept as it is.
-            options: of the format.
+            linear: layer on any device, which is not changed; on the meta device nothing is quantised.
+            options: options of the format.
         """
-        new = recast(linear, cls)
+        new = change_class(linear, cls)
         new._quantize(**options)
         return new
 
     def _quantize(self, **options: Any) -> None:
         self.format = self.kind(self.weight.dtype, **options)
-        if reason := self.format.refusal(self.in_features):
+        if reason := self.format.explain_unsupported(self.in_features):
             raise ConversionError(f"{type(self).__name__}: {reason}, the width of the input.")
-        store(self, "weight", self.format)
+        quantize_parameter(self, "weight", self.format)
         self.requires_grad_(False)
 
     def to_linear(self) -> nn.Linear:
-        """A plain layer on the meta device, frozen, with the same bias."""
-        linear = recast(self, nn.Linear)
-        restore(linear, "weight", self.format, (self.out_features, self.in_features))
+        """Make a frozen plain layer on the meta device, with the same bias."""
+        linear = change_class(self, nn.Linear)
+        restore_parameter(linear, "weight", self.format, (self.out_features, self.in_features))
         del linear.format
         return linear
 
     def full_weight(self) -> Tensor:
-        """The dequantised weight ``[out, in]``."""
+        """Return the dequantised weight ``[out, in]``."""
         return self.stored_weight().full()
 
     def stored_weight(self) -> Stored:
-        """The weight as it is stored."""
-        return stored(self, "weight")
+        """Return the weight in its storage format."""
+        return get_stored(self, "weight")
 
     def extra_repr(self) -> str:
-        """Sizes and format."""
+        """Return sizes and format for ``repr``."""
         return f"{super().extra_repr()}, weight={type(self.format).__name__}"
 
 
 class FrozenNF4Linear(QuantizedLinear):
-    """Linear layer with a frozen weight of four bits an element (NF4, double quantisation).
+    """Linear layer with a frozen NF4 weight (4 bits, double quantisation).
 
     Example:
         >>> torchtune.modules.low_precision.FrozenNF4Linear(128, 64).full_weight().shape
@@ -104,12 +104,12 @@ class FrozenNF4Linear(QuantizedLinear):
         unknown = sorted(set(options) - {"block_size", "scaler_block_size"})
         if unknown:
             raise ConversionError(f"{', '.join(unknown)}: no option of an NF4 weight, remove it (there is block_size).")
-        options.pop("scaler_block_size", None)  # of older configs; here the scales of a row are quantised together
+        options.pop("scaler_block_size", None)  # in older configs; here the scales of a row are quantised together
         super()._quantize(**options)
 
 
 class FrozenInt8Linear(QuantizedLinear):
-    """Linear layer with a frozen weight of eight bits an element and a scale for every row.
+    """Linear layer with a frozen int8 weight and a scale per row.
 
     Example:
         >>> from torchtune.modules.low_precision import QuantizeBase
@@ -127,7 +127,7 @@ class FrozenInt8Linear(QuantizedLinear):
 
 
 class FrozenFloat8Linear(FrozenInt8Linear):
-    """Linear layer with a frozen weight in float8 (e4m3) and a scale for every row.
+    """Linear layer with a frozen float8 (e4m3) weight and a scale per row.
 
     Example:
         >>> torchtune.modules.low_precision.FrozenFloat8Linear(16, 8).full_weight().shape
@@ -138,31 +138,31 @@ class FrozenFloat8Linear(FrozenInt8Linear):
 
 
 class QuantizedExperts(GroupedExperts):
-    """Base class of experts whose frozen matrices are quantised, each row ``[o]`` of ``[e, i, o]`` by itself."""
+    """Base class of experts with frozen matrices ``[e, i, o]``, of which each row ``[o]`` is quantised separately."""
 
     format: WeightFormat
     plain_kind: type[GroupedExperts]
 
     @classmethod
     def from_experts(cls, experts: GroupedExperts, form: WeightFormat) -> "QuantizedExperts":
-        """Experts with the matrices of ``experts``, quantised if they have values; biases are kept, all is frozen."""
-        new = recast(experts, _quantized_kind(type(experts)))
+        """Make frozen experts from ``experts`` with quantised matrices; on the meta device these are empty."""
+        new = change_class(experts, _quantized_kind(type(experts)))
         new.format = form
-        for name in matrices(experts):
-            store(new, name, form)
+        for name in matrix_names(experts):
+            quantize_parameter(new, name, form)
         return new.requires_grad_(False)
 
     def to_experts(self) -> GroupedExperts:
-        """Plain experts on the meta device, frozen."""
-        plain = recast(self, self.plain_kind)
+        """Make frozen plain experts on the meta device."""
+        plain = change_class(self, self.plain_kind)
         for name, shape in self.matrix_shapes().items():
-            restore(plain, name, self.format, shape)
+            restore_parameter(plain, name, self.format, shape)
         del plain.format
         return plain
 
     def stored_weight(self, name: str) -> Stored:
-        """The matrices called ``name``, as they are stored."""
-        return stored(self, name)
+        """Return the matrices called ``name`` in their storage format."""
+        return get_stored(self, name)
 
 
 @cache
@@ -170,27 +170,27 @@ def _quantized_kind(plain: type[GroupedExperts]) -> type[QuantizedExperts]:
     return type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), {"plain_kind": plain})
 
 
-def matrices(experts: GroupedExperts) -> list[str]:
-    """Names of the stacked matrices ``[e, i, o]`` of experts."""
+def matrix_names(experts: GroupedExperts) -> list[str]:
+    """Return the names of the stacked matrices ``[e, i, o]`` of experts."""
     return list(experts.matrix_shapes())
 
 
-def stored(module: nn.Module, name: str) -> Stored:
-    """The parameter that was called ``name``, as ``module`` stores it."""
+def get_stored(module: nn.Module, name: str) -> Stored:
+    """Return the weight called ``name`` in the storage format of ``module``."""
     form: WeightFormat = module.format
     return Stored(form.decode, tuple(getattr(module, name + suffix) for suffix in form.suffixes), form.dtype)
 
 
-def store(module: nn.Module, name: str, form: WeightFormat) -> None:
-    """Put the parameters of a format in the place of the one called ``name``, with its values if it has any."""
+def quantize_parameter(module: nn.Module, name: str, form: WeightFormat) -> None:
+    """Replace the parameter called ``name`` by its quantised tensors; on the meta device they are empty."""
     weight = getattr(module, name)
     tensors = form.empty(weight) if weight.is_meta else form.encode(weight.detach())
     for suffix, tensor in zip(form.suffixes, tensors, strict=True):
         setattr(module, name + suffix, nn.Parameter(tensor, requires_grad=False))
 
 
-def restore(module: nn.Module, name: str, form: WeightFormat, shape: tuple[int, ...]) -> None:
-    """Put an empty parameter of the meta device in the place of those that store it."""
+def restore_parameter(module: nn.Module, name: str, form: WeightFormat, shape: tuple[int, ...]) -> None:
+    """Replace the quantised tensors by an empty parameter on the meta device."""
     for suffix in form.suffixes:
         delattr(module, name + suffix)
     weight = torch.empty(shape, dtype=form.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Quantised base weights as a conversion."""
+"""Conversion that quantises base weights."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -36,23 +36,22 @@ _DEFAULT = ("layers.*", "*.layers.*")
 
 
 class QuantizeBase(Conversion):
-    """Conversion that freezes a model and stores its linear layers and experts in four or eight bits.
+    """Conversion that freezes a model and stores its linear layers and experts in 4 or 8 bits, for QLoRA.
 
-    Weights are quantised as they are read: no more than one of them is in memory as it was. Every product makes the
-    full weight anew, in the dtype of the model, and keeps nothing of it for the backward pass. What is trained is an
-    adapter on top; a base that is trained itself cannot be quantised.
+    Weights are quantised one at a time while the checkpoint is loaded. Every matrix product dequantises the weight to
+    the dtype of the model, and does not save it for the backward pass. Only adapters can be trained.
 
-    By default these are the linear layers and experts inside ``layers``, without routers. Embeddings and the output
-    projection, tied or not, keep their dtype, and so does a layer whose width the block size does not divide: the
-    report of the conversion says which.
+    By default, the linear layers and experts inside ``layers`` are quantised, except routers. Embeddings and the output
+    projection, tied or not, keep their dtype, and so do layers with a width that the block size does not divide; the
+    report lists these.
 
     Args:
-        dtype: ``"nf4"`` (4.1 to 4.3 bits an element), ``"int8"`` or ``"float8"`` (8 bits an element).
-        block_size: columns that share a scale in NF4, a multiple of 2; 64 by default. Other dtypes have none.
-        target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end, in the place of the default.
+        dtype: ``"nf4"`` (4.1 to 4.3 bits per element), ``"int8"`` or ``"float8"`` (8 bits per element).
+        block_size: columns that share a scale in NF4, a multiple of 2; 64 by default. Must be None for other dtypes.
+        target_modules: :mod:`fnmatch` patterns of module paths, or of their ends, which replace the default.
 
     Raises:
-        ConversionError: an unknown dtype, or a block size that is out of range or has no meaning.
+        ConversionError: an argument is invalid.
 
     Example:
         >>> from torchtune.modules.low_precision import QuantizeBase
@@ -77,19 +76,19 @@ class QuantizeBase(Conversion):
         self.options: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
         self.target_modules = None if target_modules is None else list(target_modules)
         self._formats: dict[str, WeightFormat] = {}
-        self._format(torch.float32)  # refuses options that are out of range
+        self._format(torch.float32)  # raises for invalid options
 
     def _format(self, dtype: torch.dtype) -> WeightFormat:
         return _LAYERS[self.dtype].kind(dtype, **self.options)
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace the chosen layers, and freeze everything.
+        """Replace the target layers and freeze the model.
 
         Raises:
-            ConversionError: a target matches no layer, or cannot be quantised; nothing has been changed then.
+            ConversionError: a target matches no layer or cannot be quantised; the model is then unchanged.
         """
-        chosen, left = self._choose(model)
-        before = _mib(model)
+        chosen, left = self._select_modules(model)
+        before = _size_in_mib(model)
         for path, module in chosen.items():
             parent, _, name = path.rpartition(".")
             if isinstance(module, GroupedExperts):
@@ -99,16 +98,16 @@ class QuantizeBase(Conversion):
                 new = _LAYERS[self.dtype].from_linear(module, **self.options)
             setattr(model.get_submodule(parent), name, new)
         model.requires_grad_(False)
-        self._formats |= {name: module.format for name, module, _ in _stored(model)}
-        note = f"{before:,.1f} MiB of weights become {_mib(model):,.1f} MiB"
+        self._formats |= {name: module.format for name, module, _ in _quantized_weights(model)}
+        note = f"{before:,.1f} MiB of weights become {_size_in_mib(model):,.1f} MiB"
         if left:
             note += f"; {len(left)} keep their dtype, because {next(iter(left.values()))}: " + ", ".join(
                 nearest_module_names("", list(left), count=4)
             )
         return ConversionReport(name=f"Base in {self.dtype}", replaced=list(chosen), note=note)
 
-    def _choose(self, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Modules to quantise by path, and why others of the default are left out."""
+    def _select_modules(self, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        """Modules to quantise by path, and reasons for the default targets that are left out."""
         kinds = (nn.Linear, GroupedExperts)
         routers = {id(module.gate) for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)}
         layers = {
@@ -127,7 +126,7 @@ class QuantizeBase(Conversion):
                     f"QuantizeBase: no linear layer of the model {what}, the nearest names are {nearest}."
                 )
             chosen |= {path: layers[path] for path in matching}
-        left = {path: reason for path, module in chosen.items() if (reason := self._refusal(module))}
+        left = {path: reason for path, module in chosen.items() if (reason := self._explain_unsupported(module))}
         self._check(model, chosen, left)
         return {path: module for path, module in chosen.items() if path not in left}, left
 
@@ -155,18 +154,18 @@ class QuantizeBase(Conversion):
                 "leave the layer out by target_modules."
             )
 
-    def _refusal(self, module: nn.Module) -> str:
+    def _explain_unsupported(self, module: nn.Module) -> str:
         form = self._format(torch.float32)
         if isinstance(module, GroupedExperts):
-            reasons = (form.refusal(shape[-1]) for shape in module.matrix_shapes().values())
+            reasons = (form.explain_unsupported(shape[-1]) for shape in module.matrix_shapes().values())
             return next((reason for reason in reasons if reason), "")
-        return form.refusal(module.in_features)
+        return form.explain_unsupported(module.in_features)
 
     def revert(self, model: nn.Module) -> None:
-        """Put plain layers in the place of the quantised ones, all on the meta device.
+        """Replace quantised layers by plain ones on the meta device.
 
         Raises:
-            ConversionError: the weights have values already.
+            ConversionError: the weights are not on the meta device.
         """
         modules = [(path, module) for path, module in model.named_modules() if hasattr(module, "format")]
         for _, module in modules:
@@ -181,35 +180,35 @@ class QuantizeBase(Conversion):
             setattr(model.get_submodule(parent), name, plain)
 
     def stored_weights(self, model: nn.Module) -> dict[str, StoredWeight]:
-        """The quantised weights, each row by itself."""
+        """Return the quantised weights, which are stored ``by_rows``."""
         return {
-            name: StoredWeight(shape, module.format.dtype, _parts(name, module.format), by_rows=True)
-            for name, module, shape in _stored(model)
+            name: StoredWeight(shape, module.format.dtype, _tensor_names(name, module.format), by_rows=True)
+            for name, module, shape in _quantized_weights(model)
         }
 
     def from_full(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Quantise a weight, or some rows of one."""
+        """Quantise a weight or some of its rows."""
         form = self._formats[name]
         if not tensor.isfinite().all():
             raise ConversionError(f"QuantizeBase: '{name}' has values that are not finite and cannot be quantised.")
-        return dict(zip(_parts(name, form), form.encode(tensor), strict=True))
+        return dict(zip(_tensor_names(name, form), form.encode(tensor), strict=True))
 
     def to_full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The dequantised weight, as products see it."""
+        """Dequantise a weight."""
         form = self._formats[name]
-        return form.decode(*(tensors[part] for part in _parts(name, form)))
+        return form.decode(*(tensors[part] for part in _tensor_names(name, form)))
 
 
-def _mib(model: nn.Module) -> float:
+def _size_in_mib(model: nn.Module) -> float:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
 
 
-def _parts(name: str, form: WeightFormat) -> tuple[str, ...]:
+def _tensor_names(name: str, form: WeightFormat) -> tuple[str, ...]:
     return tuple(name + suffix for suffix in form.suffixes)
 
 
-def _stored(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...]]]:
-    """Name of every quantised weight, its module and its shape."""
+def _quantized_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...]]]:
+    """(name, module, shape) of every quantised weight."""
     found = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
@@ -228,21 +227,21 @@ def reparametrize_as_dtype_state_dict_post_hook(
     offload_to_cpu: bool = True,
     **kwargs: Any,
 ) -> None:
-    """State-dict hook that puts dequantised weights in the place of what stores them, one at a time.
+    """State-dict hook that replaces stored weights by dequantised ones.
 
-    Checkpoints of recipes need no hook; this is for ``model.state_dict()`` in code of one's own.
+    Recipes do not need it for their checkpoints; it is for ``model.state_dict()`` in user code.
 
     Args:
-        model: of which the state dict is.
-        state_dict: changed in place.
-        prefix: of its keys.
-        *args: as hooks get them; not used.
-        dtype: of the dequantised weights.
-        offload_to_cpu: move every tensor to the host.
-        **kwargs: not used.
+        model: the model.
+        state_dict: state dict of the model, changed in place.
+        prefix: prefix of its keys.
+        *args: further arguments of hooks, unused.
+        dtype: dtype of the dequantised weights.
+        offload_to_cpu: move every tensor to the CPU.
+        **kwargs: unused.
     """
-    for name, module, _ in _stored(model):
-        tensors = [state_dict.pop(prefix + part) for part in _parts(name, module.format)]
+    for name, module, _ in _quantized_weights(model):
+        tensors = [state_dict.pop(prefix + part) for part in _tensor_names(name, module.format)]
         state_dict[prefix + name] = module.format.decode(*tensors).to(dtype)
     if offload_to_cpu:
         state_dict.update((key, value.cpu()) for key, value in state_dict.items() if isinstance(value, torch.Tensor))

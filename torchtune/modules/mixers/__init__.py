@@ -1,4 +1,4 @@
-"""Mixers of positions that are not attention: linear attention, state spaces and short convolutions."""
+"""Sequence mixers other than attention: linear attention, state-space models and short convolutions."""
 
 from torchtune.modules.mixers._gated_delta_net import GatedDeltaNet
 from torchtune.modules.mixers._mamba2 import Mamba2

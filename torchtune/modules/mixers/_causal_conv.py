@@ -1,4 +1,4 @@
-"""A short causal convolution per channel that does not look into the document before."""
+"""Depthwise causal convolution within packed documents."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torchtune.modules.mixers._state_cache import StateCache
 
 
 class _CausalConv(torch.autograd.Function):
-    """Keeps its arguments alone for the backward pass, where one shifted copy per tap would be."""
+    """Convolution that saves only its arguments for the backward pass, instead of a shifted copy per tap."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ class _CausalConv(torch.autograd.Function):
 
 
 def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-    """``out[t, c] = sum_j weight[c, K - 1 - j] * x[t - j, c]`` over the j up to ``reach[t]``.
+    """Compute ``out[t, c] = sum_j weight[c, K - 1 - j] * x[t - j, c]`` for j from 0 to ``min(K - 1, reach[t])``.
 
     Args:
         x: ``[b, s, c]``.
-        weight: ``[c, K]``; the last column is that of the position itself.
-        reach: ``[b, s]`` or ``[1, s]``, how many earlier positions the document of each position has.
+        weight: ``[c, K]``; the last column applies to the position itself.
+        reach: ``[b, s]`` or ``[1, s]``, number of earlier positions in the document of each position.
 
     Returns:
         Tensor ``[b, s, c]``.
@@ -47,7 +47,7 @@ def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
 
 
 def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-    """:func:`causal_conv` that goes on from what the cache holds of earlier positions."""
+    """Compute :func:`causal_conv` with the earlier inputs in the cache."""
     if cache is None:
         return causal_conv(x, weight, reach)
     before = cache.tail.shape[1]
@@ -56,12 +56,12 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
 
 
 class DepthwiseWeight(nn.Module):
-    """The weight of a convolution per channel, ``weight`` ``[c, 1, K]``, as checkpoints hold it.
+    """Depthwise causal convolution with the weight ``[c, 1, K]`` of ``nn.Conv1d``, as in checkpoints.
 
     Args:
         channels: c.
-        taps: K, positions that the convolution sees, itself the last.
-        bias: whether it has a bias, ``bias`` ``[c]``.
+        taps: K, kernel size.
+        bias: whether there is a bias ``[c]``.
     """
 
     def __init__(self, channels: int, taps: int, bias: bool = False) -> None:
@@ -71,7 +71,7 @@ class DepthwiseWeight(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight, as ``nn.Conv1d`` does."""
+        """Initialise the parameters as ``nn.Conv1d`` does."""
         bound = self.weight.shape[-1] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -79,13 +79,13 @@ class DepthwiseWeight(nn.Module):
     def forward(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, factors: Sequence[tuple[int, float]] | None = None
     ) -> Tensor:
-        """``[b, s, c]`` to ``[b, s, c]``; see :func:`causal_conv`.
+        """Compute :func:`causal_conv`: ``[b, s, c]`` to ``[b, s, c]``.
 
         Args:
-            x: inputs.
-            reach: earlier positions of the same document.
-            cache: what earlier positions have left.
-            factors: how many channels, and by what their inputs are scaled; c channels in all.
+            x: inputs ``[b, s, c]``.
+            reach: number of earlier positions in the document of each position.
+            cache: cache with earlier inputs, or None.
+            factors: (number of channels, scale of their inputs) for consecutive groups of the c channels.
         """
         weight = self.weight[:, 0]
         if factors is not None:

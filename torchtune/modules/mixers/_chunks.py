@@ -1,4 +1,4 @@
-"""Linear attention with a state that decays, chunk by chunk: what the delta rule and Mamba 2 have in common."""
+"""Chunked linear attention with a decaying state: the common part of the gated delta rule and Mamba 2."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Chunk(ABC):
-    """c positions of all heads, in float32.
+    """A chunk of c positions of all heads, in float32.
 
     ``d(i, j) = exp(g_{j+1} + ... + g_i)`` is the decay between positions i >= j of one document.
 
@@ -21,17 +21,17 @@ class Chunk(ABC):
         k: ``[b, c, n_k, h_k]``.
         v: ``[b, c, n_v, h_v]``.
         g: logarithm of the decay ``[b, c, n_v]``.
-        beta: how much is written ``[b, c, n_v]``.
-        resets: first positions of documents ``[b, c]``.
+        beta: write strength ``[b, c, n_v]``.
+        resets: whether a document begins at each position ``[b, c]``.
 
     Attributes:
         q: queries ``[b, n_k, 1, c, h_k]``.
         k: keys ``[b, n_k, 1, c, h_k]``.
         v: values ``[b, n_k, r, c, h_v]``; r value heads share a key head.
-        beta: ``[b, n_k, r, c, 1]``.
+        beta: write strength ``[b, n_k, r, c, 1]``.
         decay: d ``[b, n_k, r, c, c]``, 0 above the diagonal and between documents.
-        since_state: decay of the state ``[b, n_k, r, c, 1]``, 0 where a document has begun since.
-        until_end: decay until the last position ``[b, n_k, r, c, 1]``, 0 for documents that have ended by then.
+        since_state: decay of the incoming state ``[b, n_k, r, c, 1]``, 0 after a new document has begun.
+        until_end: decay until the last position ``[b, n_k, r, c, 1]``, 0 in documents that end before it.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
@@ -41,11 +41,11 @@ class Chunk(ABC):
         g, beta = (t.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1) for t in (g, beta))
         self.beta = beta[..., None]
 
-        document = resets.cumsum(-1)  # within the chunk; 0 continues that of the state
+        document = resets.cumsum(-1)  # index within the chunk; 0: the document of the incoming state
         same = (document[:, :, None] == document[:, None, :]).tril()[:, None, None]
         first = (document == 0)[:, None, None]
         last = (document == document[:, -1:])[:, None, None]
-        # Neighbours differ by little where the sum is large: float32 would leave three digits of the difference.
+        # Differences of a large cumulative sum are small: float32 would leave three digits of them.
         total = g.cumsum(-1, dtype=torch.float64)
         between = (total[..., :, None] - total[..., None, :]).float()
         nothing = float("-inf")
@@ -56,22 +56,22 @@ class Chunk(ABC):
     @staticmethod
     @abstractmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
-        """Shape of the state, from all keys and values as :func:`chunked` has them."""
+        """Return the shape of the state for keys ``[b, s, n_k, h_k]`` and values ``[b, s, n_v, h_v]``."""
 
     @abstractmethod
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What the queries read ``[b, n_k, r, c, h_v]``, and the state after the chunk."""
+        """Compute the outputs ``[b, n_k, r, c, h_v]`` and the state after the chunk."""
 
     @abstractmethod
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`read` of a chunk of one position: the recurrence itself."""
+        """Compute :meth:`read` of a single position, by the recurrence."""
 
     @abstractmethod
     def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, g and beta, as they were given, and of the state before the chunk."""
+        """Compute the gradients of the arguments q, k, v, g and beta, and of the state before the chunk."""
 
     def d_g(self, d_decay: Tensor, since: Tensor, until: Tensor) -> Tensor:
-        """Gradient of g, ``[b, c, n_v]``.
+        """Compute the gradient of g, ``[b, c, n_v]``.
 
         Args:
             d_decay: gradient of the logarithm of ``decay``, ``[b, n_k, r, c, c]``.
@@ -84,12 +84,12 @@ class Chunk(ABC):
 
 
 def positions_first(x: Tensor) -> Tensor:
-    """``[b, n_k, r, c, h_v]`` to ``[b, c, n_v, h_v]``."""
+    """Permute ``[b, n_k, r, c, h_v]`` to ``[b, c, n_v, h_v]``."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def scalars_first(x: Tensor) -> Tensor:
-    """``[b, n_k, r, c]`` to ``[b, c, n_v]``."""
+    """Permute ``[b, n_k, r, c]`` to ``[b, c, n_v]``."""
     return x.permute(0, 3, 1, 2).flatten(2)
 
 
@@ -104,17 +104,17 @@ def _slices(positions: int) -> Iterator[slice]:
 
 
 def chunked(name: str, kind: type[Chunk]) -> Rule:
-    """Make the function of a kind of chunk, and its operator ``torchtune::name``.
+    """Make the function of a chunked recurrence, and its operator ``torchtune::name``.
 
-    Between forward and backward only the inputs and the states at the beginnings of chunks are kept.
+    It saves only the inputs and the states at the beginnings of chunks for the backward pass.
 
     Args:
-        name: of the operator.
-        kind: what computes a chunk.
+        name: name of the operator.
+        kind: class that computes a chunk.
 
     Returns:
-        ``rule(q, k, v, g, beta, resets, state=None)``, which returns what was read, ``[b, s, n_v, h_v]`` in the dtype
-        of ``v``, and the state after the last position, float32 and without a gradient.
+        ``rule(q, k, v, g, beta, resets, state=None)``, which returns the outputs ``[b, s, n_v, h_v]`` in the dtype of
+        ``v`` and the state after the last position, float32 and without a gradient.
     """
 
     def first_state(k: Tensor, v: Tensor) -> Tensor:

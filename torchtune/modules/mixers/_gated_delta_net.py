@@ -11,11 +11,11 @@ from torchtune.modules.mixers._state_cache import StateCache
 
 
 class GatedRMSNorm(nn.Module):
-    """``scale * x / rms(x) * silu(gate)`` over the last dimension.
+    """Gated RMSNorm ``scale * x / rms(x) * silu(gate)`` over the last dimension.
 
     Args:
-        dim: its size.
-        eps: added to the mean of squares.
+        dim: size of the last dimension.
+        eps: added to the mean square.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -28,13 +28,13 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Both ``[..., dim]``; computed in float32, returned in the dtype of ``x``."""
+        """Normalise ``x`` ``[..., dim]``, gated by ``gate`` ``[..., dim]``, in float32; the dtype of ``x`` is kept."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.scale
         return (normed.float() * F.silu(gate.float())).to(x.dtype)
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """A short convolution of queries, keys and values, the gated delta rule, a gated norm per head, a projection.
+    """Gated DeltaNet: short convolution of queries, keys and values, gated delta rule, gated norm, projection.
 
     Args:
         embed_dim: d.
@@ -42,12 +42,12 @@ class GatedDeltaNet(RecurrentMixer):
         num_value_heads: n_v, a multiple of n_k.
         key_dim: h_k, size of a query or key head.
         value_dim: h_v, size of a value head.
-        conv_taps: positions that the convolution sees.
-        norm_eps: of the norm.
-        fused: one projection ``qkvz_proj`` in the place of ``qkv_proj`` and ``z_proj``, and ``ba_proj`` likewise.
+        conv_taps: kernel size of the convolution.
+        norm_eps: eps of the norm.
+        fused: use one projection ``qkvz_proj`` instead of ``qkv_proj`` and ``z_proj``, and ``ba_proj`` likewise.
 
     Raises:
-        ValueError: ``num_value_heads`` is no multiple of ``num_key_heads``.
+        ValueError: ``num_value_heads`` is not a multiple of ``num_key_heads``.
 
     Example:
         >>> mixer = torchtune.modules.mixers.GatedDeltaNet(
@@ -94,7 +94,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the decay: exp(a_log) uniform in [0.01, 16], ``dt_bias`` 1."""
+        """Initialise the decay: exp(a_log) is uniform in [0.01, 16], ``dt_bias`` is 1."""
         with torch.no_grad():
             self.a_log.uniform_(0.01, 16.0).log_()
             self.dt_bias.fill_(1.0)
@@ -119,7 +119,7 @@ class GatedDeltaNet(RecurrentMixer):
         return self.output_proj(self.norm(out, gate).flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values together, gates, corrections and decays."""
+        """Project to concatenated queries, keys and values, gates z, and the inputs of beta and the decay."""
         if not self.fused:
             return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
         qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)

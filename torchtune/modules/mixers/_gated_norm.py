@@ -1,4 +1,4 @@
-"""RMSNorm of gated values, by groups of channels."""
+"""Gated RMSNorm over groups of channels."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Keeps its arguments alone for the backward pass, where five float32 tensors of their size would be."""
+    """Gated norm that saves only its arguments for the backward pass, not five float32 tensors of their size."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
@@ -36,12 +36,12 @@ def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float)
 
 
 class GatedGroupNorm(nn.Module):
-    """``scale * y / rms(y)`` for ``y = x * silu(gate)``, where the mean is that of a group of channels.
+    """Gated RMSNorm ``scale * y / rms(y)`` for ``y = x * silu(gate)``, over groups of channels.
 
     Args:
         dim: number of channels.
-        groups: number of groups of neighbouring channels; divides ``dim``.
-        eps: added to the mean of squares.
+        groups: number of groups of consecutive channels; divides ``dim``.
+        eps: added to the mean square.
     """
 
     def __init__(self, dim: int, groups: int, eps: float) -> None:
@@ -54,7 +54,7 @@ class GatedGroupNorm(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Both ``[..., dim]``; computed in float32, returned in the dtype of ``x``."""
+        """Normalise ``x`` ``[..., dim]``, gated by ``gate`` ``[..., dim]``, in float32; the dtype of ``x`` is kept."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _gated_norm(x, gate, self.scale, self.groups, self.eps)
         return _GatedNorm.apply(x, gate, self.scale, self.groups, self.eps)

@@ -1,4 +1,4 @@
-"""Mamba 2: the state space layers of Granite 4, Falcon-H1 and Nemotron 3."""
+"""Mamba 2: state-space layers of Granite 4, Falcon-H1 and Nemotron 3."""
 
 import math
 
@@ -15,27 +15,27 @@ from torchtune.modules.mixers._state_space import state_space
 
 
 class Mamba2(RecurrentMixer):
-    """A short convolution, a state space per head, a gate and a norm, a projection (Dao & Gu 2024, arXiv:2405.21060).
+    """Mamba 2: short convolution, state space per head, gated norm, projection (Dao & Gu 2024, arXiv:2405.21060).
 
-    ``in_proj`` returns the gates z, what is written x, where it is written b, what is read c, and step sizes dt, in
-    this order. ``a_log``, ``dt_bias`` and ``skip`` (``D`` in checkpoints) have one number per head.
+    ``in_proj`` returns the paper's z (gate), x, b, c and dt (step size), in this order. ``a_log``, ``dt_bias`` and
+    ``skip`` (``D`` in checkpoints) have one number per head.
 
     Args:
         embed_dim: d.
-        num_heads: heads.
+        num_heads: number of heads.
         head_dim: p, size of a head.
-        num_groups: groups of consecutive heads with the same b and c.
+        num_groups: number of groups of consecutive heads with the same b and c.
         state_dim: n, size of b and of c.
-        conv_taps: positions that the convolution of x, b and c sees.
-        norm_eps: of the norm.
-        has_norm: whether the gated output is normalised, by group.
-        dt_min: smallest step size.
-        dt_max: largest step size.
+        conv_taps: kernel size of the convolution of x, b and c.
+        norm_eps: eps of the norm.
+        has_norm: whether the gated output is normalised, per group.
+        dt_min: minimum step size.
+        dt_max: maximum step size.
         scales: factors of z, x, b, c and dt.
         out_scale: factor of the output.
 
     Raises:
-        ValueError: ``num_heads`` is no multiple of ``num_groups``.
+        ValueError: ``num_heads`` is not a multiple of ``num_groups``.
 
     Example:
         >>> mixer = torchtune.modules.mixers.Mamba2(
@@ -78,7 +78,7 @@ class Mamba2(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the decay: exp(a_log) uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]; ``skip`` 1."""
+        """Initialise exp(a_log) uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1], ``skip`` to 1."""
         with torch.no_grad():
             self.a_log.uniform_(1.0, 16.0).log_()
             self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()

@@ -1,4 +1,4 @@
-"""What layers need of a mixer, whether it is attention or not."""
+"""Base class of sequence mixers other than attention."""
 
 from abc import ABC, abstractmethod
 
@@ -9,11 +9,10 @@ from torchtune.modules.mixers._state_cache import StateCache
 
 
 class RecurrentMixer(nn.Module, ABC):
-    """A layer's mixer of positions with a state, in the place of attention (``TransformerSelfAttentionLayer.attn``).
+    """Base class of mixers with a state, which replace attention (``TransformerSelfAttentionLayer.attn``).
 
-    It is called as attention is. The state is zero before every position 0 of ``input_pos``: documents of a packed
-    batch begin there, and so does the text of a prompt that is padded on the left. A subclass has ``_mix`` and
-    ``_new_cache``.
+    The call signature is that of attention. The state is reset at every position 0 of ``input_pos``, where documents of
+    a packed batch and the text of left-padded prompts begin. Subclasses implement ``_mix`` and ``_new_cache``.
 
     Example:
         >>> issubclass(torchtune.modules.mixers.ShortConv, torchtune.modules.mixers.RecurrentMixer)
@@ -32,19 +31,19 @@ class RecurrentMixer(nn.Module, ABC):
 
     @property
     def state_elements(self) -> int:
-        """Elements of the state of one sequence; 0 for a mixer that only convolves."""
+        """Number of elements of one sequence's state; 0 for a convolution."""
         return 0
 
     @abstractmethod
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        """``[b, s, d]`` to ``[b, s, d]``; ``reach`` ``[b, s]`` counts earlier positions of the same document."""
+        """Mix ``[b, s, d]``; ``reach`` ``[b, s]`` is the number of earlier positions in the same document."""
 
     @abstractmethod
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
-        """An empty cache on the device that tensors are made on."""
+        """Make an empty cache on the default device."""
 
     def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
-        """Make room for the state of ``batch_size`` rows; its size does not depend on ``max_seq_len``."""
+        """Set up the cache for ``batch_size`` rows; ``max_seq_len`` is ignored."""
         if self.kv_cache is None:
             self.kv_cache = self._new_cache(batch_size, dtype)
             self.cache_enabled = True
@@ -64,15 +63,15 @@ class RecurrentMixer(nn.Module, ABC):
         documents: object = None,
         rope: object = None,
     ) -> Tensor:
-        """Mix positions; ``mask``, ``documents`` and ``rope`` are attention's, ``input_pos`` says the same here.
+        """Mix positions within documents, which ``input_pos`` defines.
 
         Args:
             x: ``[b, s, d]``.
-            mask: not used.
+            mask: ignored; an argument of attention.
             input_pos: position of each token in its document, ``[b, s]``, ``[1, s]`` or ``[s]``; by default each row is
                 one document.
-            documents: not used.
-            rope: not used.
+            documents: ignored; an argument of attention.
+            rope: ignored; an argument of attention.
 
         Returns:
             Tensor ``[b, s, d]``.

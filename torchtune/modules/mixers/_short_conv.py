@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2."""
+"""Gated short convolution of LFM2."""
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from torchtune.modules.mixers._state_cache import StateCache
 
 
 class ShortConv(RecurrentMixer):
-    """``output_proj(c * conv(b * x))``, where b, c and x are projections of the input.
+    """Gated short convolution ``output_proj(c * conv(b * x))`` of projections b, c and x of the input.
 
     Args:
         embed_dim: d.
-        conv_taps: positions that the convolution sees.
+        conv_taps: kernel size of the convolution.
 
     Example:
         >>> mixer = torchtune.modules.mixers.ShortConv(embed_dim=8, conv_taps=3)

@@ -1,4 +1,4 @@
-"""The state of a mixer that is not attention, kept during generation."""
+"""Cache of a recurrent mixer's state during generation."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from torchtune.modules.kv_cache import Place
 
 
 class StateCache(nn.Module):
-    """What earlier positions have left: a state of fixed size, and the last inputs of a convolution.
+    """Cache of a recurrent state of fixed size and of the last inputs of a convolution.
 
-    Buffers, none of which is saved: ``state`` and ``tail``, zero at first.
+    Non-persistent buffers, initialised to zero: ``state`` and ``tail``.
 
     Args:
-        state: shape of the state, ``[b, ...]``; empty for mixers without one.
+        state: shape of the state, ``[b, ...]``; ``(0,)`` for mixers without one.
         tail: shape of the last inputs, ``[b, K - 1, c]``.
-        dtype: of ``tail``; the state is float32.
+        dtype: dtype of ``tail``; the state is float32.
 
     Example:
         >>> cache = torchtune.modules.mixers.StateCache((2, 4), (8, 2), torch.float32)
@@ -31,17 +31,17 @@ class StateCache(nn.Module):
         self.place: Place | None = None
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         self.state.zero_()
         self.tail.zero_()
 
     def rows(self, count: int) -> slice:
-        """The rows of a forward pass of ``count`` sequences."""
+        """Return the cache rows of a forward pass with ``count`` sequences."""
         first = 0 if self.place is None else self.place.row
         return slice(first, first + count)
 
     def copy_rows(self, source: Tensor, target: Tensor, first: int, end: int) -> None:
-        """Copy the rows ``source`` to the rows ``target``; a state has no columns."""
+        """Copy the rows ``source`` to the rows ``target``; ``first`` and ``end`` are ignored."""
         for kept in (self.state, self.tail):
             if kept.ndim > 1:
                 kept[target] = kept[source]
@@ -50,7 +50,7 @@ class StateCache(nn.Module):
         """Do nothing: a state has no columns."""
 
     def extend(self, x: Tensor) -> Tensor:
-        """``x`` ``[b', s, c]`` behind the inputs before it, ``[b', K - 1 + s, c]``; remembers its end."""
+        """Prepend the cached inputs to ``x`` ``[b', s, c]``, giving ``[b', K - 1 + s, c]``, and cache the last ones."""
         rows, length = self.rows(x.shape[0]), self.tail.shape[1]
         x = torch.cat([self.tail[rows].to(x.dtype), x], dim=1)
         self.tail[rows] = x[:, x.shape[1] - length :]

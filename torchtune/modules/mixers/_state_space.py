@@ -1,4 +1,4 @@
-"""The state space of Mamba 2: linear attention with a state that decays, chunk by chunk."""
+"""Chunked state space of Mamba 2: linear attention with a decaying state."""
 
 from torch import Tensor
 
@@ -8,12 +8,12 @@ from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, sc
 class _StateSpaceChunk(Chunk):
     """Position i writes ``beta_i v_i``: the sum within a chunk is masked attention (Dao & Gu 2024, arXiv:2405.21060).
 
-    Many value heads share a key head, so the state is ``[b, n_k, h_k, r, h_v]``: its products are those of all r heads.
+    r value heads share a key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one product covers all r heads.
     """
 
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
-        """``[b, n_k, h_k, r, h_v]``."""
+        """Return ``[b, n_k, h_k, r, h_v]``."""
         return k.shape[0], k.shape[2], k.shape[-1], v.shape[2] // k.shape[2], v.shape[-1]
 
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class _StateSpaceChunk(Chunk):
 
     @staticmethod
     def _from_state(x: Tensor, state: Tensor) -> Tensor:
-        """Products of ``[b, n_k, 1, c, h_k]`` with the state, ``[b, n_k, r, c, h_v]``."""
+        """Multiply ``[b, n_k, 1, c, h_k]`` by the state: ``[b, n_k, r, c, h_v]``."""
         return (x[:, :, 0] @ state.flatten(-2)).unflatten(-1, state.shape[-2:]).transpose(2, 3)
 
     @staticmethod
@@ -74,23 +74,23 @@ _rule = chunked("state_space", _StateSpaceChunk)
 def state_space(
     c: Tensor, b: Tensor, x: Tensor, g: Tensor, dt: Tensor, resets: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The state space of Mamba 2, without its skip connection (Dao & Gu 2024, arXiv:2405.21060).
+    """Compute the state space of Mamba 2, without its skip connection (Dao & Gu 2024, arXiv:2405.21060).
 
-    Every head has a state S ``[n, p]``. A position decays it by ``exp(g)``, adds ``dt * b x^T`` and reads ``S^T c``. S
-    is zero before every position of ``resets``. Computed in float32, in chunks of 64 positions; between forward and
-    backward only the inputs and the states at the beginnings of chunks are kept.
+    Every head has a state S ``[n, p]``. A position decays it by ``exp(g)``, adds ``dt * b x^T`` and outputs ``S^T c``.
+    S is zero before every position of ``resets``. Computed in float32, in chunks of 64 positions; only the inputs and
+    the states at the beginnings of chunks are saved for the backward pass.
 
     Args:
-        c: what is read ``[b, s, groups, n]``.
-        b: where is written ``[b, s, groups, n]``.
-        x: what is written ``[b, s, heads, p]``; heads / groups consecutive heads share a group.
+        c: queries ``[b, s, groups, n]``.
+        b: keys ``[b, s, groups, n]``.
+        x: values ``[b, s, heads, p]``; heads / groups consecutive heads share a group.
         g: float32 ``[b, s, heads]``, logarithm of the decay, at most 0.
         dt: float32 ``[b, s, heads]``, step size.
-        resets: bool ``[b, s]``, the first positions of documents.
-        state: S after earlier positions, as this function returns it. No gradient flows into it.
+        resets: bool ``[b, s]``, True at the first positions of documents.
+        state: S after earlier positions, as returned by this function; gets no gradient.
 
     Returns:
-        What was read ``[b, s, heads, p]``, in the dtype of ``x``, and S after the last position, float32
+        Outputs ``[b, s, heads, p]`` in the dtype of ``x``, and S after the last position, float32
         ``[b, groups, n, heads / groups, p]``, without a gradient.
     """
     return _rule(c, b, x, g, dt, resets, state)

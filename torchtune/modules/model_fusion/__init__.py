@@ -1,4 +1,4 @@
-"""Models of a text decoder and encoders, and the layers that fuse them."""
+"""Multimodal models of a text decoder and an encoder, and their fusion layers."""
 
 from torchtune.modules.model_fusion._deep_fusion import DeepFusionModel
 from torchtune.modules.model_fusion._early_fusion import EarlyFusionModel

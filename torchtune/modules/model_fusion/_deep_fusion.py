@@ -1,4 +1,4 @@
-"""A text decoder whose layers attend to the output of an encoder."""
+"""Multimodal model with cross-attention to the output of an encoder."""
 
 import logging
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtune.data._documents import Documents
+from torchtune.data import Documents
 from torchtune.modules.attention_utils import _MaskType
 from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
 from torchtune.modules.transformer import TransformerDecoder
@@ -15,18 +15,18 @@ from torchtune.utils import get_logger, log_once
 
 
 class DeepFusionModel(nn.Module):
-    """A text decoder with layers of cross-attention to the output of an encoder (Flamingo, arXiv:2204.14198).
+    """Text decoder with cross-attention layers to the output of an encoder (Flamingo, arXiv:2204.14198).
 
     Args:
-        decoder: some of its layers are :class:`FusionLayer`.
+        decoder: text decoder, some layers of which are :class:`FusionLayer`.
         encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``. Its method ``blank(device)``
-            makes these of an image without content, for batches of text that must run it.
-        decoder_trainable: whether the parameters of the decoder are trained, apart from those of the fusion.
-        encoder_trainable: the same of the encoder.
-        fusion_trainable: the same of the fusion (:func:`get_fusion_params`).
+            returns such entries for a blank image, for text batches that must run the encoder.
+        decoder_trainable: whether to train the parameters of the decoder, except the fusion parameters.
+        encoder_trainable: whether to train the parameters of the encoder.
+        fusion_trainable: whether to train the fusion parameters (:func:`get_fusion_params`).
 
     Attributes:
-        description: of the model, set by its builder.
+        description: the description of the model, set by its builder.
         spec: the model family, set by its builder.
 
     Example:
@@ -80,12 +80,12 @@ class DeepFusionModel(nn.Module):
 
     @property
     def decoder_max_cache_seq_len(self) -> int | None:
-        """Capacity of the KV caches of text, in positions; None without them."""
+        """Capacity of the text KV caches in positions; None without caches."""
         return self.decoder.decoder_max_cache_seq_len
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence of text."""
+        """Maximum text length in tokens."""
         return self.decoder.max_seq_len
 
     @property
@@ -109,29 +109,29 @@ class DeepFusionModel(nn.Module):
         encoder_max_seq_len: int | None = None,
         decoder_max_seq_len: int | None = None,
     ) -> None:
-        """See :meth:`torchtune.modules.TransformerDecoder.setup_caches`; images are encoded by the first call alone."""
+        """See :meth:`torchtune.modules.TransformerDecoder.setup_caches`; only the first call encodes images."""
         self.decoder.setup_caches(
             batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
         )
 
     def caches_are_setup(self) -> bool:
-        """Whether the layers have caches."""
+        """Return whether the layers have caches."""
         return self.decoder.caches_are_setup()
 
     def caches_are_enabled(self) -> bool:
-        """Whether the caches are enabled."""
+        """Return whether the caches are enabled."""
         return self.decoder.caches_are_enabled()
 
     def reset_caches(self) -> None:
-        """Empty the caches, of text and of images. Raises ``RuntimeError`` if there are none."""
+        """Empty the caches of text and images. Raises ``RuntimeError`` if there are none."""
         self.decoder.reset_caches()
 
-    def outgrows_caches(self, input_pos: Tensor) -> bool:
-        """See :meth:`torchtune.modules.TransformerDecoder.outgrows_caches`."""
-        return self.decoder.outgrows_caches(input_pos)
+    def invalidates_caches(self, input_pos: Tensor) -> bool:
+        """See :meth:`torchtune.modules.TransformerDecoder.invalidates_caches`."""
+        return self.decoder.invalidates_caches(input_pos)
 
     def prefix_obstacle(self) -> str:
-        """Why documents cannot share a prefix in this model."""
+        """Return why documents cannot share a prefix in this model."""
         return "it has cross-attention to images, which goes on from no other document"
 
     def forward(
@@ -148,25 +148,25 @@ class DeepFusionModel(nn.Module):
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
 
-        A batch of text alone skips the encoder and the layers of cross-attention.
+        A batch without images skips the encoder and the cross-attention layers.
 
         Args:
-            tokens: see :meth:`torchtune.modules.TransformerDecoder.forward`, and likewise what is not listed here.
+            tokens: see :meth:`torchtune.modules.TransformerDecoder.forward`.
             mask: see there.
             documents: see there.
             input_pos: see there.
             encoder_input: arguments of the encoder, for example ``images`` and ``aspect_ratio``. With caches, ``None``
-                means the images of the call before.
-            encoder_mask: bool ``[b, s, t]``: which text attends to which output of the encoder (True: attend); by
-                default to all of its row.
+                reads the cached images.
+            encoder_mask: bool ``[b, s, t]``, attention of text to the encoder's output (True: attend); by default to
+                all outputs of its row.
             input_embeds: see there.
             output: see there.
 
-        Returns:
-            see :meth:`torchtune.modules.TransformerDecoder.forward`.
+            Returns:
+                See :meth:`torchtune.modules.TransformerDecoder.forward`.
 
-        Raises:
-            ValueError: ``encoder_mask`` has another shape or dtype or comes without ``encoder_input``, or see there.
+            Raises:
+                ValueError: ``encoder_mask`` has a wrong shape or dtype or lacks ``encoder_input``; also as there.
         """
         x = tokens if tokens is not None else input_embeds
         if encoder_input is not None and not _has_images(encoder_input):
@@ -178,16 +178,16 @@ class DeepFusionModel(nn.Module):
                     "encoder_mask says which images a token sees: give encoder_input, the images, as well."
                 )
             learns = self.training and torch.is_grad_enabled()
-            is_in_vain = learns and self.has_frozen_text()
-            if is_in_vain:
+            trains_nothing = learns and self.has_frozen_text()
+            if trains_nothing:
                 log_once(
                     get_logger(),
                     "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an "
                     "adapter on it would train it), and only images reach the rest.",
                     logging.WARNING,
                 )
-            if is_in_vain or self._gathers():
-                encoded, encoder_mask = self._encode_nothing(x)
+            if trains_nothing or self._is_encoder_sharded():
+                encoded, encoder_mask = self._encode_blank_image(x)
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
             if encoder_mask.dtype != torch.bool or tuple(encoder_mask.shape) != wanted:
@@ -206,18 +206,18 @@ class DeepFusionModel(nn.Module):
             output=output,
         )
 
-    def _encode_nothing(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of the encoder for a blank image, and a mask by which no token sees it.
+    def _encode_blank_image(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of the encoder for a blank image, and a mask that hides it from all tokens.
 
-        Sharded, every rank must run the encoder, or the others wait for it. And a loss must depend on some parameter
-        that is trained; its gradient is zero.
+        With FSDP every rank must run the encoder, or the others would hang. The loss must also depend on some trained
+        parameter; its gradient is zero.
         """
         encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
         mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
         return encoded, mask.expand(*x.shape[:2], encoded.shape[1])
 
-    def _gathers(self) -> bool:
-        """Whether ranks gather the encoder's parameters in its forward pass."""
+    def _is_encoder_sharded(self) -> bool:
+        """Whether the encoder is sharded, so that its forward pass has all-gathers."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         from torch.distributed.fsdp import FSDPModule  # slow to import
@@ -225,7 +225,7 @@ class DeepFusionModel(nn.Module):
         return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
     def has_frozen_text(self) -> bool:
-        """Whether the text decoder is frozen, apart from the fusion: text without images then trains nothing."""
+        """Return whether the text decoder, except the fusion, is frozen: text without images then trains nothing."""
         fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
         return not any(
             parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion
@@ -233,6 +233,5 @@ class DeepFusionModel(nn.Module):
 
 
 def _has_images(encoder_input: Mapping[str, Any]) -> bool:
-    """Whether there is anything to encode."""
     images = encoder_input.get("images", encoder_input)
     return images is not None and not (isinstance(images, Tensor) and images.numel() == 0)

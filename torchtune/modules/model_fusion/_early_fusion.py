@@ -1,4 +1,4 @@
-"""Compatibility: the name of models whose images stand among their tokens, which older recipes import."""
+"""Compatibility: name of early-fusion models, which older recipes import."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torchtune.utils import UserError
 
 
 class EarlyFusionModel(nn.Module):
-    """A decoder that reads the embeddings of encoders among its tokens.
+    """Placeholder of a decoder with encoder embeddings among its tokens.
 
     Raises:
-        UserError: always; these models are not in this release.
+        UserError: always, because this release has no early-fusion models.
 
     Example:
         >>> isinstance(model, torchtune.modules.model_fusion.EarlyFusionModel)

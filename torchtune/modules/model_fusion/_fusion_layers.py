@@ -1,4 +1,4 @@
-"""A decoder layer with cross-attention, and an embedding with more tokens."""
+"""Decoder layer with cross-attention, and token embedding with additional tokens."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from torchtune.modules.transformer import TransformerSelfAttentionLayer
 
 
 class FusionLayer(TransformerSelfAttentionLayer):
-    """A decoder layer and the layer that fuses it with an encoder.
+    """Decoder layer combined with a layer that fuses it with an encoder.
 
-    It takes over the modules of ``layer``, so that its parameters have the names they have without fusion; those of
-    the other one begin with ``fusion_layer.``.
+    It takes over the modules of ``layer``, so that their parameter names do not change; names of the other parameters
+    begin with ``fusion_layer.``.
 
     Args:
         layer: a self-attention layer.
@@ -21,7 +21,7 @@ class FusionLayer(TransformerSelfAttentionLayer):
         fusion_first: whether ``fusion_layer`` comes before ``layer``.
 
     Raises:
-        TypeError: ``layer`` is no self-attention layer.
+        TypeError: ``layer`` is not a self-attention layer.
 
     Example:
         >>> sizes = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 16, "encoder_max_seq_len": 40}
@@ -54,7 +54,7 @@ class FusionLayer(TransformerSelfAttentionLayer):
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
     ) -> None:
-        """Make the caches of both layers."""
+        """Set up the caches of both layers."""
         sizes = {"encoder_max_seq_len": encoder_max_seq_len, "decoder_max_seq_len": decoder_max_seq_len}
         super().setup_caches(batch_size, dtype, **sizes)
         self.fusion_layer.setup_caches(batch_size, dtype, **sizes)
@@ -65,13 +65,13 @@ class FusionLayer(TransformerSelfAttentionLayer):
         self.fusion_layer.reset_cache()
 
     def fusion_params(self) -> list[str]:
-        """Names of the parameters of ``fusion_layer``."""
+        """Return the names of the parameters of ``fusion_layer``."""
         return [f"fusion_layer.{name}" for name, _ in self.fusion_layer.named_parameters()]
 
     def forward(
         self, x: Tensor, *, encoder_input: Tensor | None = None, encoder_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """``[b, s, d]`` to ``[b, s, d]``: both layers, one after the other."""
+        """Apply both layers, one after the other, to ``[b, s, d]``."""
         encoder = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
         if self.fusion_first:
             x = self.fusion_layer(x, **encoder, **kwargs)
@@ -80,11 +80,11 @@ class FusionLayer(TransformerSelfAttentionLayer):
 
 
 class FusionEmbedding(nn.Embedding):
-    """A token embedding ``weight``, and more tokens after it, ``fusion_embedding.weight``, that are trained apart.
+    """Token embedding ``weight`` with additional, separately trained tokens ``fusion_embedding.weight``.
 
     Args:
-        vocab_size: v, tokens of ``weight``.
-        fusion_vocab_size: tokens v, v + 1 …
+        vocab_size: v, number of tokens of ``weight``.
+        fusion_vocab_size: number of additional tokens, which have the ids v, v + 1 …
         embed_dim: d.
 
     Example:
@@ -98,15 +98,15 @@ class FusionEmbedding(nn.Embedding):
 
     @property
     def num_tokens(self) -> int:
-        """Rows of both embeddings."""
+        """Number of tokens of both embeddings."""
         return self.num_embeddings + self.fusion_embedding.num_embeddings
 
     def fusion_params(self) -> list[str]:
-        """Name of the weight of the later tokens."""
+        """Return the name of the additional tokens' weight."""
         return ["fusion_embedding.weight"]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Tokens ``[b, s]`` to ``[b, s, d]``."""
+        """Embed tokens ``[b, s]`` to ``[b, s, d]``."""
         last = self.num_embeddings - 1
         first = F.embedding(input.clamp(max=last), self.weight)
         more = self.fusion_embedding((input - last - 1).clamp(min=0))

@@ -1,4 +1,4 @@
-"""Which parameters of a model fuse its text decoder with an encoder."""
+"""Fusion parameters of a model: parameters that fuse its text decoder with an encoder."""
 
 from types import MethodType
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def register_fusion_module(module: nn.Module) -> None:
-    """Count all parameters of a module among those of the fusion: ``fusion_trainable`` decides about them.
+    """Register all parameters of a module as fusion parameters, which ``fusion_trainable`` controls.
 
     Example:
         >>> layer = torch.nn.Linear(2, 3)
@@ -14,7 +14,7 @@ def register_fusion_module(module: nn.Module) -> None:
         >>> sorted(torchtune.modules.model_fusion.get_fusion_params(layer))
         ['bias', 'weight']
     """
-    module.fusion_params = MethodType(_names, module)  # a copy of the module rebinds it
+    module.fusion_params = MethodType(_names, module)  # bound method: deepcopy rebinds it to the copy
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -22,7 +22,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def get_fusion_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the fusion, by name: those that ``fusion_params()`` of the modules of ``model`` lists."""
+    """Return the fusion parameters by name, as listed by ``fusion_params()`` of the model's modules."""
     found = {}
     for path, module in model.named_modules():
         if callable(getattr(module, "fusion_params", None)):

@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = attach(
         "ClampedExperts": "experts",
         "ExpertLoad": "balance",
         "GroupedExperts": "experts",
-        "LoRAGroupedExperts": "experts",
+        "LoRAGroupedExperts": "torchtune.modules.peft.lora_experts",
         "LossFreeBalancing": "balance",
         "MoE": "moe",
         "TokenChoiceTopKRouter": "moe",

@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows are sorted by matrix; matrices without rows are not read."""
+"""Grouped matrix products of rows sorted by matrix; matrices without rows are not read."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torchtune.modules.stored_linear import Stored
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """(matrix, its rows) of every matrix."""
+    """Yield (index of the matrix, slice of its rows)."""
     sizes = counts.tolist()
     for index, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         yield index, slice(end - size, end)
@@ -67,13 +67,15 @@ _forward.register_autograd(_backward, setup_context=_setup_context)
 
 @functools.cache
 def _has_tensor_cores_for_groups(device: torch.device) -> bool:
-    """Whether a CUDA device has compute capability 8.0; asked once, because it needs the driver."""
+    """Whether a CUDA device has compute capability 8.0; cached, because it queries the driver."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped kernel supports these tensors: bfloat16 on CUDA, compute capability 8.0 or higher, rows
-    aligned to 16 bytes."""
+    """Return whether torch's grouped kernel supports these tensors.
+
+    It needs bfloat16 on CUDA, compute capability 8.0 or higher, and rows aligned to 16 bytes.
+    """
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
@@ -84,8 +86,8 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def of_this_rank(weight: Tensor) -> Tensor:
-    """The experts that this rank has, where ranks have different ones (DTensors)."""
+def local_experts(weight: Tensor) -> Tensor:
+    """Return this rank's shard of the experts if they are sharded (a ``DTensor``)."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
@@ -102,14 +104,14 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
     Returns:
         Tensor ``[t, o]``.
     """
-    weight = of_this_rank(weight)
+    weight = local_experts(weight)
     if has_grouped_kernel(x, weight) if kernel is None else kernel:
         return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
     return _forward(x, weight, counts)
 
 
 class _FrozenGroupedMM(torch.autograd.Function):
-    """Products with frozen matrices, which are decoded in the forward pass and again in the backward pass."""
+    """Products with frozen matrices that are decoded in the forward pass and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
@@ -126,5 +128,5 @@ class _FrozenGroupedMM(torch.autograd.Function):
 
 
 def frozen_grouped_mm(x: Tensor, weight: Stored, counts: Tensor) -> Tensor:
-    """:func:`grouped_mm` with a frozen weight, of which it keeps the stored tensors only."""
-    return _FrozenGroupedMM.apply(x, counts, weight.decode, *map(of_this_rank, weight.tensors))
+    """Compute :func:`grouped_mm` of a frozen weight, saving only its stored tensors for the backward pass."""
+    return _FrozenGroupedMM.apply(x, counts, weight.decode, *map(local_experts, weight.tensors))

@@ -13,7 +13,7 @@ from torchtune.modules.moe.moe import TokenChoiceTopKRouter, in_backward_pass
 
 
 def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
-    """The load-balancing loss ``e · Σ f p`` over experts: f is an expert's fraction of tokens, p its mean probability.
+    """Compute the load-balancing loss ``e · Σ f p`` over experts with token fractions f and mean probabilities p.
 
     Formulas (4) to (6) of Fedus et al. 2021 (arXiv:2101.03961); fractions and means are over all layers together. The
     loss is ``experts_per_token`` if all experts are equally likely.
@@ -23,7 +23,7 @@ def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor
         counts: for every layer, tokens per expert, int64 ``[e]``.
 
     Returns:
-        scalar.
+        Scalar tensor.
 
     Example:
         >>> from torchtune.modules.moe import load_balancing_loss
@@ -36,7 +36,7 @@ def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor
     return len(shares) * (shares * means).sum()
 
 
-class _Seen:
+class _RouterStatistics:
     """Statistics of a model's routers in one forward pass."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Seen:
 
 
 class Balance:
-    """Carries the balancing loss of one model from its routers to its loss and back.
+    """Balancing loss of one model, which connects its routers to its loss.
 
     Routers record their probabilities and counts. The model's loss adds the balancing loss. In the backward pass the
     addition records the upstream gradient, and every router adds its share to the gradient of its scores. The result is
@@ -58,7 +58,7 @@ class Balance:
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
-        self._seen = _Seen()
+        self._seen = _RouterStatistics()
 
     @outside_graphs
     def attach(self, chosen: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
@@ -66,24 +66,24 @@ class Balance:
         if in_backward_pass():
             return chosen
         self._seen.routers.append((probabilities.detach().sum(0), counts, len(probabilities)))
-        return _Attach.apply(chosen, probabilities, self._seen)
+        return _AttachGradient.apply(chosen, probabilities, self._seen)
 
     def add_to(self, loss: Tensor, count: Tensor | int = 1) -> Tensor:
         """Add ``count`` times the balancing loss since the last call to ``loss``, a sum over ``count`` labels."""
         if not torch.is_grad_enabled():
             return loss
-        seen, self._seen = self._seen, _Seen()
+        seen, self._seen = self._seen, _RouterStatistics()
         if not seen.routers:
             return loss
         sums, counts, rows = zip(*seen.routers, strict=True)
         shares = torch.stack(counts).sum(0) / sum(rows)
         seen.slope = shares * (self.coefficient * len(shares) / sum(rows))
-        return _Add.apply(loss, (seen.slope * torch.stack(sums).sum(0)).sum().to(loss.dtype), count, seen)
+        return _AddLoss.apply(loss, (seen.slope * torch.stack(sums).sum(0)).sum().to(loss.dtype), count, seen)
 
 
-class _Attach(torch.autograd.Function):
+class _AttachGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chosen: Tensor, probabilities: Tensor, seen: _Seen) -> Tensor:
+    def forward(ctx: Any, chosen: Tensor, probabilities: Tensor, seen: _RouterStatistics) -> Tensor:
         ctx.seen, ctx.shape = seen, probabilities.shape
         return chosen.view_as(chosen)
 
@@ -98,9 +98,9 @@ class _Attach(torch.autograd.Function):
         return grad, (slope * weight).to(grad.dtype).expand(ctx.shape), None
 
 
-class _Add(torch.autograd.Function):
+class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, more: Tensor, count: Tensor | int, seen: _Seen) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, more: Tensor, count: Tensor | int, seen: _RouterStatistics) -> Tensor:
         ctx.seen, ctx.count = seen, count
         return loss + more * count
 
@@ -124,7 +124,7 @@ class BalancingLoss(Conversion):
     weighted by its number of labels. Ranks balance their own tokens.
 
     Args:
-        coefficient: coefficient of the loss; by default that of the model's ``config.json``.
+        coefficient: coefficient of the loss; by default the value in the model's ``config.json``.
 
     Raises:
         ConversionError: ``coefficient`` is negative.
@@ -159,7 +159,7 @@ class BalancingLoss(Conversion):
 
 
 def balance_of(model: nn.Module) -> Balance | None:
-    """The :class:`Balance` of a model converted by :class:`BalancingLoss`, else None."""
+    """Return the :class:`Balance` of a model converted by :class:`BalancingLoss`, else None."""
     found = (module.balance for module in model.modules() if isinstance(module, TokenChoiceTopKRouter))
     return next(found, None)
 
@@ -172,7 +172,7 @@ class LossFreeBalancing(Conversion):
     are not counted.
 
     Args:
-        rate: see above.
+        rate: update of a bias per step.
 
     Example:
         >>> torchtune.modules.moe.LossFreeBalancing(rate=0.01).phase.name
@@ -190,7 +190,7 @@ class LossFreeBalancing(Conversion):
         """Check that the routers have selection biases.
 
         Raises:
-            ConversionError: the model has no experts, or its routers have no bias.
+            ConversionError: the model has no experts, or a router has no selection bias.
         """
         routers = _routers(model, "LossFreeBalancing")
         if lacking := [path for path, router in routers.items() if router.selection_bias is None]:
@@ -201,22 +201,22 @@ class LossFreeBalancing(Conversion):
         return ConversionReport("LossFreeBalancing", list(routers), note=f"rate {self.rate:g}")
 
     def moved_parameters(self, model: nn.Module) -> set[str]:
-        """The selection biases of the routers."""
+        """Return the names of the routers' selection biases."""
         return {f"{path}.selection_bias" for path in _routers(model, "LossFreeBalancing")}
 
     def pre_optimizer_hook(self, model: nn.Module) -> None:
-        """Record the step's token counts; they replace those of a skipped step."""
-        totals = _own_counts(model)
+        """Record the step's token counts, replacing those of a skipped step."""
+        totals = _local_counts(model)
         self._step = {path: total - self._before.get(path, 0) for path, total in totals.items()}
         self._before = totals
 
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
-        """Move the biases."""
+        """Update the biases."""
         if not self._step:  # the training loop does not call the pre hook
             self.pre_optimizer_hook(model)
         counted, self._step = self._step, {}
-        for path, counts in _summed_over_processes(counted).items():
+        for path, counts in _all_reduce_counts(counted).items():
             counts = counts.float()
             step, bias = self.rate * (counts.mean() - counts).sign(), model.get_submodule(path).selection_bias
             if hasattr(bias, "device_mesh"):  # sharded
@@ -227,14 +227,14 @@ class LossFreeBalancing(Conversion):
 
 
 def tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
-    """Tokens per expert since training began, summed over ranks: path of the router -> int64 ``[e]``.
+    """Return the tokens per expert since training began, summed over ranks: path of the router -> int64 ``[e]``.
 
     All ranks must call it. Evaluation is not counted; recomputed activations are counted once.
     """
-    return _summed_over_processes(_own_counts(model))
+    return _all_reduce_counts(_local_counts(model))
 
 
-def _own_counts(model: nn.Module) -> dict[str, Tensor]:
+def _local_counts(model: nn.Module) -> dict[str, Tensor]:
     """Tokens per expert of this rank."""
     return {
         path: router.tokens_per_expert.clone()
@@ -243,7 +243,7 @@ def _own_counts(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _summed_over_processes(counts: dict[str, Tensor]) -> dict[str, Tensor]:
+def _all_reduce_counts(counts: dict[str, Tensor]) -> dict[str, Tensor]:
     if not counts or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return counts
     together = torch.stack(list(counts.values()))
@@ -258,7 +258,7 @@ class ExpertLoad:
         model: the model; without experts there are no metrics.
 
     Example:
-        >>> torchtune.modules.moe.ExpertLoad(model).metrics()  # it has no experts
+        >>> torchtune.modules.moe.ExpertLoad(model).metrics()  # a model without experts
         {}
     """
 
@@ -267,8 +267,10 @@ class ExpertLoad:
         self._before: dict[str, Tensor] = {}
 
     def metrics(self) -> dict[str, float]:
-        """Return ``expert_load_max`` and ``expert_load_min``: the largest and smallest load of an expert since the last
-        call, relative to its layer's mean, over all layers. All ranks must call it."""
+        """Return ``expert_load_max`` and ``expert_load_min``, the extreme loads of an expert since the last call.
+
+        Loads are relative to the layer's mean. All ranks must call it.
+        """
         now = tokens_per_expert(self._model)
         counts = [(total - self._before.get(path, 0)).float() for path, total in now.items()]
         self._before = now

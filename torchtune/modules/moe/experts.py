@@ -1,21 +1,24 @@
 """Experts with stacked weights."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune._lazy import attach
 from torchtune.modules.feed_forward import swiglu
-from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, of_this_rank
+from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.modules.stored_linear import Stored
 
-_CLAMPED_SLOPE = 1.702  # of the sigmoid that stands for GELU
+_CLAMPED_SLOPE = 1.702  # slope of the sigmoid approximation of GELU
+
+# Former address of the class.
+__getattr__, _, _ = attach(__name__, {"LoRAGroupedExperts": "torchtune.modules.peft.lora_experts"})
 
 
 class GroupedExperts(nn.Module):
-    """``down(activation(gate(x)) * up(x))`` with separate matrices for every expert.
+    """Gated experts: ``down(activation(gate(x)) * up(x))`` with separate matrices for every expert.
 
     Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``.
     Expert parallelism shards dimension 0.
@@ -24,7 +27,7 @@ class GroupedExperts(nn.Module):
         dim: d, width of input and output.
         hidden_dim: intermediate width.
         num_experts: e.
-        activation: elementwise, applied to the gate.
+        activation: elementwise activation of the gate.
 
     Example:
         >>> from torchtune.modules.moe import GroupedExperts
@@ -48,30 +51,30 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weights as ``nn.Linear`` does; a checkpoint replaces them."""
+        """Initialise the weights as ``nn.Linear`` does."""
         for parameter in self.parameters():
             if not parameter.is_meta:
                 bound = parameter.shape[1] ** -0.5
                 nn.init.uniform_(parameter, -bound, bound)
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, ``[e, i, o]``."""
+        """Multiply rows ``[t, i]``, sorted by expert, by the parameter called ``name``, ``[e, i, o]``."""
         weight = self.stored_weight(name)
         if isinstance(weight, Stored):
             return frozen_grouped_mm(x, weight, num_tokens_per_expert)
         return grouped_mm(x, weight, num_tokens_per_expert)
 
     def stored_weight(self, name: str) -> Tensor | Stored:
-        """The parameter called ``name``, or what stores it in another form."""
+        """Return the parameter called ``name``, possibly in a storage format."""
         return getattr(self, name)
 
     def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        """Return the names and shapes ``[e, i, o]`` of the stacked matrices."""
         wide = (self.num_experts, self.dim, self.hidden_dim)
         return {"gate_proj": wide, "down_proj": (self.num_experts, self.hidden_dim, self.dim), "up_proj": wide}
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
+        """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
         gate = self.project("gate_proj", x, num_tokens_per_expert)
         up = self.project("up_proj", x, num_tokens_per_expert)
         if self.activation is F.silu or type(self.activation) is nn.SiLU:
@@ -81,22 +84,22 @@ class GroupedExperts(nn.Module):
         return self.project("down_proj", hidden, num_tokens_per_expert)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Return the sizes for ``repr``."""
         return f"{self.num_experts} experts, {self.dim} -> {self.hidden_dim} -> {self.dim}"
 
 
 class ClampedExperts(GroupedExperts):
-    """``down(gate · sigmoid(1.702 gate) · (up + 1))``, where gate is at most ``limit`` and up within ``±limit``.
+    """Experts of gpt-oss: ``down(gate · sigmoid(1.702 gate) · (up + 1))`` with clamped gate and up.
 
     Gate and up are the even and the odd columns of one product. Parameters are ``gate_up_proj``
-    ``[e, dim, 2 hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``, each with a bias for every expert,
-    ``gate_up_proj_bias`` ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``, as in gpt-oss.
+    ``[e, dim, 2 hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``, with biases ``gate_up_proj_bias``
+    ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``.
 
     Args:
         dim: d, width of input and output.
-        hidden_dim: width in between.
+        hidden_dim: intermediate width.
         num_experts: e.
-        limit: see above.
+        limit: clamp gate to at most ``limit`` and up to ``±limit``.
 
     Example:
         >>> experts = torchtune.modules.moe.ClampedExperts(dim=8, hidden_dim=4, num_experts=2)
@@ -117,20 +120,20 @@ class ClampedExperts(GroupedExperts):
         self.reset_parameters()
 
     def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        """Return the names and shapes ``[e, i, o]`` of the stacked matrices."""
         return {
             "gate_up_proj": (self.num_experts, self.dim, 2 * self.hidden_dim),
             "down_proj": (self.num_experts, self.hidden_dim, self.dim),
         }
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, and add its bias."""
-        bias = of_this_rank(getattr(self, f"{name}_bias"))
+        """Multiply rows ``[t, i]``, sorted by expert, by the parameter called ``name``, and add its bias."""
+        bias = local_experts(getattr(self, f"{name}_bias"))
         bias = bias.repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))
         return super().project(name, x, num_tokens_per_expert) + bias
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
+        """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
         gate, up = self.project("gate_up_proj", x, num_tokens_per_expert).unflatten(-1, (-1, 2)).unbind(-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         hidden = gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
@@ -138,13 +141,13 @@ class ClampedExperts(GroupedExperts):
 
 
 class UngatedExperts(GroupedExperts):
-    """``down(activation(up(x)))``: experts with two matrices, ``up_proj`` and ``down_proj``.
+    """Experts without a gate: ``down(activation(up(x)))``.
 
     Args:
         dim: d, width of input and output.
-        hidden_dim: width in between.
+        hidden_dim: intermediate width.
         num_experts: e.
-        activation: elementwise.
+        activation: elementwise activation.
 
     Example:
         >>> experts = torchtune.modules.moe.UngatedExperts(dim=8, hidden_dim=4, num_experts=2)
@@ -159,19 +162,10 @@ class UngatedExperts(GroupedExperts):
         del self.gate_proj
 
     def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        """Return the names and shapes ``[e, i, o]`` of the stacked matrices."""
         return {name: shape for name, shape in super().matrix_shapes().items() if name != "gate_proj"}
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
+        """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
         hidden = self.activation(self.project("up_proj", x, num_tokens_per_expert))
         return self.project("down_proj", hidden, num_tokens_per_expert)
-
-
-def __getattr__(name: str) -> Any:
-    """``LoRAGroupedExperts``, which older code imports from here."""
-    if name != "LoRAGroupedExperts":
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from torchtune.modules.peft.lora_experts import LoRAGroupedExperts  # which imports this module
-
-    return LoRAGroupedExperts

@@ -21,12 +21,13 @@ class TokenChoiceTopKRouter(nn.Module):
         experts_per_token: k.
         score_function: softmax over all experts, or sigmoid per expert.
         normalize: divide the scores of the selected experts by their sum.
-        sum_eps: added to that sum.
+        sum_eps: added to the sum for ``normalize``.
         scale: factor of the final scores.
         selection_bias: add a bias to the scores for the selection only (Wang et al. 2024, arXiv:2408.15664): a
             parameter ``selection_bias``, float32 ``[e]``, without gradient.
-        groups: number of groups of equal size that the experts form.
-        top_groups: a token selects among the experts of this many groups: those whose two best experts score highest.
+        groups: number of expert groups of equal size.
+        top_groups: number of groups from which a token selects experts: the ones with the highest sum of their two best
+            scores.
         norm_eps: normalise tokens to length 1 before ``gate`` (RMSNorm with this eps, divided by √d) and scale them by
             a parameter ``channel_scale`` ``[d]``; a parameter ``expert_scale`` ``[e]`` scales the final scores.
 
@@ -70,7 +71,7 @@ class TokenChoiceTopKRouter(nn.Module):
         self.scale = scale
         self.groups, self.top_groups = groups, top_groups
         self.balance: Any = None  # set by torchtune.modules.moe.balance.BalancingLoss
-        self.tokens_per_expert: Tensor | None = None  # int64 [e], in training so far
+        self.tokens_per_expert: Tensor | None = None  # int64 [e], since training began
         bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
         self.selection_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.norm_eps = norm_eps
@@ -84,7 +85,7 @@ class TokenChoiceTopKRouter(nn.Module):
             x: tokens ``[t, d]``.
 
         Returns:
-            scores of the selected experts, float32 ``[t, k]``; their indices, int64 ``[t, k]``; tokens per expert,
+            Scores of the selected experts, float32 ``[t, k]``; their indices, int64 ``[t, k]``; tokens per expert,
             int64 ``[e]``.
         """
         if self.norm_eps is not None:
@@ -108,14 +109,14 @@ class TokenChoiceTopKRouter(nn.Module):
         if self.training:
             if self.tokens_per_expert is None:
                 self.tokens_per_expert = torch.zeros_like(counts)
-            _count(counts, self.tokens_per_expert)
+            _add_counts(counts, self.tokens_per_expert)
             if self.balance is not None and torch.is_grad_enabled():
                 probabilities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
                 chosen = self.balance.attach(chosen, probabilities, counts)
         return chosen, selected, counts
 
     def _in_top_groups(self, scores: Tensor) -> Tensor:
-        """Scores ``[t, e]`` with ``-inf`` outside of the ``top_groups`` groups whose two best experts score highest."""
+        """Scores ``[t, e]`` with ``-inf`` outside of the selected groups."""
         if self.top_groups == self.groups:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
@@ -125,18 +126,18 @@ class TokenChoiceTopKRouter(nn.Module):
 
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
-def _count(counts: Tensor, total: Tensor) -> None:
-    """Add to a total; activation checkpointing's recomputation does not count twice."""
+def _add_counts(counts: Tensor, total: Tensor) -> None:
+    """Add to a total, except when activation checkpointing recomputes the layer."""
     if not in_backward_pass():
         total += counts
 
 
-class _Rows(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     """``x[take // copies]`` for a permutation ``take`` with inverse ``back``; the gradient needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
-        """Rows ``[t, d]`` to ``[t * copies, d]``."""
+        """[t, d] -> [t * copies, d]."""
         ctx.save_for_backward(back)
         ctx.copies = copies
         return x[take if copies == 1 else take // copies]
@@ -144,39 +145,39 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Every row's copies, summed."""
+        """Sum the gradients of every row's copies."""
         (back,) = ctx.saved_tensors
         grad = grad[back]
         return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Rows ``[t, d]``, each in so many ``copies``, in an order: ``[t * copies, d]``.
+    """Repeat rows ``[t, d]`` and permute the copies to ``[t * copies, d]``.
 
     Args:
-        x: rows.
-        order: permutation of the copies, int64 ``[t * copies]``; the copies of a row are neighbours.
-        inverse: its inverse.
-        copies: of each row.
+        x: rows ``[t, d]``.
+        order: permutation of the copies, int64 ``[t * copies]``; before it, the copies of a row are adjacent.
+        inverse: inverse permutation.
+        copies: number of copies of each row.
     """
-    return _Rows.apply(x, order, inverse, copies)
+    return _PermuteRows.apply(x, order, inverse, copies)
 
 
 class MoE(nn.Module):
-    """A mixture of experts: ``Σ score · expert(x)`` over the selected experts.
+    """Mixture of experts: ``Σ score · expert(x)`` over the selected experts.
 
     Tokens are sorted by expert; experts without tokens are not computed.
 
     Args:
         experts: rows sorted by expert, and rows per expert -> rows.
         router: tokens -> scores, selected experts, tokens per expert.
-        shared_expert: a feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
+        shared_expert: feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
-            ``shared_input``, ``shared_output``. The router sees tokens before them.
+            ``shared_input``, ``shared_output``. The router's input is not normalised.
         scales_input: scores multiply the inputs of experts, not their outputs.
-        latent: projections ``d -> l`` of what the experts see and ``l -> d`` of their sum, for experts of width l; the
-            router and the shared expert see tokens of width d.
+        latent: projections ``d -> l`` of the experts' input and ``l -> d`` of their summed output, for experts of width
+            l; the input of the router and of the shared expert has width d.
 
     Example:
         >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
@@ -207,10 +208,10 @@ class MoE(nn.Module):
         self.shared_gate = shared_gate
         self.norms = None if norms is None else nn.ModuleDict(norms)
         self.latent_in, self.latent_out = latent or (None, None)
-        self.exchange: Any = None  # torchtune.modules.parallel.ExpertParallel where ranks have different experts
+        self.exchange: Any = None  # torchtune.modules.parallel.ExpertParallel, if experts are sharded
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[b, s, d]`` to ``[b, s, d]``."""
+        """Apply the mixture to ``[b, s, d]``."""
         tokens = x.flatten(0, -2)
         scores, selected, counts = self.router(tokens)
         copies = selected.shape[1]

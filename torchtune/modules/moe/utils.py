@@ -1,11 +1,11 @@
-"""Compatibility: a switch of the expert layers that recipes copied from earlier releases set.
+"""Compatibility: a switch that recipes copied from earlier releases set.
 
-Products of grouped rows choose their kernel by device and dtype; the switch changes nothing.
+It has no effect: grouped matrix products choose their kernel by device and dtype.
 """
 
 use_grouped_mm = True
 
 
 def should_use_grouped_mm() -> bool:
-    """What :data:`use_grouped_mm` was set to."""
+    """Return :data:`use_grouped_mm`."""
     return use_grouped_mm

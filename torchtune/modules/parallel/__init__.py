@@ -1,8 +1,7 @@
-"""Tensor, sequence and context parallelism of layers."""
+"""Tensor, sequence, context and expert parallelism of layers."""
 
 from torchtune.modules.parallel._collectives import sum_gradients
 from torchtune.modules.parallel._context import ContextParallelAttention
-from torchtune.modules.parallel._experts import ExpertParallel, check_experts, place_experts
 from torchtune.modules.parallel._styles import (
     ByColumns,
     ByRows,
@@ -16,6 +15,7 @@ from torchtune.modules.parallel._styles import (
     VocabParallel,
     vocabulary_parallel_linear,
 )
+from torchtune.modules.parallel.expert_parallel import ExpertParallel, check_experts, place_experts
 
 __all__ = [
     "ByColumns",
@@ -35,3 +35,5 @@ __all__ = [
     "sum_gradients",
     "vocabulary_parallel_linear",
 ]
+
+from torchtune.modules.parallel._styles import ParallelError as ParallelError

@@ -1,6 +1,6 @@
 """Differentiable collectives on activations.
 
-They shard or gather dimension 1, the sequence, in equal shards; batches are padded to a multiple of the group's size.
+Shards are equal parts of dimension 1, the sequence; batches are padded to a multiple of the group's size.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _joined(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather shards ``[b, s, ...]`` to ``[b, s * ranks, ...]``."""
     rows = part.transpose(0, 1).contiguous()
     if len(part) == 1:  # without a view: FSDP does not support views here
@@ -28,7 +28,7 @@ def _joined(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole.transpose(0, 1).contiguous()
 
 
-def _summed_part(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter ``[b, s, ...]`` to ``[b, s / ranks, ...]``."""
     rows = summand.transpose(0, 1).contiguous()
     part = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
@@ -40,29 +40,29 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _joined(part, group)
+        return _all_gather_sequence(part, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed_part(grad, ctx.group), None
+        return _reduce_scatter_sequence(grad, ctx.group), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed_part(summand, group)
+        return _reduce_scatter_sequence(summand, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(grad, ctx.group), None
+        return _all_gather_sequence(grad, ctx.group), None
 
 
 class _GatherVocabulary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.width = group, part.shape[-1]
-        return _joined(part.movedim(-1, 0).unsqueeze(0), group).squeeze(0).movedim(0, -1)
+        return _all_gather_sequence(part.movedim(-1, 0).unsqueeze(0), group).squeeze(0).movedim(0, -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -77,38 +77,38 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(summand, group)
+        return _all_reduce(summand, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
-def _summed(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = summand.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
         ctx.group, ctx.to_heads = group, to_heads
-        return _exchanged(value, group, to_heads)
+        return _all_to_all(value, group, to_heads)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(grad, ctx.group, not ctx.to_heads), None, None
+        return _all_to_all(grad, ctx.group, not ctx.to_heads), None, None
 
 
-def _exchanged(value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+def _all_to_all(value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
     ranks = group.size()
     if to_heads:  # [b, s, ranks * n, h] -> [ranks, s, b, n, h] -> [b, ranks * s, n, h]
         sent = value.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).contiguous()
@@ -136,30 +136,32 @@ def sum_and_split_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @outside_graphs
 def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather logits ``[..., v / ranks]`` to ``[..., v]``. All ranks compute the same loss, so the backward pass
-    only takes this rank's slice of the gradient."""
+    """All-gather logits ``[..., v / ranks]`` to ``[..., v]``.
+
+    All ranks compute the same loss, so the backward pass only takes this rank's slice of the gradient.
+    """
     return _GatherVocabulary.apply(part, group)
 
 
 @outside_graphs
 def sum_gradients(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity of a replicated value; the backward pass is an all-reduce."""
+    """Return a replicated value unchanged; the backward pass is an all-reduce."""
     return _SumGradients.apply(value, group)
 
 
 @outside_graphs
 def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce; the backward pass is an all-reduce too, because ranks use the sum differently."""
+    """All-reduce; the backward pass is also an all-reduce, because ranks use the sum differently."""
     return _Sum.apply(summand, group)
 
 
 @outside_graphs
 def exchange_sequence_for_heads(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all from sequence shards ``[b, s, n, h]`` to head shards ``[b, s * ranks, n / ranks, h]``."""
-    return _Exchange.apply(value, group, True)
+    return _AllToAll.apply(value, group, True)
 
 
 @outside_graphs
 def exchange_heads_for_sequence(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all from head shards ``[b, s * ranks, n / ranks, h]`` to sequence shards ``[b, s, n, h]``."""
-    return _Exchange.apply(value, group, False)
+    return _AllToAll.apply(value, group, False)

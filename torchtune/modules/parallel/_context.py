@@ -11,9 +11,9 @@ from torchtune.modules.parallel._collectives import exchange_heads_for_sequence,
 
 
 class ContextParallelAttention:
-    """Replaces :func:`torchtune.modules.attention` when sequences are sharded over ranks.
+    """Replacement of :func:`torchtune.modules.attention` for sequences that are sharded over ranks.
 
-    An all-to-all gives each rank some heads of the whole sequence, on which the kernels of a single device run (Jacobs
+    An all-to-all gives each rank some heads of the full sequence, on which single-device kernels run (Jacobs
     et al., "DeepSpeed Ulysses", arXiv:2309.14509). Document boundaries are unchanged, there is no mask, and all ranks
     have the same load for any document lengths.
 
@@ -29,14 +29,14 @@ class ContextParallelAttention:
         self.group = group
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
-        """Attention of this rank's shard of the sequence.
+        """Compute attention for this rank's shard of the sequence.
 
         Args:
-            q: queries ``[b, s / ranks, n, h]``; n is a multiple of the ranks.
-            k: keys ``[b, s / ranks, n_kv, h]``; n_kv is a multiple of the ranks, or a divisor.
-            v: values, likewise.
+            q: queries ``[b, s / ranks, n, h]``; n is a multiple of the number of ranks.
+            k: keys ``[b, s / ranks, n_kv, h]``; n_kv is a multiple or a divisor of the number of ranks.
+            v: values ``[b, s / ranks, n_kv, h]``.
             sinks: attention sinks of all n heads; each rank uses its shard.
-            options: for :func:`torchtune.modules.attention`; ``documents`` are those of the whole sequence.
+            options: arguments of :func:`torchtune.modules.attention`; ``documents`` describe the full sequence.
 
         Returns:
             Tensor ``[b, s / ranks, n, h]``.

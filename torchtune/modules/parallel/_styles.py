@@ -1,4 +1,4 @@
-"""How a module is sharded over a tensor-parallel group.
+"""Tensor-parallel styles of modules.
 
 Parameters become DTensors; modules compute with their local shards, as plain tensors. Between the blocks of a layer
 activations are sharded along the sequence (sequence parallelism; Korthikanti et al., "Reducing Activation Recomputation
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from torchtune.modules.capped_linear import CappedLinear, soft_cap
 from torchtune.modules.parallel._collectives import (
     gather_sequence,
     gather_vocabulary,
@@ -27,20 +28,19 @@ from torchtune.modules.parallel._collectives import (
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import OutputScale
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
-from torchtune.modules.tied_linear import CappedLinear, soft_cap
 from torchtune.utils import UserError
 
-# Parameter -> the dimension that belongs to the outputs of its layer, and the one that belongs to the inputs.
+# Parameter -> (dimension of the layer's outputs, dimension of its inputs); None: no such dimension.
 Dims = Mapping[str, tuple[int | None, int | None]]
 _LINEAR_DIMS: Dims = {"weight": (0, 1), "bias": (0, None)}
 
 
 class ParallelError(UserError, ValueError):
-    """A model that cannot be sharded as requested."""
+    """Raised when a model cannot be sharded as requested."""
 
 
 def place_parameters(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
-    """Convert the parameters of ``module`` to DTensors; those without a placement are replicated."""
+    """Convert the parameters of ``module`` to DTensors; parameters without a placement are replicated."""
     for name, parameter in list(module.named_parameters()):
         path, _, leaf = name.rpartition(".")
         placement = places.get(name, Replicate())
@@ -55,12 +55,12 @@ def place_parameters(module: nn.Module, mesh: DeviceMesh, places: dict[str, Plac
 
 
 def local_shard(parameter: Tensor | None) -> Tensor | None:
-    """This rank's shard of a parameter."""
+    """Return this rank's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
-    """A replicated parameter; its gradient is all-reduced."""
+    """Return a replicated parameter as a plain tensor, with an all-reduce of its gradient."""
     if parameter is None:
         return None
     own = local_shard(parameter)
@@ -68,24 +68,24 @@ def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | N
 
 
 class _LinearStyle(ParallelStyle):
-    """Shards a linear layer along its outputs or its inputs."""
+    """Style that shards a linear layer along its outputs or its inputs."""
 
-    # Which dimension is sharded: outputs (0) or inputs (1).
+    # Sharded dimension: outputs (0) or inputs (1).
     side: ClassVar[int]
 
     def dims(self, module: nn.Module) -> Dims:
-        """Dimensions of the module's parameters."""
+        """Return the output and input dimensions of the module's parameters."""
         return module.parallel_dims if isinstance(module, StoredLinear) else _LINEAR_DIMS
 
     def supports(self, module: nn.Module) -> bool:
-        """Whether the style knows how the module computes."""
+        """Return whether the style supports the module."""
         return type(module).forward is nn.Linear.forward or isinstance(module, StoredLinear)
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
         """Check that ``ranks`` ranks can share the module.
 
         Raises:
-            ParallelError: the module is not a linear layer, or ``ranks`` does not divide its size.
+            ParallelError: the style does not support the module, or ``ranks`` does not divide its size.
         """
         if not self.supports(module):
             raise ParallelError(
@@ -101,7 +101,7 @@ class _LinearStyle(ParallelStyle):
                 )
 
     def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """This rank's output for its input."""
+        """Compute this rank's output."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -119,7 +119,7 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
 
 
 def local_weight(module: nn.Module) -> Tensor | Stored:
-    """This rank's shard of the weight of a linear layer."""
+    """Return this rank's shard of the weight of a linear layer."""
     weight = module.weight if type(module) is nn.Linear else module.stored_weight()
     if isinstance(weight, Stored):
         return weight._replace(tensors=tuple(local_shard(tensor) for tensor in weight.tensors))
@@ -135,7 +135,7 @@ class ColwiseParallel(_LinearStyle):
     side = 0
 
     def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """``[b, s, in]`` to ``[b, s, out / ranks]``."""
+        """Project ``[b, s, in]`` to ``[b, s, out / ranks]``."""
         return frozen_linear(x, local_weight(module), local_shard(module.bias))
 
 
@@ -145,7 +145,7 @@ class RowwiseParallel(_LinearStyle):
     side = 1
 
     def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """``[b, s, in / ranks]`` to ``[b, s / ranks, out]``, reduce-scattered along the sequence, without the bias."""
+        """Project ``[b, s, in / ranks]`` without bias and reduce-scatter the sequence: ``[b, s / ranks, out]``."""
         return sum_and_split_sequence(frozen_linear(x, local_weight(module)), group)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -157,17 +157,18 @@ class RowwiseParallel(_LinearStyle):
 
 
 class VocabParallel(ParallelStyle):
-    """An embedding or an output projection, sharded along the vocabulary.
+    """Vocabulary-parallel embedding or output projection.
 
-    The embedding turns tokens ``[b, s]`` into ``[b, s / ranks, d]``. An output projection, tied or not, all-gathers
-    its logits ``[b, s, v]``; losses of hidden states read its weight instead.
+    The embedding maps tokens ``[b, s]`` to ``[b, s / ranks, d]``. An output projection, tied or not, all-gathers
+    its logits ``[b, s, v]``; losses of hidden states read its sharded weight instead.
     """
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
         """Check that ``ranks`` ranks can share the module.
 
         Raises:
-            ParallelError: it is not a plain embedding or output projection, or ``ranks`` does not divide its size.
+            ParallelError: the module is not a plain embedding or output projection, or ``ranks`` does not divide
+                its size.
         """
         if type(module) not in (nn.Embedding, nn.Linear, CappedLinear) or getattr(module, "bias", None) is not None:
             raise ParallelError(
@@ -192,7 +193,7 @@ class VocabParallel(ParallelStyle):
 
 
 def vocabulary_parallel_linear(x: Tensor, weight: DTensor) -> Tensor:
-    """Replicated ``[..., d]`` to all-gathered logits ``[..., v]``; the gradient of ``x`` is a partial sum."""
+    """Compute all-gathered logits ``[..., v]`` of replicated ``[..., d]``; the gradient of ``x`` is a partial sum."""
     if weight.device_mesh.mesh_dim_names != ("tp",):
         raise RuntimeError("The output projection is sharded by FSDP: call it after the forward pass of its model.")
     return gather_vocabulary(F.linear(x, weight.to_local()), weight.device_mesh.get_group())
@@ -215,7 +216,7 @@ def _check_norm(module: nn.Module, *others: type[nn.Module]) -> None:
 
 
 class ReplicatedNorm(ParallelStyle):
-    """A norm, or a scale, with replicated parameters, which every rank applies to its own positions or heads.
+    """Norm or scale with replicated parameters, applied by every rank to its positions or heads.
 
     Args:
         gather: all-gather the sequence afterwards; the gradient of the result is a partial sum.
@@ -239,7 +240,7 @@ class ReplicatedNorm(ParallelStyle):
 
 
 class ShardedNorm(ParallelStyle):
-    """A norm over all heads of queries or keys at once, sharded along the heads: ``[b, s, n * h / ranks]``.
+    """Norm over all heads of queries or keys together, sharded along the heads: ``[b, s, n * h / ranks]``.
 
     It all-reduces one number per position.
     """
@@ -262,7 +263,7 @@ class ShardedNorm(ParallelStyle):
 
 
 class GatherInput(ParallelStyle):
-    """A block of column-wise projections: its input ``[b, s / ranks, d]`` is all-gathered once for all of them."""
+    """Block of column-wise projections with one all-gather of its input ``[b, s / ranks, d]``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()

@@ -1,8 +1,6 @@
 """Low-rank adapters."""
 
-from torchtune.modules.peft._conversion import LoRA
-from torchtune.modules.peft._new_tokens import NewTokens
-from torchtune.modules.peft._utils import (
+from torchtune.modules.peft._adapters import (
     LORA_ATTN_MODULES,
     AdapterModule,
     disable_adapter,
@@ -16,6 +14,8 @@ from torchtune.modules.peft._utils import (
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
+from torchtune.modules.peft._conversion import LoRA
+from torchtune.modules.peft._new_tokens import NewTokens
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear, TrainableParams
 from torchtune.modules.peft.qat_lora import QATLoRALinear
@@ -40,3 +40,7 @@ __all__ = [
     "set_trainable_params",
     "validate_missing_and_unexpected_for_lora",
 ]
+
+from torchtune.modules.peft._adapters import adapter_modules as adapter_modules
+from torchtune.modules.peft._functional import init_from_weight as init_from_weight
+from torchtune.modules.peft._functional import keep_base_products as keep_base_products

@@ -1,4 +1,4 @@
-"""LoRA as a conversion."""
+"""Conversion that adds LoRA adapters."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -14,16 +14,16 @@ from torchtune.modules.conversion import (
     nearest_module_names,
 )
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft._functional import lora_scaling
-from torchtune.modules.peft._utils import (
+from torchtune.modules.peft._adapters import (
+    ATTENTION_TARGETS,
     LORA_ATTN_MODULES,
     MIXER_INPUTS,
     MLP_MODULES,
-    STANDS_FOR,
     get_adapter_params,
     is_adapter_key,
     set_trainable_params,
 )
+from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
@@ -41,27 +41,27 @@ _TIED = (
 class LoRA(Conversion):
     """Conversion that freezes a model and adds LoRA adapters to its target modules.
 
-    Choose the target modules by ``attn_modules``, ``apply_to_mlp`` and ``apply_to_output``, or by ``target_modules``.
+    Choose target modules with ``attn_modules``, ``apply_to_mlp`` and ``apply_to_output``, or with ``target_modules``.
 
     Args:
-        rank: width of the bottleneck.
+        rank: rank of the adapters.
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapters' input, in training.
-        attn_modules: projections of attention, out of q_proj, k_proj, v_proj, output_proj; ``None`` means all four. In
-            a mixer in the place of attention, or beside it, each of the first three means the projection of its input;
-            in latent attention, k_proj and v_proj mean kv_down_proj and kv_proj, and q_proj also q_down_proj.
+        attn_modules: projections of attention: q_proj, k_proj, v_proj, output_proj; ``None``: all four. In a mixer that
+            replaces or accompanies attention, each of the first three means its input projection; in latent attention,
+            k_proj and v_proj mean kv_down_proj and kv_proj, and q_proj also q_down_proj.
         apply_to_mlp: also adapt w1, w2, w3 of every MLP, or its experts.
         apply_to_output: also adapt the output projection; it must not be tied to the embedding.
-        target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
+        target_modules: :mod:`fnmatch` patterns of module paths, or of their ends: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
         use_dora: train the magnitude of the adapted weight's rows separately (DoRA).
-        init: ``"pissa"`` or ``"olora"``: an adapter starts as a part of its weight, which is subtracted from the base
-            while it is read, before it is quantised; by default A is random and B zero.
+        init: ``"pissa"`` or ``"olora"``: initialise the adapter from its base weight, and subtract it from the base
+            while the checkpoint is loaded, before quantisation. By default A is random and B zero.
         use_rslora: scale the update by alpha / sqrt(rank) (Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023).
-        quantize_base: must be False: the base is quantised by a conversion of its own.
+        quantize_base: must be False; :class:`~torchtune.modules.low_precision.QuantizeBase` quantises the base.
 
     Raises:
-        ConversionError: arguments that contradict each other or are out of range.
+        ConversionError: arguments contradict each other or are out of range.
 
     Example:
         >>> from torchtune.modules.peft import LoRA
@@ -123,12 +123,12 @@ class LoRA(Conversion):
             raise ConversionError("LoRA: no module is chosen, name at least one in attn_modules or target_modules.")
 
     def _targets(self) -> dict[str, tuple[str, ...]]:
-        """Requested targets by their name in error messages -> patterns; at least one must match."""
+        """Name of a target in error messages -> its patterns, of which at least one must match."""
         if self.target_modules is not None:
             return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
         targets = {}
         for asked in self.attn_modules:
-            names = [f"attn.{name}" for name in STANDS_FOR.get(asked, (asked,))]
+            names = [f"attn.{name}" for name in ATTENTION_TARGETS.get(asked, (asked,))]
             if asked != "output_proj":
                 names += [f"{place}.{name}" for place in ("attn", "mixer") for name in MIXER_INPUTS]
             targets[asked] = tuple(f"{start}{name}" for name in names for start in ("", "*."))
@@ -140,14 +140,13 @@ class LoRA(Conversion):
         return targets
 
     def _select(self, model: nn.Module) -> dict[str, nn.Linear | GroupedExperts]:
-        """Linear layers and experts to adapt, by path."""
         kinds = (nn.Linear, GroupedExperts)
         linears = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
         chosen: dict[str, nn.Linear | GroupedExperts] = {}
         for asked, patterns in self._targets().items():
             matching = [path for path in linears if any(fnmatchcase(path, pattern) for pattern in patterns)]
             if not matching:
-                self._refuse(model, asked, list(linears))
+                self._raise_unmatched(model, asked, list(linears))
             chosen |= {path: linears[path] for path in matching}
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for path, layer in chosen.items():
@@ -185,7 +184,7 @@ class LoRA(Conversion):
             )
 
     @staticmethod
-    def _refuse(model: nn.Module, asked: str, paths: list[str]) -> None:
+    def _raise_unmatched(model: nn.Module, asked: str, paths: list[str]) -> None:
         output = getattr(model, "output", None)
         if asked == "output" and output is not None and not isinstance(output, nn.Module):
             raise ConversionError(_TIED.format("output"))
@@ -195,18 +194,18 @@ class LoRA(Conversion):
         )
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace the chosen layers by :class:`LoRALinear` or :class:`DoRALinear`, freeze the rest.
+        """Replace the target modules by :class:`LoRALinear` or :class:`DoRALinear` and freeze all other parameters.
 
-        Where checkpoints and peft hold several layers in one projection (Phi-3's q, k and v), those that are not chosen
-        get adapters, too, which stay zero and are not trained.
+        If checkpoints and peft fuse several layers into one projection (Phi-3's q, k and v), the layers that are no
+        targets also get adapters, which stay zero and are not trained.
 
         Raises:
-            ConversionError: a target matches no linear layer; nothing has been changed then.
-            ModelError: an adapter of a target could not be saved; nothing has been changed then either.
+            ConversionError: a target matches no linear layer, or cannot be adapted; the model is then unchanged.
+            ModelError: an adapter could not be saved; the model is then unchanged.
         """
         chosen, without, beside = self._select(model), [], []
         if (spec := getattr(model, "spec", None)) is not None:
-            if self.target_modules is None:  # which would name them
+            if self.target_modules is None:  # else the user named them explicitly
                 without = spec.refused_by_peft(chosen, model.description)
                 chosen = {path: module for path, module in chosen.items() if path not in without}
             spec.check_adapters(chosen, model.description)
@@ -247,7 +246,7 @@ class LoRA(Conversion):
         """Replace adapted layers by plain layers with the same weights; all parameters stay frozen.
 
         Raises:
-            ConversionError: the adapters have values, which would be lost.
+            ConversionError: the adapters are not on the meta device, so their values would be lost.
         """
         if any(not parameter.is_meta for parameter in get_adapter_params(model).values()):
             raise ConversionError(
@@ -259,23 +258,23 @@ class LoRA(Conversion):
             setattr(model.get_submodule(parent), name, model.get_submodule(path).without_adapter())
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
-        """Names of the adapters' parameters, as their modules know them."""
+        """Return the names of the adapters' parameters."""
         return set(get_adapter_params(model))
 
     def is_own_key(self, key: str) -> bool:
-        """Whether a state-dict key belongs to an adapter, by its name; for code without a model."""
+        """Return whether the name of a state-dict key is that of an adapter; for code without a model."""
         return is_adapter_key(key)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Shard an adapter like its base weight."""
         if not isinstance(module, LoRALinear):
             return style
-        from torchtune.modules.peft._parallel import adapted_style
+        from torchtune.modules.peft._adapter_styles import adapted_style
 
         return adapted_style(style)
 
     def adapted_paths(self, model: nn.Module) -> list[str]:
-        """Paths of the layers with an adapter."""
+        """Return the paths of the layers with an adapter."""
         return [path for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAGroupedExperts)]
 
     def _saved_dropout(self, model: nn.Module) -> float:
@@ -291,7 +290,7 @@ class LoRA(Conversion):
 
         Args:
             name: state-dict key of ``weight`` in ``model``.
-            weight: its base value, on any device, in any floating dtype (kept; the sum is formed in float32).
+            weight: base weight on any device; its floating-point dtype is kept, the sum is in at least float32.
             model: the converted model.
         """
         path, _, leaf = name.rpartition(".")
@@ -303,9 +302,9 @@ class LoRA(Conversion):
         return module.merged_weight(weight) if isinstance(module, LoRALinear) else weight
 
     def peft_config(self, model: nn.Module) -> dict[str, Any]:
-        """The contents of ``adapter_config.json``, with ``target_modules`` in this library's module names.
+        """Return the contents of ``adapter_config.json``, with ``target_modules`` in this library's module names.
 
-        A name without dots matches every linear layer with that last component; if only some of these have an adapter,
+        A name without dots stands for every layer with that last component; if only some of these have an adapter,
         their paths are listed.
         """
         adapted = self.adapted_paths(model)

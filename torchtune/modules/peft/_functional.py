@@ -1,4 +1,4 @@
-"""The low-rank update of a frozen projection as one autograd node."""
+"""LoRA projection as one autograd node, and merging of adapters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,28 +39,28 @@ def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
     return mask.view(like.shape), 1.0 - dropped / 2**16
 
 
-_base_is_kept: ContextVar[bool] = ContextVar("base_is_kept", default=False)
+_is_base_kept: ContextVar[bool] = ContextVar("base_is_kept", default=False)
 
 
 @contextmanager
-def base_products_are_kept() -> Iterator[None]:
-    """A block in which selective checkpointing may keep the base's product, so that the update is added to a copy.
+def keep_base_products() -> Iterator[None]:
+    """Add updates out of place inside the block, because selective checkpointing may save the base's product.
 
-    Only the base's product is an operator that selective checkpointing knows; it never keeps those of low rank.
+    Selective checkpointing saves only the base's product, not the low-rank products.
     """
-    token = _base_is_kept.set(True)
+    token = _is_base_kept.set(True)
     try:
         yield
     finally:
-        _base_is_kept.reset(token)
+        _is_base_kept.reset(token)
 
 
 class LoRAProjection(torch.autograd.Function):
     """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
 
-    For backward it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of one byte
-    per element. It allocates no temporary of the output's size, except in a block of :func:`base_products_are_kept`. W
-    is ``decode(*stored)``, decoded again for backward: of a quantised weight it saves only the stored tensors.
+    For the backward pass it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of
+    one byte per element. It allocates no temporary of the output's size, except inside :func:`keep_base_products`.
+    W is ``decode(*stored)`` and is decoded again in the backward pass, so only the stored tensors are saved.
     """
 
     @staticmethod
@@ -75,11 +75,11 @@ class LoRAProjection(torch.autograd.Function):
         decode: Callable[..., Tensor],
         *stored: Tensor,
     ) -> Tensor:
-        """Shapes: x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
+        """x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
-        if not torch.compiler.is_compiling() and _base_is_kept.get():
+        if not torch.compiler.is_compiling() and _is_base_kept.get():
             base = F.linear(rows, decode(*stored), bias)
             y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
         else:
@@ -95,7 +95,7 @@ class LoRAProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, bias, A, B and W, where required."""
+        """Compute the required gradients of x, bias, A, B and W."""
         rows, lora_a, lora_b, low, mask, *stored = ctx.saved_tensors
         needs_x, needs_bias, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
@@ -121,14 +121,14 @@ class LoRAProjection(torch.autograd.Function):
 
 
 def _linear_into_new(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` as an operation that selective checkpointing does not keep: the caller changes its result."""
+    """``F.linear`` as an operator that selective checkpointing does not save, because the caller changes its result."""
     if (fast := fast_linear(rows, weight, bias)) is not None:
         return fast
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def _itself(weight: Tensor) -> Tensor:
+def _identity(weight: Tensor) -> Tensor:
     return weight
 
 
@@ -142,11 +142,11 @@ def lora_projection(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Frozen projection plus low-rank update.
+    """Compute a frozen projection plus its low-rank update.
 
     Args:
         x: [..., in].
-        weight: [out, in]; its gradient is computed only if required, and if it is not quantised.
+        weight: [out, in]; a quantised weight gets no gradient.
         bias: [out] or ``None``.
         lora_a: [r, in].
         lora_b: [out, r].
@@ -162,21 +162,21 @@ def lora_projection(
     elif dropout > 0.0:
         mask, keep = draw_mask(x, dropout)
         scale = scale / keep
-    decode, stored, _ = weight if isinstance(weight, Stored) else Stored(_itself, (weight,), weight.dtype)
+    decode, stored, _ = weight if isinstance(weight, Stored) else Stored(_identity, (weight,), weight.dtype)
     return LoRAProjection.apply(x, bias, lora_a, lora_b, mask, scale, decode, *stored)
 
 
-def start_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Adapters that start as a part of the weight they adapt, as ``peft`` computes them.
+def init_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Initialise an adapter from its base weight, as ``peft`` does.
 
-    ``"pissa"``: the first singular vectors (Meng et al., "PiSSA", 2024); ``"olora"``: those of the QR decomposition
-    (Büyükakyüz, "OLoRA", 2024).
+    ``"pissa"`` takes the first singular vectors (Meng et al., "PiSSA", 2024), ``"olora"`` the first vectors of the QR
+    decomposition (Büyükakyüz, "OLoRA", 2024).
 
     Args:
         weight: float32 [out, in].
         how: ``"pissa"`` or ``"olora"``.
         rank: r.
-        scale: of the update.
+        scale: scale of the update.
 
     Returns:
         W - scale · B A, A [r, in] and B [out, r], in float32.
@@ -192,7 +192,7 @@ def start_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tupl
 
 
 def updated_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """``weight`` [out, in] + scale · B A, in float32 at least, on the device of ``weight``."""
+    """Compute ``weight`` [out, in] + scale · B A in at least float32, on the device of ``weight``."""
     compute = torch.promote_types(weight.dtype, torch.float32)
     a, b = lora_a.to(weight.device, compute), lora_b.to(weight.device, compute)
     return torch.addmm(weight.to(compute), b, a, alpha=scale)
@@ -201,7 +201,7 @@ def updated_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float)
 def merged_weight(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, magnitude: Tensor | None = None
 ) -> Tensor:
-    """:func:`updated_weight`, its rows scaled to ``magnitude`` [out] if given (DoRA), in the dtype of ``weight``."""
+    """Merge an adapter into ``weight``, keeping its dtype; with ``magnitude`` [out], scale the rows to it (DoRA)."""
     merged = updated_weight(weight, lora_a, lora_b, scale)
     if magnitude is not None:
         merged = merged.mul_((magnitude.to(merged.device, merged.dtype) / merged.norm(dim=1)).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Trainable rows of new tokens in a frozen model with an adapter."""
+"""Trainable embedding rows of new tokens in a frozen model."""
 
 from typing import ClassVar
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules.capped_linear import soft_cap
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
-from torchtune.modules.tied_linear import TiedLinear, soft_cap
+from torchtune.modules.tied_linear import TiedLinear
 
 NEW_ROWS = "new_rows"
 
@@ -15,12 +16,12 @@ NEW_ROWS = "new_rows"
 class GrownEmbedding(nn.Module):
     """Token embedding with frozen first rows and trainable last rows.
 
-    ``weight`` [v, d] is the embedding before training; ``new_rows`` [n, d] replace its last n rows. It is not an
-    ``nn.Embedding``, so that no code takes ``weight`` for the complete embedding.
+    ``weight`` [v, d] is the embedding before training; ``new_rows`` [n, d] replace its last n rows. The class does not
+    inherit from ``nn.Embedding``, so that no code mistakes ``weight`` for the complete embedding.
 
     Args:
-        embedding: the embedding with all v rows, materialised.
-        num_new: n.
+        embedding: the embedding with all v rows, not on the meta device.
+        num_new: n, number of trainable rows.
     """
 
     def __init__(self, embedding: nn.Embedding, num_new: int) -> None:
@@ -30,7 +31,7 @@ class GrownEmbedding(nn.Module):
         self.new_rows = nn.Parameter(self.weight.detach()[-num_new:].clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[...]`` to ``[..., d]``."""
+        """Embed token ids ``[...]`` to ``[..., d]``."""
         first = self.num_embeddings - len(self.new_rows)
         new = F.embedding((tokens - first).clamp(min=0), self.new_rows)
         return torch.where((tokens >= first).unsqueeze(-1), new, F.embedding(tokens, self.weight))
@@ -40,8 +41,8 @@ class GrownLinear(nn.Module):
     """Output projection with trainable last rows; see :class:`GrownEmbedding`.
 
     Args:
-        linear: [v, d], materialised, without a bias.
-        num_new: n.
+        linear: the projection [v, d] without a bias, not on the meta device.
+        num_new: n, number of trainable rows.
     """
 
     def __init__(self, linear: nn.Linear, num_new: int) -> None:
@@ -51,19 +52,19 @@ class GrownLinear(nn.Module):
         self.new_rows = nn.Parameter(self.weight.detach()[-num_new:].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., d]`` to ``[..., v]``."""
-        return _grown_product(x, self)
+        """Compute logits: ``[..., d]`` to ``[..., v]``."""
+        return _project_grown(x, self)
 
 
 class TiedGrownLinear(TiedLinear):
-    """Output projection that shares the rows of a :class:`GrownEmbedding`."""
+    """Output projection tied to a :class:`GrownEmbedding`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[..., d]`` to ``[..., v]``."""
-        return soft_cap(_grown_product(x, self.tied_module), self.softcap)
+        """Compute logits: ``[..., d]`` to ``[..., v]``."""
+        return soft_cap(_project_grown(x, self.tied_module), self.softcap)
 
 
-def _grown_product(x: Tensor, grown: nn.Module) -> Tensor:
+def _project_grown(x: Tensor, grown: nn.Module) -> Tensor:
     old = F.linear(x, grown.weight[: -len(grown.new_rows)])
     return torch.cat([old, F.linear(x, grown.new_rows)], dim=-1)
 
@@ -71,10 +72,10 @@ def _grown_product(x: Tensor, grown: nn.Module) -> Tensor:
 class NewTokens(Conversion):
     """Conversion that trains the last rows of a frozen embedding and output projection.
 
-    ``peft`` calls it ``trainable_token_indices``, and so do adapter files.
+    ``peft`` and adapter files call this ``trainable_token_indices``.
 
     Args:
-        num_new: number of rows, at least 1.
+        num_new: number of rows to train, at least 1.
 
     Example:
         >>> from torchtune.modules.peft import LoRA, NewTokens
@@ -82,17 +83,18 @@ class NewTokens(Conversion):
         >>> NewTokens.check(model)
     """
 
-    phase: ClassVar[Phase] = Phase.OBJECTIVE  # after everything else: it needs the values of the rows
+    phase: ClassVar[Phase] = Phase.OBJECTIVE  # after all others, because it reads the values of the rows
 
     def __init__(self, num_new: int) -> None:
         self.num_new = num_new
 
     @staticmethod
     def check(model: nn.Module) -> None:
-        """Check that the model's rows can be trained separately.
+        """Check that the last rows can be trained separately.
 
         Raises:
-            ConversionError: embedding or output projection is not a plain one, or the model is sharded.
+            ConversionError: embedding or output projection is not a plain module, or the model has per-layer
+                embeddings or is sharded.
         """
         kinds = (type(model.tok_embeddings), type(model.output))
         plain = kinds in ((nn.Embedding, nn.Linear), (nn.Embedding, TiedLinear))
@@ -110,7 +112,7 @@ class NewTokens(Conversion):
             raise ConversionError("resize_token_embeddings: new rows of a sharded model cannot be trained yet.")
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace embedding and output projection.
+        """Replace the embedding and the output projection.
 
         Raises:
             ConversionError: see :meth:`check`.
@@ -127,7 +129,7 @@ class NewTokens(Conversion):
         return ConversionReport("New tokens", paths, number, f"their {self.num_new} rows are trained")
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
-        """Names of the trained rows."""
+        """Return the names of the trained rows."""
         return {rows for rows, _ in self.new_rows(model).values()}
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
@@ -140,7 +142,7 @@ class NewTokens(Conversion):
         return torch.cat([weight[: -len(rows)], rows])
 
     def new_rows(self, model: nn.Module) -> dict[str, tuple[str, list[int]]]:
-        """Name of the weight -> (name of its trained rows, their token ids)."""
+        """Return weight name -> (name of its trained rows, their token ids)."""
         paths = [path for path, module in model.named_modules() if isinstance(module, GrownEmbedding | GrownLinear)]
         size = model.tok_embeddings.num_embeddings
         ids = list(range(size - self.num_new, size))

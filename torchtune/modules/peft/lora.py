@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules._recast import recast
+from torchtune.modules._change_class import change_class
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft._functional import lora_projection, lora_scaling, merged_weight
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 
 
 class TrainableParams(Enum):
-    """Which parameters of a part of a model are trained.
+    """Trainable parameters of a part of a model: all, only adapters, or none.
 
     Example:
         >>> torchtune.modules.peft.TrainableParams("lora") is torchtune.modules.peft.TrainableParams.LORA
@@ -28,11 +28,6 @@ class TrainableParams(Enum):
 
 
 def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None:
-    """Refuse options of a quantised base where there is none.
-
-    Raises:
-        ConversionError: options without ``quantize_base``.
-    """
     if quantization_kwargs and not quantize_base:
         raise ConversionError(
             f"{', '.join(sorted(quantization_kwargs))}: options of the quantised base need quantize_base=True, "
@@ -41,10 +36,10 @@ def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None
 
 
 def check_adapter_numbers(rank: int, dropout: float) -> None:
-    """Refuse a rank or a dropout probability out of range.
+    """Check rank and dropout probability.
 
     Raises:
-        ConversionError: ``rank`` below 1 or ``dropout`` outside [0, 1].
+        ConversionError: ``rank`` is below 1 or ``dropout`` is outside [0, 1].
     """
     if rank < 1:
         raise ConversionError(f"rank is {rank}: the rank of an adapter must be at least 1.")
@@ -58,23 +53,23 @@ AdapterStart = Literal["pissa", "olora"]
 class LoRALinear(nn.Module):
     """Frozen linear layer with a LoRA adapter: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ.
 
-    Parameters are ``weight`` [out, in] and ``bias`` [out] under their plain names, ``lora_a.weight`` [rank, in] and
-    ``lora_b.weight`` [out, rank], all of the default dtype at construction. Formula: Hu et al., "LoRA: Low-Rank
+    Parameters are ``weight`` [out, in] and ``bias`` [out] as in ``nn.Linear``, ``lora_a.weight`` [rank, in] and
+    ``lora_b.weight`` [out, rank], all in the default dtype at construction. Formula: Hu et al., "LoRA: Low-Rank
     Adaptation of Large Language Models", 2021.
 
     Args:
         in_dim: width of the input.
         out_dim: width of the output.
-        rank: width of the bottleneck.
+        rank: rank of the adapter.
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapter's input, in training.
         use_bias: whether the base has a bias.
-        quantize_base: store the base in NF4; the layer is a
-            :class:`~torchtune.modules.low_precision.FrozenNF4Linear` too then.
+        quantize_base: store the base in NF4; the layer is then also a
+            :class:`~torchtune.modules.low_precision.FrozenNF4Linear`.
         **quantization_kwargs: options of that class.
 
-    Raises:
-        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or an option that does not fit.
+        Raises:
+            ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantisation option is invalid.
 
     Example:
         >>> from torchtune.modules.peft import LoRALinear
@@ -85,7 +80,7 @@ class LoRALinear(nn.Module):
         ['lora_a.weight', 'lora_b.weight']
     """
 
-    # Whether initialize_parameters() reads the base weight, which then must not be sharded.
+    # Whether initialize_parameters() reads the base weight, which must then not be sharded.
     initialize_reads_base: ClassVar[bool] = False
     # As in StoredLinear.
     parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {"weight": (0, 1), "bias": (0, None)}
@@ -118,12 +113,12 @@ class LoRALinear(nn.Module):
         self.initialize_parameters()
 
     def _quantize_base(self, options: dict[str, Any]) -> None:
-        from torchtune.modules.low_precision._layers import FrozenNF4Linear  # who needs none of it loads none of it
+        from torchtune.modules.low_precision._layers import FrozenNF4Linear  # imported only if needed
 
         self.in_features, self.out_features = self.in_dim, self.out_dim
         base = FrozenNF4Linear.from_linear(self, **options)
         self.__dict__.update(vars(base))
-        self.__class__ = _on_stored(type(self), FrozenNF4Linear)
+        self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
 
     def _set_up(self, in_dim: int, out_dim: int, rank: int, alpha: float, dropout: float) -> None:
         self.in_dim = in_dim
@@ -133,17 +128,16 @@ class LoRALinear(nn.Module):
         self.scaling = lora_scaling(rank, alpha)
         self.use_bias = self.bias is not None
         self.disabled = False
-        self.start: AdapterStart | None = None  # what A and B are made of when the base is read
+        self.start: AdapterStart | None = None  # initialisation of A and B when the base is loaded
         self.dropout = nn.Dropout(p=dropout)
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Create the adapter's parameters, uninitialised."""
         # Created on meta, because nn.Linear would initialise them; initialize_parameters() does.
         self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
         self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
 
     def _initialize_base(self) -> None:
-        """Initialise the base weight as ``nn.Linear`` does; a checkpoint replaces it."""
+        """Initialise the base weight as ``nn.Linear`` does. No-op on meta."""
         if self.weight.is_meta:
             return
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
@@ -156,22 +150,22 @@ class LoRALinear(nn.Module):
         """Wrap ``linear``: the new layer shares its base parameters, frozen, with device and dtype unchanged.
 
         Args:
-            linear: a plain layer, or a :class:`~torchtune.modules.stored_linear.StoredLinear`; the new layer is then an
-                instance of the same class.
-            rank: width of the bottleneck.
+            linear: a plain layer, or a :class:`~torchtune.modules.stored_linear.StoredLinear`; the new layer is then
+                also an instance of that class.
+            rank: rank of the adapter.
             alpha: the update is scaled by alpha / rank.
             dropout: dropout on the adapter's input, in training.
         """
-        kind = _on_stored(cls, type(linear)) if isinstance(linear, StoredLinear) else cls
-        new = recast(linear, kind).requires_grad_(False)
+        kind = _adapt_stored_class(cls, type(linear)) if isinstance(linear, StoredLinear) else cls
+        new = change_class(linear, kind).requires_grad_(False)
         new._set_up(linear.in_features, linear.out_features, rank, alpha, dropout)
         new._make_adapter(linear.weight.device, new.stored_weight().dtype)
         new.initialize_parameters()
         return new.train(linear.training)
 
     def without_adapter(self) -> nn.Linear:
-        """The layer without its adapter; it shares the base parameters, frozen."""
-        linear = recast(self, getattr(self, "stored_kind", nn.Linear))
+        """Return the layer without its adapter; it shares the frozen base parameters."""
+        linear = change_class(self, getattr(self, "stored_kind", nn.Linear))
         for name in dict.fromkeys(name.partition(".")[0] for name in self.adapter_params()):
             delattr(linear, name)
         del linear.dropout
@@ -179,11 +173,11 @@ class LoRALinear(nn.Module):
         return linear
 
     def full_weight(self) -> Tensor:
-        """The base weight ``[out, in]``, in the dtype in which the layer computes."""
+        """Return the base weight ``[out, in]`` in the compute dtype."""
         return self.weight
 
     def stored_weight(self) -> Tensor | Stored:
-        """What products take, as in :class:`~torchtune.modules.stored_linear.StoredLinear`."""
+        """Return the weight for matrix products; see :class:`~torchtune.modules.stored_linear.StoredLinear`."""
         return self.full_weight()
 
     def initialize_parameters(self) -> None:
@@ -194,16 +188,16 @@ class LoRALinear(nn.Module):
         nn.init.zeros_(self.lora_b.weight)
 
     def adapter_params(self) -> list[str]:
-        """Names of the adapter's parameters, relative to this module."""
+        """Return the names of the adapter's parameters, relative to this module."""
         return ["lora_a.weight", "lora_b.weight"]
 
     @torch.no_grad()
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """``weight`` [out, in] with the adapter merged in: computed in float32 at least, its dtype kept."""
+        """Merge the adapter into ``weight`` [out, in] in at least float32, and return it in the weight's dtype."""
         return merged_weight(weight, self.lora_a.weight, self.lora_b.weight, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
+        """Apply the layer: [..., in_dim] -> [..., out_dim]."""
         weight = self.stored_weight()
         if self.disabled:
             return frozen_linear(x, weight, self.bias)
@@ -212,14 +206,14 @@ class LoRALinear(nn.Module):
         return lora_projection(x, weight, self.bias, a, b, scale=self.scaling, dropout=dropout)
 
     def extra_repr(self) -> str:
-        """What ``print(module)`` shows."""
+        """Return sizes, rank and alpha for ``repr``."""
         return (
             f"in_dim={self.in_dim}, out_dim={self.out_dim}, rank={self.rank}, alpha={self.alpha}, bias={self.use_bias}"
         )
 
 
 @cache
-def _on_stored(adapted: type[LoRALinear], stored: type[StoredLinear]) -> type[LoRALinear]:
-    """The class of an adapted layer with a :class:`StoredLinear` base."""
+def _adapt_stored_class(adapted: type[LoRALinear], stored: type[StoredLinear]) -> type[LoRALinear]:
+    """Class of an adapted layer with a :class:`StoredLinear` base."""
     members = {name: getattr(stored, name) for name in ("full_weight", "stored_weight", "parallel_dims")}
     return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), {**members, "stored_kind": stored})

@@ -1,4 +1,4 @@
-"""Experts with low-rank adapters."""
+"""Experts with LoRA adapters."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules._recast import recast
+from torchtune.modules._change_class import change_class
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft._functional import lora_scaling
@@ -20,20 +20,20 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 class LoRAGroupedExperts(GroupedExperts):
     """Frozen experts with a LoRA adapter per expert and matrix: ``x W + (alpha / rank) · x A B``.
 
-    In addition to the weights of :class:`GroupedExperts` it has ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
+    Besides the weights of :class:`GroupedExperts` it has ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
     ``[e, rank, hidden_dim]``, and the same for ``up`` and ``down``.
 
     Args:
         dim: d, width of input and output.
-        hidden_dim: width in between.
-        rank: width of the bottleneck.
+        hidden_dim: intermediate width.
+        rank: rank of the adapters.
         alpha: updates are scaled by alpha / rank.
         dropout: dropout on the adapters' input, in training.
         num_experts: e.
-        activation: elementwise, applied to the gate.
+        activation: elementwise activation of the gate.
 
-    Raises:
-        ConversionError: ``rank`` below 1 or ``dropout`` outside [0, 1].
+        Raises:
+            ConversionError: ``rank`` is below 1 or ``dropout`` is outside [0, 1].
 
     Example:
         >>> experts = torchtune.modules.moe.LoRAGroupedExperts(dim=8, hidden_dim=4, rank=2, alpha=4, num_experts=2)
@@ -80,18 +80,18 @@ class LoRAGroupedExperts(GroupedExperts):
         """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged.
 
         Args:
-            experts: plain or quantised.
-            rank: width of the bottleneck.
+            experts: plain or quantised experts.
+            rank: rank of the adapters.
             alpha: updates are scaled by alpha / rank.
             dropout: dropout on the adapters' input, in training.
         """
-        new = recast(experts, cls if type(experts) is GroupedExperts else _on_stored(cls, type(experts)))
+        new = change_class(experts, cls if type(experts) is GroupedExperts else _adapt_stored_class(cls, type(experts)))
         new._set_up(rank, alpha, dropout, experts.stored_weight("gate_proj").dtype)
         return new.train(experts.training)
 
     def without_adapter(self) -> GroupedExperts:
-        """The experts without their adapters; they share the weights, frozen."""
-        plain = recast(self, getattr(self, "stored_kind", GroupedExperts))
+        """Return the experts without their adapters; they share the frozen weights."""
+        plain = change_class(self, getattr(self, "stored_kind", GroupedExperts))
         for name in (*self.adapter_params(), "dropout"):
             delattr(plain, name)
         for name in ("rank", "alpha", "scaling", "disabled"):
@@ -99,7 +99,7 @@ class LoRAGroupedExperts(GroupedExperts):
         return plain
 
     def reset_parameters(self) -> None:
-        """Initialise the base weights; called before the adapters exist."""
+        """Initialise the base weights; no-op once the adapters exist."""
         if not hasattr(self, "rank"):
             super().reset_parameters()
 
@@ -116,12 +116,12 @@ class LoRAGroupedExperts(GroupedExperts):
                 nn.init.zeros_(parameter)
 
     def adapter_params(self) -> list[str]:
-        """Names of the adapters' parameters, relative to this module."""
+        """Return the names of the adapters' parameters, relative to this module."""
         return [f"lora_{part}_{side}" for part in ("gate", "down", "up") for side in "ab"]
 
     @torch.no_grad()
     def merged_weight(self, name: str, weight: Tensor) -> Tensor:
-        """``weight`` ``[e, i, o]``, the parameter called ``name``, with its adapters: summed in float32 at least."""
+        """Merge the adapters into ``weight`` ``[e, i, o]``, the parameter called ``name``, in at least float32."""
         if name not in _MATRICES:
             return weight
         compute = torch.promote_types(weight.dtype, torch.float32)
@@ -139,12 +139,12 @@ class LoRAGroupedExperts(GroupedExperts):
         return out + self.scaling * grouped_mm(low, getattr(self, f"lora_{part}_b"), num_tokens_per_expert)
 
     def extra_repr(self) -> str:
-        """Sizes, rank and alpha."""
+        """Return sizes, rank and alpha for ``repr``."""
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
 
 
 @cache
-def _on_stored(adapted: type[LoRAGroupedExperts], stored: type[GroupedExperts]) -> type[LoRAGroupedExperts]:
-    """The class of adapted experts that store their weights as ``stored`` does."""
+def _adapt_stored_class(adapted: type[LoRAGroupedExperts], stored: type[GroupedExperts]) -> type[LoRAGroupedExperts]:
+    """Class of adapted experts that store their weights like ``stored``."""
     members = {"stored_weight": stored.stored_weight, "stored_kind": stored}
     return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), members)

@@ -1,34 +1,34 @@
-"""LoRA on weights that will be quantised with the adapter merged in."""
+"""Quantisation-aware training with LoRA."""
 
 from typing import Any
 
 from torch import Tensor
 
-from torchtune.modules import _torchao
+from torchtune.modules import torchao_formats
+from torchtune.modules._change_class import change_class
 from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
-from torchtune.modules._recast import recast
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft._functional import merged_weight
 from torchtune.modules.peft.lora import LoRALinear
 
 
 class QATLoRALinear(FakeQuantized, LoRALinear):
-    """LoRA on a weight that will be quantised with the adapter merged into it: y = Q(x) Q(W + (alpha / rank) B A)ᵀ.
+    """LoRA layer that fake-quantises the merged weight: y = Q(x) Q(W + (alpha / rank) B A)ᵀ.
 
-    The merged weight is rounded to the dtype of ``W``, as an export does, before it is quantised: what is exported is
-    what was trained. Parameters and names are those of :class:`LoRALinear`.
+    The merged weight is rounded to the dtype of ``W`` before it is quantised, as in an export, so that training matches
+    the exported model. Parameters have the names of :class:`LoRALinear`.
 
     Args:
         in_dim: width of the input.
         out_dim: width of the output.
-        rank: width of the bottleneck.
+        rank: rank of the adapter.
         alpha: the update is scaled by alpha / rank.
-        dropout: must be 0: a merged adapter has no input of its own.
+        dropout: must be 0, because a merged adapter has no separate input.
         activation_qat_config: torchao's ``FakeQuantizeConfigBase`` of the input, or None.
-        weight_qat_config: of the weight, or None.
+        weight_qat_config: torchao's ``FakeQuantizeConfigBase`` of the weight, or None.
 
-    Raises:
-        ConversionError: ``rank`` below 1 or ``dropout`` above 0.
+        Raises:
+            ConversionError: ``rank`` is below 1 or ``dropout`` is above 0.
 
     Example:
         >>> layer = torchtune.modules.peft.QATLoRALinear(8, 4, rank=2, alpha=4)
@@ -57,26 +57,26 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         activation_qat_config: Any | None = None,
         weight_qat_config: Any | None = None,
     ) -> "QATLoRALinear":
-        """The same layer with fake quantizers: it has the very same parameters. See the class for the arguments."""
+        """Make the layer from a LoRA layer, with the same parameter objects. See the class for the arguments."""
         check_dropout(lora_linear.dropout.p)
-        new = recast(lora_linear, cls)
+        new = change_class(lora_linear, cls)
         new._set_configs(activation_qat_config, weight_qat_config)
         return new
 
     def _set_configs(self, activation: Any | None, weight: Any | None) -> None:
-        self.activation_fake_quantizer = None if activation is None else _torchao.fake_quantizer(activation)
-        self.weight_fake_quantizer = None if weight is None else _torchao.fake_quantizer(weight)
+        self.activation_fake_quantizer = None if activation is None else torchao_formats.fake_quantizer(activation)
+        self.weight_fake_quantizer = None if weight is None else torchao_formats.fake_quantizer(weight)
         self.fake_quant = FakeQuantSwitch()
 
     def quantized_weight(self) -> Tensor:
-        """The weight ``[out, in]`` with the adapter merged in, in the dtype of the base; gradients reach A and B."""
+        """Return the merged weight ``[out, in]`` in the dtype of the base; gradients flow to A and B."""
         if self.disabled:
             return self.weight
         return merged_weight(self.weight, self.lora_a.weight, self.lora_b.weight, self.scaling)
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise ``ConversionError`` unless it is 0."""
+    """Raise ``ConversionError`` unless ``dropout`` is 0."""
     if dropout:
         raise ConversionError(
             f"lora_dropout is {dropout:g}: with fake quantisation the adapter is merged into the weight and has no "

@@ -1,4 +1,4 @@
-"""Transforms of samples; tokenizers are in ``torchtune.modules.transforms.tokenizers``."""
+"""Transforms of samples; tokenizers are in ``torchtune.tokenizers``."""
 
 from torchtune._lazy import attach
 from torchtune.data import Transform

@@ -9,15 +9,15 @@ from torchtune.data import DataError, Transform
 
 
 class VisionCrossAttentionMask(Transform):
-    """Which tokens of a text attend to which image.
+    """Builds the cross-attention mask between text tokens and images.
 
-    An image is visible from its token to the token of the next image. Images whose tokens are adjacent are visible
-    together.
+    A token attends to an image from the image's own token up to the next image token. Images with adjacent tokens share
+    one range.
 
     Args:
         tile_size: side of a tile, in pixels.
         patch_size: side of a patch, in pixels.
-        image_token_id: token that stands for an image.
+        image_token_id: id of the image token.
 
     Example:
         >>> transform = torchtune.modules.transforms.VisionCrossAttentionMask(4, 2, image_token_id=9)
@@ -33,7 +33,7 @@ class VisionCrossAttentionMask(Transform):
         self.image_token_id = image_token_id
 
     def visible(self, tokens: list[int]) -> list[tuple[int, int]]:
-        """The first token that sees each image, and the one behind the last."""
+        """Return (start, end) of the tokens that attend to each image; ``end`` is exclusive."""
         starts = [i for i, token in enumerate(tokens) if token == self.image_token_id]
         ends = [*starts, len(tokens)][1:]
         for i in reversed(range(len(starts) - 1)):
@@ -46,15 +46,15 @@ class VisionCrossAttentionMask(Transform):
 
         Args:
             sample: ``tokens``, and ``encoder_input`` with ``images``: per image ``[tiles, c, tile_size, tile_size]``.
-            inference: has no effect.
+            inference: ignored.
 
         Returns:
-            the sample with a mask per image, bool ``[s, tiles * (patches_per_tile + 1)]``, True where a token attends
-            (one position more than patches: the class token). It is a view that takes ``s`` bytes: copy it before
-            writing to it.
+            the sample with ``encoder_mask``, one bool mask per image: ``[s, tiles * (patches_per_tile + 1)]``, True
+            where a token attends. Each tile has one position more than patches, for the class token. The masks are
+            expanded views: copy them before writing.
 
         Raises:
-            DataError: there are more, or less, images than tokens of images.
+            DataError: the numbers of images and image tokens differ.
         """
         tokens, images = sample["tokens"], sample["encoder_input"]["images"]
         visible = self.visible(tokens)

@@ -1,4 +1,4 @@
-"""Losses of post-training: preferences, rewards, proximal policy optimisation."""
+"""Post-training losses: preferences, rewards, GRPO and PPO."""
 
 from torchtune.rlhf.loss._base import AnswerLoss, document_log_probs, setup_loss
 from torchtune.rlhf.loss.dpo import (

@@ -1,4 +1,4 @@
-"""What a loss of preferences is to the recipes that train with it."""
+"""Base class of post-training losses."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Batch, DataError
-from torchtune.modules.loss import LossError, token_log_probs
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss import LossError, Projection, token_log_probs
 from torchtune.modules.moe.balance import Balance, balance_of
 
 # Name -> (sum over terms, number of terms).
@@ -16,13 +15,13 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class AnswerLoss(nn.Module, ABC):
-    """Loss over answers, each a document of a batch: by their log-probs, or by a score.
+    """Loss over answers, one per document of a batch, by their log-probs or by a score.
 
     Attributes:
-        trains_on: what a row of the dataset is: a pair of answers (``pairs``), one that is labelled good or bad
-            (``answers``), or a prompt that the model answers (``prompts``). A simulated run makes such rows.
-        needs_reference: whether it compares with a reference model.
-        min_examples: fewest examples of a micro-batch.
+        trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labelled good or bad
+            (``answers``), or prompts that the model answers (``prompts``). A simulated run generates such rows.
+        needs_reference: whether it uses a reference model.
+        min_examples: minimum number of examples per micro-batch.
 
     Example:
         >>> issubclass(torchtune.rlhf.loss.KTOLoss, torchtune.rlhf.loss.AnswerLoss)
@@ -32,14 +31,14 @@ class AnswerLoss(nn.Module, ABC):
     trains_on: ClassVar[Literal["pairs", "answers", "prompts"]] = "pairs"
     needs_reference: ClassVar[bool] = True
     min_examples: ClassVar[int] = 1
-    balance: Balance | None = None  # of the model's experts, from setup_loss
+    balance: Balance | None = None  # balancing loss of the model's experts, set by setup_loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Nothing here gains from compilation: the products with the output projection are one kernel already."""
+        """Return the loss uncompiled: the fused projection is a single kernel, so compilation gains nothing."""
         return self
 
     def check_model(self, model: nn.Module) -> None:
-        """See that ``model`` ends in what the loss reads. Raises :class:`LossError`."""
+        """Check that the model's output fits the loss. Raises :class:`LossError`."""
         rows, vocabulary = model.output.weight.shape[0], model.tok_embeddings.weight.shape[0]
         if rows < vocabulary:
             raise LossError(
@@ -48,18 +47,18 @@ class AnswerLoss(nn.Module, ABC):
             )
 
     def check_batch(self, batch: Batch) -> None:
-        """See that ``batch`` has what the loss compares. Raises :class:`DataError`."""
+        """Check that a batch has the entries that the loss needs. Raises :class:`DataError`."""
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-        """What the loss compares of every document: the sum of the log-probs of its labels.
+        """Score every document; by default the sum of its labels' log-probs.
 
         Args:
-            hidden: what ``model(..., output="hidden")`` returns ``[b, s, d]``.
-            batch: of :func:`torchtune.data.collate_preference`.
+            hidden: hidden states from ``model(..., output="hidden")`` ``[b, s, d]``.
+            batch: from :func:`torchtune.data.collate_preference`.
             projection: ``model.output``.
 
         Returns:
-            ``[n]``, float32 or wider. Of a batch that is split over context-parallel ranks, this rank's summand.
+            ``[n]``, float32 or wider. For a batch split over context-parallel ranks, this rank's partial sums.
         """
         return document_log_probs(hidden, batch, projection)
 
@@ -67,45 +66,45 @@ class AnswerLoss(nn.Module, ABC):
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
-        """The loss summed over the terms of a batch (``batch.num_terms``), and what to log of them.
+        """Sum the loss over the terms of a batch (``batch.num_terms``), and return metrics.
 
         Args:
-            batch: of :func:`torchtune.data.collate_preference`.
-            scores: of the model that is trained ``[n]``; see :meth:`score`.
-            reference: of the reference model ``[n]``, where one is needed.
-            baseline: scalar, what :meth:`mismatched` is for.
+            batch: from :func:`torchtune.data.collate_preference`.
+            scores: scores of the trained model ``[n]``; see :meth:`score`.
+            reference: scores of the reference model ``[n]``, if needed.
+            baseline: scalar, mean log-ratio of the :meth:`mismatched_batch` documents.
 
         Returns:
-            scalar, and name -> (sum, number of terms).
+            Scalar, and metrics: name -> (sum, number of terms).
         """
 
-    def mismatched(self, batch: Batch) -> Batch | None:
-        """Further documents; their mean log-ratio to the reference is the ``baseline``. None if there are none."""
+    def mismatched_batch(self, batch: Batch) -> Batch | None:
+        """Return additional documents, to compute ``baseline`` from their mean log-ratio, or ``None``."""
         return None
 
     def total(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """The sum of the losses of terms that count, with the balancing loss of the model's experts.
+        """Sum the losses of the terms that count, and add the balancing loss of the model's experts.
 
         Args:
             losses: ``[p]``.
-            counts: bool ``[p]``; False for the example of a rank that has none.
+            counts: bool ``[p]``; False for the filler example of a rank without data.
         """
         total = torch.where(counts, losses, 0.0 * losses).sum()
         return total if self.balance is None else self.balance.add_to(total, counts.sum())
 
 
 def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, temperature: float = 1.0) -> Tensor:
-    """Log-probs of the labels of every document, summed.
+    """Sum the log-probs of every document's labels.
 
     Args:
-        hidden: what ``model(..., output="hidden")`` returns ``[b, s, d]``.
-        batch: labels are shifted, as those of all datasets.
+        hidden: hidden states from ``model(..., output="hidden")`` ``[b, s, d]``.
+        batch: batch with shifted labels.
         projection: ``model.output``.
         temperature: divides the logits.
 
     Returns:
-        ``[n]`` in nats, float32 (float64 for float64 weights); of a batch that is split over context-parallel ranks,
-        this rank's summand.
+        ``[n]`` in nats, float32 (float64 for float64 weights); for a batch split over context-parallel ranks, this
+        rank's partial sums.
 
     Example:
         >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
@@ -118,14 +117,14 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
 
 
 def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
-    """Make a loss ready for a preference recipe, and check it before training.
+    """Check a loss for a preference recipe, and prepare it for the model.
 
     Args:
         loss: an :class:`AnswerLoss`.
         model: has ``output`` and ``tok_embeddings``.
 
     Raises:
-        LossError: it is another kind of loss, or the model does not end in what it reads.
+        LossError: the loss is not an :class:`AnswerLoss`, or the model's output does not fit it.
 
     Example:
         >>> loss = torchtune.rlhf.loss.setup_loss(torchtune.rlhf.loss.DPOLoss(), model)
@@ -145,10 +144,10 @@ def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
 def total_and_metrics(
     loss: AnswerLoss, losses: Tensor, counts: Tensor, terms: dict[str, Tensor]
 ) -> tuple[Tensor, Metrics]:
-    """Sum what was found of every term, leaving out terms that do not count.
+    """Sum losses and metrics over the terms that count.
 
     Args:
-        loss: has the :meth:`AnswerLoss.total`.
+        loss: loss with :meth:`AnswerLoss.total`.
         losses: ``[p]``.
         counts: bool ``[p]``.
         terms: name -> ``[p]``.
@@ -159,7 +158,7 @@ def total_and_metrics(
 
 
 def labelled(batch: Batch) -> Tensor:
-    """Labelled tokens of every document ``[n]``. Raises :class:`DataError` where collation did not count them."""
+    """Return the labelled tokens per document ``[n]``. Raises :class:`DataError` if collation did not count them."""
     if "label_counts" not in batch.per_document:
         raise DataError("collate_fn: the batch has no 'label_counts' per document: use collate_preference.")
     return batch.per_document["label_counts"]

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers."""
+"""Preference losses of pairs of answers."""
 
 import math
 from abc import abstractmethod
@@ -14,18 +14,18 @@ from torchtune.rlhf._types import ChosenRejectedOutputs
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
 from torchtune.utils import deprecated
 
-Found = tuple[Tensor, Tensor, Tensor]
+LossesAndRewards = tuple[Tensor, Tensor, Tensor]
 
 
 class PreferenceLoss(AnswerLoss):
     """Loss of pairs of a chosen and a rejected answer.
 
-    It is called with what the policy says of the answers and, unless :attr:`is_reference_free`, with what the
-    reference says: two :class:`~torchtune.rlhf.ChosenRejectedOutputs`, or their log-probs as four tensors ``[p]``
-    (chosen and rejected of the policy, chosen and rejected of the reference). Returned are the losses of the pairs and
-    the rewards of the chosen and of the rejected answers, ``[p]`` each; rewards take no gradient.
+    It is called with the policy's outputs for the answers and, unless :attr:`is_reference_free`, the reference's: two
+    :class:`~torchtune.rlhf.ChosenRejectedOutputs`, or their log-probs as four tensors ``[p]`` (chosen and rejected of
+    the policy, chosen and rejected of the reference). It returns the losses of the pairs and the rewards of the chosen
+    and of the rejected answers, ``[p]`` each; rewards are detached.
 
-    A subclass writes :meth:`compare`.
+    Subclasses implement :meth:`compare`.
 
     Example:
         >>> issubclass(torchtune.rlhf.loss.DPOLoss, torchtune.rlhf.loss.PreferenceLoss)
@@ -34,11 +34,11 @@ class PreferenceLoss(AnswerLoss):
 
     @property
     def is_reference_free(self) -> bool:
-        """Whether the loss does without a reference."""
+        """Whether the loss needs no reference."""
         return not self.needs_reference
 
     def check_batch(self, batch: Batch) -> None:
-        """See that the batch has pairs. Raises :class:`DataError`."""
+        """Check that the batch has pairs. Raises :class:`DataError`."""
         if "pair" not in batch.per_document:
             raise DataError(
                 f"dataset: {type(self).__name__} compares pairs of answers, and the data have none: use "
@@ -46,22 +46,22 @@ class PreferenceLoss(AnswerLoss):
             )
 
     @abstractmethod
-    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
-        """Losses and rewards of pairs.
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs.
 
         Args:
-            policy: the model that is trained.
-            reference: the reference; None for a loss that does without.
+            policy: outputs of the trained model.
+            reference: outputs of the reference; ``None`` for a loss without one.
 
         Returns:
-            the losses, the rewards of the chosen answers, and those of the rejected ones, ``[p]`` each.
+            The losses, the rewards of the chosen answers, and the rewards of the rejected ones, ``[p]`` each.
         """
 
-    def forward(self, *outputs: ChosenRejectedOutputs | Tensor | None) -> Found:
-        """See the class.
+    def forward(self, *outputs: ChosenRejectedOutputs | Tensor | None) -> LossesAndRewards:
+        """Compute losses and rewards, see the class.
 
         Raises:
-            TypeError: a number of arguments that the loss cannot use.
+            TypeError: the number of arguments is wrong.
         """
         if outputs and isinstance(outputs[0], Tensor):
             if len(outputs) % 2:
@@ -85,10 +85,10 @@ class PreferenceLoss(AnswerLoss):
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
-        """See :meth:`AnswerLoss.sum_and_metrics`."""
+        """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`."""
         policy = self._outputs(batch, scores)
         reference = None if reference is None else self._outputs(batch, reference)
-        losses, chosen, rejected = self._found(batch, policy, reference)
+        losses, chosen, rejected = self._compare_batch(batch, policy, reference)
         counts = (policy.chosen_lengths > 0) & (policy.rejected_lengths > 0)
         terms = {
             "rewards/chosen": chosen,
@@ -99,11 +99,13 @@ class PreferenceLoss(AnswerLoss):
         }
         return total_and_metrics(self, losses, counts, terms)
 
-    def _found(self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+    def _compare_batch(
+        self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None
+    ) -> LossesAndRewards:
         return self(policy, reference)
 
     def more_metrics(self, policy: ChosenRejectedOutputs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-        """What to log besides the rewards, ``[p]`` each."""
+        """Return additional metrics, ``[p]`` each."""
         return {
             "log_probs/chosen": policy.chosen_logps,
             "log_probs/rejected": policy.rejected_logps,
@@ -118,11 +120,11 @@ class PreferenceLoss(AnswerLoss):
         return ChosenRejectedOutputs(chosen, rejected, chosen_lengths=lengths[0], rejected_lengths=lengths[1])
 
 
-class _Margin(PreferenceLoss):
+class _MarginLoss(PreferenceLoss):
     """Loss of m, the log-ratio of policy and reference on the chosen answer minus that on the rejected one.
 
     Args:
-        beta: of the implicit reward β·(log π − log π_ref): higher stays closer to the reference.
+        beta: scale of the implicit reward β·(log π − log π_ref): higher stays closer to the reference.
     """
 
     by_token: ClassVar[bool] = False
@@ -132,18 +134,18 @@ class _Margin(PreferenceLoss):
         self.beta = _check_beta(beta)
 
     @abstractmethod
-    def of_margin(self, margin: Tensor) -> Tensor:
-        """Losses of the margins m ``[p]``."""
+    def margin_loss(self, margin: Tensor) -> Tensor:
+        """Return the losses of the margins m ``[p]``."""
 
-    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
-        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
         if self.by_token:
             chosen = policy.chosen_mean - reference.chosen_mean
             rejected = policy.rejected_mean - reference.rejected_mean
         else:
             chosen = policy.chosen_logps - reference.chosen_logps
             rejected = policy.rejected_logps - reference.rejected_logps
-        return self.of_margin(chosen - rejected), self.beta * chosen, self.beta * rejected
+        return self.margin_loss(chosen - rejected), self.beta * chosen, self.beta * rejected
 
 
 def _check_beta(value: float) -> float:
@@ -158,10 +160,10 @@ def _check_smoothing(value: float) -> float:
     return value
 
 
-class DPOLoss(_Margin):
+class DPOLoss(_MarginLoss):
     """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
 
-    With ε it is conservative DPO (Mitchell 2023); its minimum is at a finite margin.
+    With ε > 0 it is conservative DPO (Mitchell 2023), with its minimum at a finite margin.
 
     Args:
         beta: higher stays closer to the reference.
@@ -180,13 +182,13 @@ class DPOLoss(_Margin):
         super().__init__(beta)
         self.label_smoothing = _check_smoothing(label_smoothing)
 
-    def of_margin(self, margin: Tensor) -> Tensor:
-        """Losses of the margins ``[p]``."""
+    def margin_loss(self, margin: Tensor) -> Tensor:
+        """Return the losses of the margins ``[p]``."""
         scaled, epsilon = self.beta * margin, self.label_smoothing
         return -(1.0 - epsilon) * logsigmoid(scaled) - epsilon * logsigmoid(-scaled)
 
 
-class RobustDPOLoss(_Margin):
+class RobustDPOLoss(_MarginLoss):
     """[−(1−ε) log σ(βm) + ε log σ(−βm)] / (1−2ε): unbiased under flipped labels (arXiv:2403.00409).
 
     Args:
@@ -202,13 +204,13 @@ class RobustDPOLoss(_Margin):
         super().__init__(beta)
         self.label_smoothing = _check_smoothing(label_smoothing)
 
-    def of_margin(self, margin: Tensor) -> Tensor:
-        """Losses of the margins ``[p]``."""
+    def margin_loss(self, margin: Tensor) -> Tensor:
+        """Return the losses of the margins ``[p]``."""
         scaled, epsilon = self.beta * margin, self.label_smoothing
         return (epsilon * logsigmoid(-scaled) - (1.0 - epsilon) * logsigmoid(scaled)) / (1.0 - 2.0 * epsilon)
 
 
-class HingeLoss(_Margin):
+class HingeLoss(_MarginLoss):
     """relu(1 − βm): statistical rejection sampling optimisation (Liu et al. 2023, arXiv:2309.06657).
 
     Args:
@@ -219,17 +221,17 @@ class HingeLoss(_Margin):
         True
     """
 
-    def of_margin(self, margin: Tensor) -> Tensor:
-        """Losses of the margins ``[p]``."""
+    def margin_loss(self, margin: Tensor) -> Tensor:
+        """Return the losses of the margins ``[p]``."""
         return torch.relu(1.0 - self.beta * margin)
 
 
 @deprecated("Use torchtune.rlhf.loss.HingeLoss(beta=gamma) instead.")
 class RSOLoss(HingeLoss):
-    """:class:`HingeLoss` under its earlier name.
+    """Former name of :class:`HingeLoss`.
 
     Args:
-        gamma: its ``beta``.
+        gamma: ``beta`` of :class:`HingeLoss`.
 
     Example:
         >>> torchtune.rlhf.loss.RSOLoss(gamma=0.1).needs_reference
@@ -240,7 +242,7 @@ class RSOLoss(HingeLoss):
         super().__init__(gamma)
 
 
-class IPOLoss(_Margin):
+class IPOLoss(_MarginLoss):
     """(m − 1/(2β))² with log-ratios averaged by token: identity preference optimisation (arXiv:2310.12036).
 
     Args:
@@ -253,16 +255,16 @@ class IPOLoss(_Margin):
 
     by_token: ClassVar[bool] = True
 
-    def of_margin(self, margin: Tensor) -> Tensor:
-        """Losses of the margins ``[p]``."""
+    def margin_loss(self, margin: Tensor) -> Tensor:
+        """Return the losses of the margins ``[p]``."""
         return (margin - 1.0 / (2.0 * self.beta)).square()
 
 
-class SigmoidNormLoss(_Margin):
-    """−log σ(βm) with log-ratios averaged by token, so that long answers weigh no more than short ones.
+class SigmoidNormLoss(_MarginLoss):
+    """−log σ(βm) with per-token log-ratios, so that long answers weigh no more than short ones.
 
     Args:
-        beta: higher stays closer to the reference; means are smaller than sums, so choose it larger than for DPO.
+        beta: higher stays closer to the reference; larger than for DPO, because means are smaller than sums.
 
     Example:
         >>> torchtune.rlhf.loss.SigmoidNormLoss(beta=0.1).needs_reference
@@ -271,19 +273,19 @@ class SigmoidNormLoss(_Margin):
 
     by_token: ClassVar[bool] = True
 
-    def of_margin(self, margin: Tensor) -> Tensor:
-        """Losses of the margins ``[p]``."""
+    def margin_loss(self, margin: Tensor) -> Tensor:
+        """Return the losses of the margins ``[p]``."""
         return -logsigmoid(self.beta * margin)
 
 
 class SimPOLoss(PreferenceLoss):
     """−log σ(β(mean log π_c − mean log π_r) − γ), without a reference (Meng et al. 2024, arXiv:2405.14734).
 
-    Called with tensors, it takes two, of log-probs averaged by token.
+    Called with tensors, it takes two, of per-token mean log-probs.
 
     Args:
         beta: scale of the rewards; 2 to 2.5 in the paper.
-        gamma: margin that the chosen answer is to win by.
+        gamma: target margin between chosen and rejected reward.
         label_smoothing: fraction of pairs with swapped labels.
 
     Example:
@@ -297,8 +299,8 @@ class SimPOLoss(PreferenceLoss):
         super().__init__()
         self.beta, self.gamma, self.label_smoothing = _check_beta(beta), gamma, _check_smoothing(label_smoothing)
 
-    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
-        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
         chosen, rejected = self.beta * policy.chosen_mean, self.beta * policy.rejected_mean
         margin, epsilon = chosen - rejected - self.gamma, self.label_smoothing
         return -(1.0 - epsilon) * logsigmoid(margin) - epsilon * logsigmoid(-margin), chosen, rejected
@@ -307,7 +309,7 @@ class SimPOLoss(PreferenceLoss):
 class ORPOLoss(PreferenceLoss):
     """NLL_c − λ log σ(log-odds ratio), both of mean log-probs, without a reference (arXiv:2403.07691).
 
-    It needs no supervised fine-tuning before: the first term is that.
+    The first term is supervised fine-tuning, so none is needed before.
 
     Args:
         beta: λ, weight of the odds ratio.
@@ -323,15 +325,15 @@ class ORPOLoss(PreferenceLoss):
         super().__init__()
         self.beta = _check_beta(beta)
 
-    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
-        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
         chosen, rejected = policy.chosen_mean, policy.rejected_mean
         odds = _log_odds(chosen) - _log_odds(rejected)
         return -chosen - self.beta * logsigmoid(odds), self.beta * chosen, self.beta * rejected
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """log(p / (1 − p)); a probability of 1 is taken for the largest below it."""
+    """Return log(p / (1 − p)), with p clamped below 1."""
     log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
     return log_prob - torch.log(-torch.expm1(log_prob))
 
@@ -341,7 +343,7 @@ class CPOLoss(PreferenceLoss):
 
     Args:
         beta: scale of the log-probs.
-        alpha: weight of the negative log-likelihood of the chosen answer, a mean over its tokens.
+        alpha: weight of the chosen answer's negative log-likelihood, a mean over its tokens.
         label_smoothing: fraction of pairs with swapped labels.
 
     Example:
@@ -355,8 +357,8 @@ class CPOLoss(PreferenceLoss):
         super().__init__()
         self.beta, self.alpha, self.label_smoothing = _check_beta(beta), alpha, _check_smoothing(label_smoothing)
 
-    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
-        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
         if policy.chosen_lengths is None:
             raise ValueError("CPOLoss averages the chosen answer's log-prob: give chosen_lengths and rejected_lengths.")
         chosen, rejected = self.beta * policy.chosen_logps, self.beta * policy.rejected_logps

@@ -1,4 +1,4 @@
-"""Losses of answers that the model sampled itself, each with an advantage."""
+"""Policy-gradient losses of sampled answers with advantages."""
 
 from typing import Literal
 
@@ -6,35 +6,34 @@ import torch
 from torch import Tensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
-from torchtune.modules.loss import token_log_probs
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss import Projection, token_log_probs
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
 
 
 class GRPOLoss(AnswerLoss):
     """Policy gradient on sampled tokens with a clipped ratio (GRPO, arXiv:2402.03300).
 
-    The loss of a token is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon_high)A), with its advantage A and the ratio
-    ρ = π / π_old of its probability now and when it was sampled. The defaults are those of DAPO (arXiv:2503.14476).
+    The loss of a token is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon_high)A), with advantage A and the probability ratio
+    ρ = π / π_old of the current policy and the policy at sampling. The defaults are DAPO's (arXiv:2503.14476).
 
     Args:
-        epsilon: the ratio is clipped to ``1 - epsilon`` from below.
-        epsilon_high: and to ``1 + epsilon_high`` from above.
-        kind: ``ppo`` as above; ``cispo`` (arXiv:2506.13585) takes −min(ρ, 1 + epsilon_high) A log π, with no
-            gradient through the weight: every token contributes.
+        epsilon: lower clip: the ratio is at least ``1 - epsilon``.
+        epsilon_high: upper clip: the ratio is at most ``1 + epsilon_high``.
+        kind: ``ppo`` as above; ``cispo`` (arXiv:2506.13585) is −min(ρ, 1 + epsilon_high) A log π, with the weight
+            detached, so that every token has a gradient.
         ratio: per ``token``, or per ``sequence``: the geometric mean over its tokens (GSPO, arXiv:2507.18071).
         normalize: divide by all ``tokens`` of the step; by its ``sequences``, after the mean over each; or by
             sequences times a ``constant`` (Dr. GRPO, arXiv:2503.20783).
-        constant: for ``normalize: constant``, usually the largest number of new tokens.
+        constant: for ``normalize: constant``, usually the maximum number of new tokens.
         kl_coeff: weight of the KL divergence to the reference; 0 needs no reference.
-        kl: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), with the gradient of the divergence; ``k1`` takes
-            log(π_old / π_ref) of a token off its advantage.
-        importance_cap: where sampler and trainer differ: weigh each token by min(π_old / π_sampler, cap), with π_old
-            of the trainer. ``None`` takes the sampler's own log-probs as π_old.
+        kl: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), with the gradient of the divergence; ``k1`` subtracts
+            log(π_old / π_ref) of a token from its advantage.
+        importance_cap: correct differences between sampler and trainer: weight each token by min(π_old / π_sampler,
+            cap), with the trainer's π_old. ``None`` uses the sampler's log-probs as π_old.
 
     Attributes:
-        temperature: divides the logits, as it did when the tokens were sampled; the recipe sets it.
-        needs_rewards: whether the advantages of answers count.
+        temperature: divides the logits, as in sampling; set by the recipe.
+        needs_rewards: whether the advantages are used.
 
     Raises:
         ValueError: a number is out of range, or ``constant`` does not fit ``normalize``.
@@ -83,11 +82,11 @@ class GRPOLoss(AnswerLoss):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares with a reference model."""
+        """Whether it uses a reference model."""
         return self.kl_coeff > 0
 
     def check_batch(self, batch: Batch) -> None:
-        """See that the batch has answers with advantages. Raises :class:`DataError`."""
+        """Check that the batch has answers with advantages. Raises :class:`DataError`."""
         if "advantages" not in batch.per_token:
             raise DataError(
                 f"loss: {type(self).__name__} reads advantages of sampled answers, and a batch has none: run a recipe "
@@ -95,11 +94,11 @@ class GRPOLoss(AnswerLoss):
             )
 
     def num_terms(self, num_tokens: int, num_sequences: int) -> int:
-        """What the loss is a mean over."""
+        """Return the number of terms, which normalizes the loss."""
         return num_tokens if self.normalize == "tokens" else num_sequences
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-        """Log-probs of the labels ``[b, s]``, float32 or wider; 0 where there is none."""
+        """Return log-probs of the labels ``[b, s]``, float32 or wider; 0 at positions without a label."""
         return token_log_probs(hidden, batch.labels, projection, self.temperature)
 
     def forward(
@@ -111,18 +110,18 @@ class GRPOLoss(AnswerLoss):
         reference: Tensor | None = None,
         sampled: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Per-token losses; divide their sum by :meth:`num_terms`.
+        """Compute per-token losses; divide their sum by :meth:`num_terms`.
 
         Args:
-            log_probs: of the model that is trained ``[t]``.
-            old: at the time of sampling ``[t]``.
-            advantages: of each token's answer ``[t]``.
+            log_probs: log-probs of the trained model ``[t]``.
+            old: log-probs at sampling ``[t]``.
+            advantages: advantage of each token's answer ``[t]``.
             sequences: index of each token's answer, int64 ``[t]``.
             reference: log-probs of the reference ``[t]``.
-            sampled: log-probs that the sampler gave ``[t]``, for ``importance_cap``.
+            sampled: log-probs from the sampler ``[t]``, for ``importance_cap``.
 
         Returns:
-            ``[t]``, and figures by name ``[t]``, detached.
+            Losses ``[t]``, and detached metrics by name ``[t]``.
         """
         lengths = torch.bincount(sequences)
         advantages = advantages if self.needs_rewards else torch.zeros_like(advantages)
@@ -163,20 +162,20 @@ class GRPOLoss(AnswerLoss):
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
-        """See :meth:`AnswerLoss.sum_and_metrics`; ``scores`` and ``reference`` are per token ``[b, s]``.
+        """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`; scores are per token ``[b, s]``.
 
         Args:
-            batch: of :func:`torchtune.rlhf.collate_rollouts`. Its first pass notes in the entry ``old`` what later
-                ones compare with.
+            batch: from :func:`torchtune.rlhf.collate_rollouts`. The first pass stores the log-probs in the entry
+                ``old``, for later passes.
             scores: see :meth:`score`.
-            reference: of the reference model.
+            reference: scores of the reference model.
             baseline: not used.
         """
         labelled = (batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()
         self.check_batch(batch)
         sampled = batch.per_token.get("sampled")
         first = "old" not in batch.per_token
-        if first:  # the model has not been updated since it sampled
+        if first:  # the model has not been updated since sampling
             own = sampled is None or self.importance_cap is not None
             batch["old"] = scores.detach() if own else sampled
 
@@ -193,7 +192,7 @@ class GRPOLoss(AnswerLoss):
         )
         if first and sampled is not None:
             figures["sampler_difference"] = (tokens(scores) - tokens(sampled)).abs().detach()
-        total = losses.sum() + 0.0 * scores.sum()  # a batch without labels has a gradient too
+        total = losses.sum() + 0.0 * scores.sum()  # keeps the graph connected for a batch without labels
         number = labelled.sum()
         if self.balance is not None:
             terms = number if self.normalize == "tokens" else (batch.per_document["label_counts"] > 0).sum()
@@ -202,14 +201,14 @@ class GRPOLoss(AnswerLoss):
 
 
 def _sequence_of_token(batch: Batch) -> Tensor:
-    """Index of the document of every position, int64 ``[b * s]``."""
+    """Return the document index of every position, int64 ``[b * s]``."""
     boundaries = batch.documents.cu_seqlens.to(batch.tokens.device)
     numbers = torch.arange(len(batch.documents.lengths), device=batch.tokens.device)
     return numbers.repeat_interleave(boundaries.diff(), output_size=batch.documents.num_tokens)
 
 
 class DAPOLoss(GRPOLoss):
-    """The loss of DAPO (arXiv:2503.14476): a wider clip upwards, one mean over all tokens of the step.
+    """DAPO's loss (arXiv:2503.14476): a higher upper clip, and one mean over all tokens of the step.
 
     Example:
         >>> torchtune.rlhf.loss.DAPOLoss().epsilon_high
@@ -221,11 +220,11 @@ class DAPOLoss(GRPOLoss):
 
 
 class DrGRPOLoss(GRPOLoss):
-    """The loss of Dr. GRPO (arXiv:2503.20783): no division by the length of an answer, so none is preferred.
+    """Loss of Dr. GRPO (arXiv:2503.20783): no division by the answer's length, so no length is preferred.
 
     Args:
-        constant: every answer's sum is divided by it; usually the sampler's ``max_new_tokens``.
-        epsilon: of the clip, both ways.
+        constant: divides the sum of every answer; usually the sampler's ``max_new_tokens``.
+        epsilon: clip on both sides.
 
     Example:
         >>> torchtune.rlhf.loss.DrGRPOLoss(constant=512).normalize
@@ -237,7 +236,7 @@ class DrGRPOLoss(GRPOLoss):
 
 
 class GSPOLoss(GRPOLoss):
-    """The loss of GSPO (arXiv:2507.18071): one ratio per answer, which suits mixtures of experts.
+    """Loss of GSPO (arXiv:2507.18071): one ratio per answer, which suits mixtures of experts.
 
     Example:
         >>> torchtune.rlhf.loss.GSPOLoss().ratio
@@ -249,7 +248,7 @@ class GSPOLoss(GRPOLoss):
 
 
 class CISPOLoss(GRPOLoss):
-    """The loss of CISPO (arXiv:2506.13585): importance weights are capped, no token's gradient is dropped.
+    """Loss of CISPO (arXiv:2506.13585): importance weights are capped, and every token has a gradient.
 
     Args:
         epsilon_high: the weight is at most ``1 + epsilon_high``.
@@ -264,7 +263,7 @@ class CISPOLoss(GRPOLoss):
 
 
 class RLOOLoss(GRPOLoss):
-    """The policy gradient of whole answers (RLOO, arXiv:2402.14740); with ``GroupAdvantages(leave_one_out=True)``.
+    """Policy gradient of whole answers (RLOO, arXiv:2402.14740); use with ``GroupAdvantages(leave_one_out=True)``.
 
     Example:
         >>> torchtune.rlhf.loss.RLOOLoss().epsilon_high
@@ -276,10 +275,10 @@ class RLOOLoss(GRPOLoss):
 
 
 class OnPolicyDistillationLoss(GRPOLoss):
-    """Learn from a teacher on the student's own answers: a token's advantage is its log-ratio to the teacher.
+    """On-policy distillation: a token's advantage is the negative log-ratio of student and teacher.
 
-    Minimises, token by token, KL(student ‖ teacher) on what the student samples. The teacher is the recipe's
-    ``ref_checkpointer``. Rewards are recorded, and have no influence.
+    It minimises KL(student ‖ teacher) token by token on the student's samples. The teacher is the recipe's
+    ``ref_checkpointer``. Rewards are recorded, but not used.
 
     Args:
         coeff: weight of the log-ratio.

@@ -1,4 +1,4 @@
-"""Loss of single answers that are labelled good or bad."""
+"""Loss of single answers labelled good or bad (KTO)."""
 
 from itertools import pairwise
 from typing import ClassVar
@@ -13,13 +13,13 @@ from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_m
 class KTOLoss(AnswerLoss):
     """w_d (1 − σ(β(r − z))) of good answers and w_u (1 − σ(β(z − r))) of bad ones (arXiv:2402.01306).
 
-    r is the log-ratio of policy and reference. z = max(0, mean r) over prompts with the answer of the next example
-    estimates their KL divergence and takes no gradient. It is the one thing in this library that depends on which
-    examples share a micro-batch.
+    r is the log-ratio of policy and reference. z = max(0, mean r) over mismatched pairs, each a prompt with the answer
+    of the next example, estimates the KL divergence; it is detached. No other loss of this library depends on the
+    composition of micro-batches.
 
     Args:
         beta: higher stays closer to the reference.
-        desirable_weight: w_d; with few good answers raise it until w_d · good and w_u · bad are about equal.
+        desirable_weight: w_d; with few good answers, raise it until w_d · good and w_u · bad are about equal.
         undesirable_weight: w_u.
 
     Example:
@@ -43,19 +43,19 @@ class KTOLoss(AnswerLoss):
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
     def check_batch(self, batch: Batch) -> None:
-        """See that the batch has labelled answers. Raises :class:`DataError`."""
+        """Check that the batch has labelled answers. Raises :class:`DataError`."""
         _is_good(batch)
 
     def forward(
         self, policy: Tensor, reference: Tensor, is_chosen: Tensor, baseline: Tensor | float
     ) -> tuple[Tensor, Tensor]:
-        """Losses and rewards of answers ``[n]``.
+        """Compute losses and rewards of answers ``[n]``.
 
         Args:
-            policy: log-probs of the answers, summed over their tokens ``[n]``.
-            reference: the same of the reference ``[n]``.
+            policy: log-probs of the answers from the policy, summed over tokens ``[n]``.
+            reference: log-probs from the reference ``[n]``.
             is_chosen: bool ``[n]``, whether an answer is good.
-            baseline: mean r over mismatched pairs; z is 0 where it is below.
+            baseline: mean r over mismatched pairs; z is its maximum with 0.
         """
         ratios = policy - reference
         sign = torch.where(is_chosen, 1.0, -1.0).to(ratios.dtype)
@@ -66,7 +66,7 @@ class KTOLoss(AnswerLoss):
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
-        """See :meth:`AnswerLoss.sum_and_metrics`."""
+        """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`."""
         good, counts = _is_good(batch), labelled(batch) > 0
         losses, rewards = self(scores, reference, good, baseline)
         total, metrics = total_and_metrics(self, losses, counts, {"kl": baseline.clamp(min=0.0).expand_as(losses)})
@@ -75,10 +75,10 @@ class KTOLoss(AnswerLoss):
             metrics |= {key: (torch.where(of, value, 0.0).sum(), of.sum()) for key, value in terms.items()}
         return total, metrics
 
-    def mismatched(self, batch: Batch) -> Batch | None:
-        """Every prompt with the answer of the next example, no longer than the longest document of the batch.
+    def mismatched_batch(self, batch: Batch) -> Batch | None:
+        """Pair every prompt with the answer of the next example, truncated to the longest document of the batch.
 
-        A prompt is what stands before the first label.
+        The prompt is the tokens before the first labelled one.
 
         Raises:
             DataError: the batch has one example, or is split over context-parallel ranks.
@@ -96,7 +96,7 @@ class KTOLoss(AnswerLoss):
         starts = [0, *torch.tensor(batch.documents.lengths).cumsum(0).tolist()]
         spans = list(pairwise(starts))[:count]
         has_label = (labels != CROSS_ENTROPY_IGNORE_IDX).tolist()
-        # The first label stands at the last token of the prompt.
+        # The first label is at the last token of the prompt.
         first = [next((at for at in range(start, end) if has_label[at]), end - 1) for start, end in spans]
         longest, new_tokens, new_labels = max(end - start for start, end in spans), [], []
         for i, (start, _) in enumerate(spans):
@@ -107,7 +107,7 @@ class KTOLoss(AnswerLoss):
             targets = torch.cat([ignored, labels[first[j] : end]])
             if len(row) > longest:
                 row, targets = row[:longest], targets[:longest]
-                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # its token is cut
+                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # its target is truncated
             new_tokens.append(row)
             new_labels.append(targets)
         documents = Documents.from_lengths([len(row) for row in new_tokens], tokens.device)
@@ -116,7 +116,7 @@ class KTOLoss(AnswerLoss):
 
 
 def _is_good(batch: Batch) -> Tensor:
-    """bool ``[n]``. Raises :class:`DataError` for a batch of pairs."""
+    """Return bool ``[n]``, True for good answers. Raises :class:`DataError` for a batch of pairs."""
     if "pair" in batch.per_document or "is_chosen" not in batch.per_document:
         raise DataError(
             "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset."

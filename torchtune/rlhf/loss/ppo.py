@@ -1,11 +1,10 @@
-"""Loss of proximal policy optimisation."""
+"""PPO's loss."""
 
 import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
-from torchtune.modules.loss import LossError, token_log_probs
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss import LossError, Projection, token_log_probs
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
 from torchtune.rlhf.rewards import masked_mean
 
@@ -19,17 +18,17 @@ def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 class PPOLoss(AnswerLoss):
     """Clipped policy loss and clipped value loss (Schulman et al. 2017, arXiv:1707.06347).
 
-    Of a token with advantage A, return R, probability ratio ρ and value V, which was V' when the answer was sampled,
-    the policy loss is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon) A), and the value loss the larger one of ½(V − R)² and
+    For a token with advantage A, return R, probability ratio ρ, value V, and value V' at sampling, the policy loss is
+    −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon) A), and the value loss is the maximum of ½(V − R)² and
     ½(V' + clip(V − V', ± value_clip_range) − R)².
 
     Args:
         epsilon: the ratio of new and old probability is clipped to ``1 ± epsilon``.
-        value_clip_range: values are clipped to so much around the old ones.
+        value_clip_range: maximum change of the value from V'.
         value_coeff: weight of the value loss.
 
     Attributes:
-        temperature: divides the logits, as it did when the tokens were sampled; the recipe sets it.
+        temperature: divides the logits, as in sampling; set by the recipe.
 
     Example:
         >>> torchtune.rlhf.loss.PPOLoss(epsilon=0.1, value_clip_range=0.2, value_coeff=0.1).value_coeff
@@ -48,7 +47,7 @@ class PPOLoss(AnswerLoss):
         self.temperature = 1.0
 
     def check_model(self, model: nn.Module) -> None:
-        """See that there are a policy and a value model, which is trained. Raises :class:`LossError`."""
+        """Check that there is a policy and a trainable value model. Raises :class:`LossError`."""
         if not isinstance(model, nn.ModuleDict) or not {"policy", "value"} <= set(model):
             raise LossError(
                 "loss: PPOLoss trains a policy and a value model: run the recipe ppo, or take a loss "
@@ -69,25 +68,25 @@ class PPOLoss(AnswerLoss):
             )
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-        """Log-probs of the labels ``[b, s]``, float32 or wider; 0 where there is none."""
+        """Return log-probs of the labels ``[b, s]``, float32 or wider; 0 at positions without a label."""
         return token_log_probs(hidden, batch.labels, projection, self.temperature)
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
-        """See :meth:`AnswerLoss.sum_and_metrics`.
+        """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`.
 
         Args:
-            batch: with the entries per token ``sampled``, ``advantages``, ``returns`` and ``values``.
-            scores: log-probs and values of the models that are trained, ``[2, b, s]``; see :meth:`score` and
+            batch: batch with the per-token entries ``sampled``, ``advantages``, ``returns`` and ``values``.
+            scores: log-probs and values of the trained models, ``[2, b, s]``; see :meth:`score` and
                 :func:`torchtune.rlhf.token_values`.
-            reference: not used: the distance to the reference is part of the rewards.
+            reference: not used: the log-ratio to the reference is part of the rewards.
             baseline: not used.
         """
         if missing := set(_ENTRIES) - batch.per_token.keys():
             raise DataError(f"The batch has no '{min(missing)}' per token: make it with torchtune.rlhf.ppo_updates.")
         labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-        if not (is_any := bool(labelled.any())):  # a process that has fewer answers than others: one whose loss is 0
+        if not (is_any := bool(labelled.any())):  # filler of a rank with fewer answers: the loss is 0
             labelled = torch.ones_like(labelled)
         log_probs, values = (part[labelled] for part in scores)
         old, advantages, returns, old_values = (batch[name][labelled] for name in _ENTRIES)
@@ -117,17 +116,17 @@ class PPOLoss(AnswerLoss):
         """Compute the loss of some responses.
 
         Args:
-            pi_old_logprobs: of the policy that sampled ``[b, r]``.
-            pi_logprobs: of the policy that is trained ``[b, r]``.
+            pi_old_logprobs: log-probs of the policy at sampling ``[b, r]``.
+            pi_logprobs: log-probs of the trained policy ``[b, r]``.
             advantages: ``[b, r]``.
-            phi_old_values: of the value model at sampling ``[b, r]``.
-            phi_values: of the value model that is trained ``[b, r]``.
+            phi_old_values: values of the value model at sampling ``[b, r]``.
+            phi_values: values of the trained value model ``[b, r]``.
             returns: ``[b, r]``.
-            padding_masks: bool ``[b, r]``, True where a token counts for the policy.
-            value_padding_masks: bool ``[b, r]``, True where a token counts for the value model.
+            padding_masks: bool ``[b, r]``, True at tokens that count for the policy.
+            value_padding_masks: bool ``[b, r]``, True at tokens that count for the value model.
 
         Returns:
-            loss, policy loss, value loss, mean ratio and share of clipped tokens, scalars; all but the first are
+            Loss, policy loss, value loss, mean ratio and fraction of clipped tokens, scalars; all but the first are
             detached.
         """
         ratios = torch.exp(pi_logprobs - pi_old_logprobs)

@@ -1,4 +1,4 @@
-"""Loss of a model that scores answers."""
+"""Loss of reward models."""
 
 from typing import ClassVar
 
@@ -7,21 +7,20 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from torchtune.data import Batch, DataError
-from torchtune.modules.loss import LossError
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss import LossError, Projection
 from torchtune.rlhf._types import ChosenRejectedOutputs
-from torchtune.rlhf.loss.dpo import Found, PreferenceLoss
+from torchtune.rlhf.loss.dpo import LossesAndRewards, PreferenceLoss
 
 
 class RewardLoss(PreferenceLoss):
-    """−log σ(s_c − s_r − margin) + c (s_c + s_r)², of the scores of both answers (Bradley-Terry).
+    """−log σ(s_c − s_r − margin) + c (s_c + s_r)², for the scores of both answers (Bradley-Terry).
 
-    The model has one output (:func:`torchtune.modules.classifier_model`), which is read at the last token of an
-    answer. The second term keeps scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244); the margin is the examples'
-    own, where they have a ``margin``.
+    The model has one output (:func:`torchtune.modules.classifier_model`), which is read at the last token of an answer.
+    The second term keeps scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244). The margin is the example's
+    ``margin``, by default 0.
 
     Args:
-        center_coefficient: c; 0 lets the scores drift.
+        center_coefficient: c; with 0 the scores can drift.
 
     Example:
         >>> torchtune.rlhf.loss.RewardLoss().needs_reference
@@ -37,7 +36,7 @@ class RewardLoss(PreferenceLoss):
         self.center_coefficient = center_coefficient
 
     def check_model(self, model: nn.Module) -> None:
-        """See that the model has one output. Raises :class:`LossError`."""
+        """Check that the model has one output. Raises :class:`LossError`."""
         rows = model.output.weight.shape[0]
         if rows != 1:
             raise LossError(
@@ -46,7 +45,7 @@ class RewardLoss(PreferenceLoss):
             )
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-        """The output at the last token of every document ``[n]``, float32; see :meth:`AnswerLoss.score`."""
+        """Return the output at the last token of every document ``[n]``, float32; see :meth:`AnswerLoss.score`."""
         return pooled_scores(hidden, batch, projection)
 
     def compare(
@@ -54,34 +53,36 @@ class RewardLoss(PreferenceLoss):
         policy: ChosenRejectedOutputs,
         reference: ChosenRejectedOutputs | None = None,
         margin: Tensor | float = 0.0,
-    ) -> Found:
-        """Losses of pairs, and their scores; see :class:`PreferenceLoss`."""
+    ) -> LossesAndRewards:
+        """Compute losses and scores of pairs; see :class:`PreferenceLoss`."""
         chosen, rejected = policy.chosen_logps, policy.rejected_logps
         losses = -logsigmoid(chosen - rejected - margin)
         return losses + self.center_coefficient * (chosen + rejected).square(), chosen, rejected
 
-    def _found(self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+    def _compare_batch(
+        self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None
+    ) -> LossesAndRewards:
         margin = batch.per_document.get("margin")
         margin = 0.0 if margin is None else batch.chosen_and_rejected(margin)[0]
         losses, chosen, rejected = self.compare(policy, None, margin)
         return losses, chosen.detach(), rejected.detach()
 
     def more_metrics(self, policy: ChosenRejectedOutputs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-        """Nothing: the rewards are the scores."""
+        """Return no metrics, since the rewards are the scores."""
         return {}
 
 
 def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-    """The output of a model with one of them, at the last token of every document.
+    """Return the output of a model with one output, at the last token of every document.
 
     Args:
         hidden: ``[b, s, d]``.
-        batch: with documents, which say where an answer ends; padding and token ids play no part.
+        batch: batch with documents, which define the end of an answer; padding and token ids are not used.
         projection: ``model.output``, ``[..., d]`` -> ``[..., 1]``.
 
     Returns:
-        ``[n]``, float32 or wider; of a batch that is split over context-parallel ranks 0 where another rank has the
-        last token.
+        ``[n]``, float32 or wider; for a batch split over context-parallel ranks, 0 if the last token is on another
+        rank.
 
     Raises:
         DataError: the batch has no documents.

@@ -1,4 +1,4 @@
-"""Compatibility: weights of Llama-shaped reward models, renamed at once."""
+"""Compatibility: conversion of the weights of Llama-like reward models."""
 
 from torchtune.rlhf.utils._convert_weights import reward_hf_to_tune, reward_tune_to_hf
 

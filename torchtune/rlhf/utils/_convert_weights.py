@@ -1,4 +1,4 @@
-"""Names of a reward model's weights: a language model's, with ``score`` in the place of the output projection."""
+"""Weight names of reward models: those of a language model, with ``score`` as the output projection."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ def reward_hf_to_tune(
     dim: int = 4096,
     head_dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """Weights of a ``…ForSequenceClassification`` under Hugging Face names to ours; ``score.bias`` is left out."""
+    """Convert weights of a Hugging Face ``…ForSequenceClassification`` to torchtune's names; drop ``score.bias``."""
     weights = {name: tensor for name, tensor in state_dict.items() if name != "score.bias"}
     if "score.weight" in weights:
         weights["lm_head.weight"] = weights.pop("score.weight")
@@ -22,7 +22,7 @@ def reward_hf_to_tune(
 def reward_tune_to_hf(
     state_dict: dict[str, Tensor], num_heads: int = 32, num_kv_heads: int = 32, dim: int = 4096
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`reward_hf_to_tune`."""
+    """Convert weights back, the inverse of :func:`reward_hf_to_tune`."""
     weights = tune_to_hf(state_dict, num_heads, num_kv_heads, dim)
     if "lm_head.weight" in weights:
         weights["score.weight"] = weights.pop("lm_head.weight")

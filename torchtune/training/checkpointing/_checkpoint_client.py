@@ -1,5 +1,5 @@
-"""Compatibility: recipes copied from earlier releases import the client from this path."""
+"""Former address of :mod:`torchtune.compat`."""
 
-from torchtune.training.compat import CheckpointClient, TrainingProgress
+from torchtune._lazy import redirect
 
-__all__ = ["CheckpointClient", "TrainingProgress"]
+__getattr__, __dir__, __all__ = redirect(__name__, "torchtune.compat")

@@ -1,15 +1,15 @@
-"""Groups of parameters by the pattern of their names, each with settings or an optimizer of its own."""
+"""Parameter groups by patterns of names, each with its own settings or optimizer."""
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from torchtune.config._errors import did_you_mean
-from torchtune.config._locate import locate
+from torchtune.config import did_you_mean, locate
 from torchtune.modules.conversion import nearest_module_names
 from torchtune.modules.optim import OptimizerMap
 from torchtune.modules.transformer import text_decoder
@@ -19,7 +19,7 @@ _Rule = Callable[[str, torch.Tensor], bool]
 
 
 class GroupedOptimizer:
-    """An optimizer whose parameters are in groups, by patterns on their names::
+    """An optimizer with parameter groups by patterns of parameter names::
 
         optimizer:
           _component_: torchtune.training.GroupedOptimizer
@@ -30,20 +30,20 @@ class GroupedOptimizer:
             - {pattern: norm, weight_decay: 0.0}
             - {pattern: lora_b, lr_ratio: 16}
 
-    A parameter belongs to the first group whose pattern is found in its name (``re.search``), or else to the group of
-    the settings outside. A schedule scales the learning rates of all groups alike. The recipe hands over the model,
-    which knows the names: :func:`~torchtune.training.setup_optimizer` makes the optimizer of this description.
+    A parameter belongs to the first group with a pattern that matches its name (``re.search``), else to the group of
+    the outer settings. A schedule scales the learning rates of all groups alike. This object only describes the
+    optimizer: :func:`~torchtune.training.setup_optimizer` builds it with the parameter names of the model.
 
     Args:
         params: the trained parameters.
-        groups: each a mapping with ``pattern`` and settings that differ, such as ``lr`` and ``weight_decay``;
-            ``lr_ratio`` multiplies the learning rate instead; ``optimizer`` names an optimizer of the group's own, that
-            takes over ``lr`` and ``weight_decay`` from outside, nothing else.
+        groups: mappings with ``pattern`` and settings that differ, such as ``lr`` and ``weight_decay``; ``lr_ratio``
+            multiplies the learning rate instead; ``optimizer`` selects another optimizer for the group, which inherits
+            only ``lr`` and ``weight_decay`` from the outer settings.
         optimizer: dotted path of the optimizer of all other parameters.
-        settings: of that optimizer.
+        settings: settings of that optimizer.
 
     Raises:
-        UserError: a group has no pattern, or a setting that its optimizer does not have.
+        UserError: a group has no pattern, or a setting that its optimizer does not support.
 
     Example:
         >>> grouped = lambda params: torchtune.training.GroupedOptimizer(
@@ -61,124 +61,117 @@ class GroupedOptimizer:
         optimizer: str = "torch.optim.AdamW",
         **settings: Any,
     ) -> None:
-        del params  # assigned with their names, by `assign`
+        del params  # `assign` assigns them with their names
         self._settings = settings
         self._class = _optimizer_class(optimizer, "optimizer.optimizer")
         _check_keys(self._class, settings, "optimizer")
-        self._groups = [self._read(number, dict(group)) for number, group in enumerate(groups)]
+        others = ("others", lambda *_: True, None, {})
+        self._groups = [*(self._read(number, dict(group)) for number, group in enumerate(groups)), others]
         self._group_of: dict[torch.nn.Parameter, int] = {}
 
     def _read(self, number: int, group: dict[str, Any]) -> tuple[str, _Rule, type[Optimizer] | None, dict[str, Any]]:
         where = f"optimizer.groups[{number}]"
-        pattern, path = group.pop("pattern", None), group.pop("optimizer", None)
+        pattern, path, ratio = (group.pop(key, None) for key in ("pattern", "optimizer", "lr_ratio"))
         if not isinstance(pattern, str) or not pattern:
             raise UserError(f"{where}: needs a pattern, for example pattern: norm.")
         try:
             found = re.compile(pattern).search
         except re.error as error:
             raise UserError(f"{where}.pattern: '{pattern}' is no regular expression ({error}).") from error
-        ratio = group.pop("lr_ratio", None)
         cls = None if path is None else _optimizer_class(path, f"{where}.optimizer")
         if ratio is not None:
-            group["lr"] = group.get("lr", self._default("lr", self._class)) * ratio
+            outer = self._settings.get("lr", inspect.signature(self._class).parameters["lr"].default)
+            group["lr"] = group.get("lr", outer) * ratio
         if cls is not None:
             known = {key: self._settings[key] for key in ("lr", "weight_decay") if key in self._settings}
             group = known | group
         _check_keys(cls or self._class, group, where)
         return pattern, lambda name, _: found(name) is not None, cls, group
 
-    def _default(self, key: str, cls: type[Optimizer]) -> Any:
-        return self._settings.get(key, inspect.signature(cls).parameters[key].default)
-
     def assign(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
     ) -> None:
-        """Find the group of every trained parameter.
+        """Assign every trained parameter to a group.
 
         Args:
             named: names and parameters.
-            model: whose parameters they are.
-            quiet: do not log what was found.
+            model: model of the parameters.
+            quiet: do not log the groups.
 
         Raises:
-            UserError: a pattern matches none of them.
+            UserError: a pattern matches no parameter.
         """
-        counts = [0] * (len(self._groups) + 1)
+        groups = self._groups[:-1]
         for name, parameter in named:
-            matching = (number for number, (_, rule, *_) in enumerate(self._groups) if rule(name, parameter))
-            self._group_of[parameter] = number = next(matching, -1)
-            counts[number] += 1
-        names = [name for name, _ in named]
-        for number, (pattern, rule, *_) in enumerate(self._groups):
-            if counts[number]:
-                continue
-            earlier = any(rule(name, parameter) for name, parameter in named)
-            why = "only parameters that an earlier group has" if earlier else "no trained parameter"
-            near = ", ".join(nearest_module_names(pattern, names))
-            raise UserError(f"optimizer.groups[{number}]: the pattern '{pattern}' matches {why}; nearest are {near}.")
-        if quiet:
-            return
-        told = [
-            f"{(cls or self._class).__name__} for {count} with {pattern}"
-            for count, (pattern, _, cls, _) in zip(counts, self._groups, strict=False)
-        ]
-        text = ", ".join([*told, f"{self._class.__name__} for {counts[-1]} others"])
-        log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {text}.")
+            matching = (number for number, (_, rule, *_) in enumerate(groups) if rule(name, parameter))
+            self._group_of[parameter] = next(matching, -1)
+        counts, told = Counter(self._group_of.values()), []
+        for number, (pattern, rule, cls, _) in enumerate(groups):
+            if not counts[number]:
+                earlier = any(rule(name, parameter) for name, parameter in named)
+                why = "only parameters that an earlier group has" if earlier else "no trained parameter"
+                near = ", ".join(nearest_module_names(pattern, [name for name, _ in named]))
+                raise UserError(
+                    f"optimizer.groups[{number}]: the pattern '{pattern}' matches {why}; nearest are {near}."
+                )
+            told.append(f"{(cls or self._class).__name__} for {counts[number]} with {pattern}")
+        if not quiet:
+            text = ", ".join([*told, f"{self._class.__name__} for {counts[-1]} others"])
+            log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {text}.")
 
-    def members(self) -> dict[int, list[torch.nn.Parameter]]:
-        """The assigned parameters by the number of their group; -1 for the settings outside."""
-        found: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter, number in self._group_of.items():
-            found.setdefault(number, []).append(parameter)
-        return found
-
-    def adopt(self, parameter: torch.nn.Parameter, like: torch.nn.Parameter) -> None:
-        """Put a parameter into the group of an assigned one."""
-        self._group_of[parameter] = self._group_of[like]
-
-    def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-        """The optimizer of some of the assigned parameters.
+    def members(self, parameters: Iterable[torch.nn.Parameter]) -> dict[int, list[torch.nn.Parameter]]:
+        """Return assigned parameters by index of their group; -1 for the outer settings.
 
         Raises:
             KeyError: a parameter was not assigned.
         """
-        members: dict[int, list[torch.nn.Parameter]] = {}
+        found: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            members.setdefault(self._group_of[parameter], []).append(parameter)
+            found.setdefault(self._group_of[parameter], []).append(parameter)
+        return found
+
+    def adopt(self, parameter: torch.nn.Parameter, like: torch.nn.Parameter) -> None:
+        """Put a parameter into the group of the assigned parameter ``like``."""
+        self._group_of[parameter] = self._group_of[like]
+
+    def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+        """Build the optimizer of some of the assigned parameters.
+
+        Raises:
+            KeyError: a parameter was not assigned.
+        """
         base, made = [], {}
-        for number in sorted(members):
-            _, _, cls, settings = self._groups[number] if number >= 0 else ("", None, None, {})
+        for number, members in sorted(self.members(parameters).items()):
+            *_, cls, settings = self._groups[number]
             if cls is None:
-                base.append({"params": members[number], **settings})
+                base.append({"params": members, **settings})
                 made.setdefault(self._class.__name__, None)
             else:
-                name = (
-                    cls.__name__ if cls.__name__ not in made and cls is not self._class else f"{cls.__name__} {number}"
-                )
-                made[name] = cls(members[number], **settings)
+                taken = cls is self._class or cls.__name__ in made
+                made[f"{cls.__name__} {number}" if taken else cls.__name__] = cls(members, **settings)
         if base:
             made[self._class.__name__] = self._class(base, **self._settings)
         return next(iter(made.values())) if len(made) == 1 else OptimizerMap(made)
 
 
 class MuonWithAdamW(GroupedOptimizer):
-    """``torch.optim.Muon`` for the matrices inside the layers, ``torch.optim.AdamW`` for everything else.
+    """``torch.optim.Muon`` for the matrices inside the layers, ``torch.optim.AdamW`` for all other parameters.
 
-    Everything else: embeddings, the output projection, norms, biases, and tensors that are no matrices, such as the
-    weights of all experts together. With ``adjust_lr_fn="match_rms_adamw"`` an update has the size of AdamW's, so that
-    both take one learning rate (arXiv 2502.16982).
+    AdamW trains embeddings, the output projection, norms, biases, and tensors that are not 2D, such as stacked weights
+    of experts. With ``adjust_lr_fn="match_rms_adamw"`` Muon's updates have the size of AdamW's, so that both can use
+    one learning rate (arXiv 2502.16982).
 
     Args:
         params: the trained parameters.
         lr: learning rate of both.
-        weight_decay: of both.
-        momentum: of Muon.
-        nesterov: of Muon.
-        ns_steps: of Muon: steps of the Newton-Schulz iteration.
-        adjust_lr_fn: of Muon: ``match_rms_adamw`` or ``original``.
-        betas: of AdamW.
-        eps: of AdamW.
-        groups: see :class:`GroupedOptimizer`; they come before the choice between the two.
+        weight_decay: weight decay of both.
+        momentum: Muon's momentum.
+        nesterov: whether Muon uses Nesterov momentum.
+        ns_steps: Muon's number of Newton-Schulz iterations.
+        adjust_lr_fn: Muon's ``match_rms_adamw`` or ``original``.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
+        groups: see :class:`GroupedOptimizer`; they take precedence over the choice between the two.
 
     Example:
         >>> muon = lambda params: torchtune.training.MuonWithAdamW(params, lr=1e-4)
@@ -202,12 +195,12 @@ class MuonWithAdamW(GroupedOptimizer):
         super().__init__(params, groups, "torch.optim.AdamW", **shared, betas=tuple(betas), eps=eps)
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         self._outside: set[torch.Tensor] = set()
-        self._groups.append(("matrices", self._is_matrix, torch.optim.Muon, shared | own))
+        self._groups.insert(-1, ("matrices", self._is_matrix, torch.optim.Muon, shared | own))
 
     def assign(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
     ) -> None:
-        """As in the base class."""
+        """Assign every trained parameter to a group; see the base class."""
         outside = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         outside += [getattr(text_decoder(model), "output", None)]
         self._outside = {p for module in outside if isinstance(module, torch.nn.Module) for p in module.parameters()}

@@ -1,79 +1,90 @@
-"""Optimizer steps computed in float32 for weights that are kept in 16 bits.
+"""Optimizer steps in float32 for 16-bit weights.
 
-Any optimizer of ``torch.optim`` is run, unchanged, on float32 stand-ins of a bounded number of parameters at a
-time; what it leaves in them goes back into the stored weights and states. The classes in ``_precisions`` differ in what
-is stored between steps.
+Any optimizer of ``torch.optim`` runs, unchanged, on float32 stand-ins of a parameter, its gradient and its states, a
+bounded number of elements at a time. The results are rounded back into the stored weights and states.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from torchtune.modules._torchao import StateFormat
-from torchtune.training.optim._low_bit_states import SMALLEST, LowBitState
-from torchtune.training.optim._stand_ins import Piece, Scratch, grad_like, own_slice, whole
-from torchtune.training.optim._stochastic_rounding import chunk_size, shares_storage
+from torchtune.modules.torchao_formats import StateFormat
+from torchtune.training.optim._low_bit_states import SMALLEST, is_low_bit, write_low_bit
+from torchtune.training.optim._stochastic_rounding import (
+    make_generator,
+    round_stochastically_,
+    spread_within_rounding_,
+)
 from torchtune.training.parallel._shards import ShardGrid, own_part, shard_key
-from torchtune.utils import UserError, get_logger, log_rank_zero
+from torchtune.utils import UserError, computes_on_cpu, get_logger, log_rank_zero
 
-# Their update of an element depends on that element and on scalars alone, so a parameter may be cut into pieces.
+# The update of an element depends only on that element and on scalars, so a parameter can be split into pieces.
 _ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 }
 _FUSABLE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 HALF = (torch.bfloat16, torch.float16)
-_ABSENT = object()
-# Names in a state dict of the two tensors of a low-bit state.
+# Suffixes in a state dict for the two tensors of a low-bit state.
 _CODES, _SCALE = " codes", " scale"
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether a step of an element is known to depend on that element and on scalars alone."""
-    return type(optimizer) in _ELEMENTWISE
+_MASTER = "master"
 
 
 def looks_at_matrices(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's that is not elementwise, such as Muon."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not is_elementwise(optimizer)
+    """Return whether it is one of torch's optimizers that are not elementwise, such as Muon."""
+    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) not in _ELEMENTWISE
 
 
 class OptimizerStateError(UserError, ValueError):
-    """The state of an optimizer that does not fit the optimizer that it is loaded into."""
+    """An optimizer state does not fit the optimizer that loads it."""
 
 
-class LowPrecisionOptimizer(Optimizer, ABC):
-    """Base of the optimizers below: has the groups of ``optimizer`` and steps with its class.
+class LowPrecisionOptimizer(Optimizer):
+    """Optimizer with the groups of another one, which it lets step float32 stand-ins of the parameters.
 
-    Of sharded parameters each rank steps its own shards if the optimizer is elementwise. Any other, such as Muon, is
-    given whole matrices, one at a time, and every rank keeps its shard of the result.
+    An elementwise optimizer steps each rank's shards. Any other, such as Muon, steps full matrices, one at a time, and
+    every rank stores its shard of the result.
+
+    ``stochastic_rounding`` needs no more memory between steps than plain bfloat16 training. The rounding depends only
+    on the seed, the step, and the parameter's name and shard, so a resumed run continues bit for bit. Different shards
+    are rounded independently and replicas of a shard alike; another mesh gives other, equally valid results. States are
+    rounded stochastically too: rounded to nearest, even the fast mean of a constant gradient stops 2 to 15 % short.
+
+    ``fp32_master`` keeps the float32 weight as the state ``master``. A bfloat16 weight only determines an interval. The
+    master weight starts at a random point of it, not in the middle: from the middle, no rounded weight would change
+    until its updates add up to half a spacing, and at a small learning rate the model would not change for tens of
+    steps.
 
     Attributes:
-        state_format: ``8bit``, ``4bit``, ``fp8`` where states of large parameters are stored so, else None.
+        precision: ``stochastic_rounding`` or ``fp32_master``.
+        state_format: ``8bit``, ``4bit`` or ``fp8`` if states of large parameters are low-bit, else None.
 
     Args:
-        optimizer: a fresh optimizer over 16-bit (and perhaps float32) parameters; it belongs to this one from now on.
-        names: name of every parameter; the state dict is keyed by it.
-        low_bit: how states are stored, if not in the precision of the class; for elementwise optimizers.
+        optimizer: new optimizer of 16-bit (and possibly float32) parameters; do not use it elsewhere.
+        names: name of every parameter; keys of the state dict.
+        precision: see above.
+        seed: seed of the rounding.
+        low_bit: format of low-bit states, for elementwise optimizers; by default the precision's dtype.
     """
 
-    precision: str
-
     def __init__(
-        self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str], low_bit: StateFormat | None = None
+        self,
+        optimizer: Optimizer,
+        names: dict[torch.nn.Parameter, str],
+        precision: str,
+        seed: int,
+        low_bit: StateFormat | None = None,
     ) -> None:
-        self._names = names
-        self._worker = optimizer
-        self._elementwise = is_elementwise(optimizer)
-        self._low_bit = low_bit
-        self.state_format = low_bit and low_bit.name
+        self._worker, self._names, self._low_bit = optimizer, names, low_bit
+        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self._seed, self._num_steps = seed, 0
+        self.precision, self.state_format = precision, low_bit and low_bit.name
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                self.state[parameter][key] = self._to_storage(parameter, value)
+            self._load_parameter(parameter, state, fused=False)
         optimizer.state.clear()
         if low_bit is not None:
             self._say_what_stays()
@@ -81,41 +92,35 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             getattr(self, hooks).update(getattr(optimizer, hooks))
             getattr(optimizer, hooks).clear()
 
-    # What is stored, and how it is read and written: the two classes below.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group as in torch, with master weights of its parameters."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._make_master(parameter)
 
-    @abstractmethod
-    def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        """Type in which states of ``parameter`` are stored."""
+    def _make_master(self, parameter: torch.nn.Parameter) -> None:
+        if self.precision != "fp32_master" or parameter.dtype not in HALF:
+            return
+        master = own_part(parameter).detach().float().contiguous()
+        if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
+            spread_within_rounding_(master, self._generator(parameter, step=0))
+        self.state[parameter][_MASTER] = master
 
-    @abstractmethod
-    def _read_parameter(self, piece: Piece, scratch: Scratch) -> torch.Tensor:
-        """float32 stand-in of the weights."""
-
-    @abstractmethod
-    def _read_state(self, stored: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """float32 stand-in of a state."""
-
-    def _settle(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Make float32 values fit to be cast to what is stored; they may be overwritten."""
-        return values
-
-    def _has_stand_ins(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the optimizer is given stand-ins of a parameter, its shard or its states; else it steps in place."""
-        if parameter.dtype in HALF or self._is_low_bit(parameter):
-            return True
-        return not self._elementwise and own_part(parameter) is not parameter
+    def _generator(self, parameter: torch.nn.Parameter, step: int) -> torch.Generator:
+        stream = f"{self._names[parameter]} {shard_key(parameter)}"
+        return make_generator(self._seed, stream, step, parameter.device)
 
     def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether states are stored in few bits: as in torchao, where the whole parameter is large, in full blocks."""
+        """Return whether states are low-bit: as in torchao, if the full parameter is large, in full blocks."""
         numel = parameter.numel()
         return self._low_bit is not None and numel >= SMALLEST and numel % self._low_bit.block_size == 0
 
     def _say_what_stays(self) -> None:
-        """Say which states are not stored in few bits, as a setting promised."""
+        """Log the states that are not low-bit although the optimizer is."""
         all_of = [parameter for group in self.param_groups for parameter in group["params"]]
         stay = [parameter for parameter in all_of if not self._is_low_bit(parameter)]
         if stay:
-            # Two states of an element, as those optimizers have that torchao offers.
+            # Two states per element, as in all of torchao's optimizers.
             size = sum(2 * p.numel() * self._storage_dtype(p).itemsize for p in stay)
             log_rank_zero(
                 get_logger(),
@@ -124,262 +129,144 @@ class LowPrecisionOptimizer(Optimizer, ABC):
                 f"elements, or no multiple of {self._low_bit.block_size}.",
             )
 
+    # Steps.
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
         Args:
-            closure: computes the loss again and returns it; called once, before the step.
+            closure: recomputes and returns the loss; called once, before the step.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._begin_step()
+        self._num_steps += 1
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                if parameter.grad.is_sparse:
-                    raise UserError(
-                        f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
-                        "optimizer_precision=param_dtype, or sparse=False in the embedding."
-                    )
-            self._step_group(group, parameters)
-        self._end_step()
+            settings = result = {**group, "fused": True} if self._is_fused(group) else group
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    result = self._step_parameter(parameter, settings)
+            group.update({key: value for key, value in result.items() if key not in ("params", "fused")})
         return loss
 
-    def _begin_step(self) -> None:
-        """Called at the start of every step."""
-
-    def _end_step(self) -> None:
-        """Called at the end of every step: what only a step needs does not outlive it."""
-
-    def _begin_shard(self, shard: str, dtype: torch.dtype) -> None:
-        """Called before this rank's shards of that key and dtype are stepped."""
-
-    def _step_group(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
-        settings = {**group, "fused": True} if self._is_fused(group) else group
-        result = settings
-        full = [p for p in parameters if not self._has_stand_ins(p)]
-        if full:
-            result = self._run(dict(settings), full, [p.grad for p in full], [self.state[p] for p in full])
-        # All pieces of a parameter start from the same scalars, so these are stored when the last one is done
-        updated = {p: {} for p in parameters if self._has_stand_ins(p)}
-        before = {p: dict(self.state[p]) if p in self.state else {} for p in updated}
-        kinds: dict[tuple[torch.device, str, torch.dtype], list[torch.nn.Parameter]] = {}
-        for parameter in updated:
-            kinds.setdefault((parameter.device, shard_key(parameter), parameter.dtype), []).append(parameter)
-        for (device, shard, dtype), halves in kinds.items():
-            self._begin_shard(shard, dtype)
-            self._make_room([p for p in halves if not before[p]], settings)
-            # A parameter, its gradient and two states of a chunk at a time
-            scratch = Scratch(device, 4 * min(chunk_size(device), sum(own_part(p).numel() for p in halves)))
-            for batch in self._batches(halves, chunk_size(device)):
-                result = self._step_batch(dict(settings), batch, scratch, before, updated)
-        for parameter, scalars in updated.items():
-            self.state[parameter].update(scalars)
-        own = {"params", "fused"}
-        group.update({key: value for key, value in result.items() if key not in own})
-
-    def _make_room(self, fresh: list[torch.nn.Parameter], settings: dict[str, Any]) -> None:
-        """Allocate the states of parameters that step for the first time before the temporaries of that step.
-
-        Lasting tensors among these would leave holes. Which states there will be, a step on a single number tells.
-        """
-        if not fresh or not self._elementwise:
-            return
-        probe, state = torch.zeros(1, device=fresh[0].device), {}
-        self._run(dict(settings), [probe], [torch.zeros_like(probe)], [state])
-        keys = [key for key, value in state.items() if self._per_element(probe, value)]
-        for parameter in fresh:
-            for key in keys:
-                self.state[parameter][key] = self._empty_state(parameter, key)
-
     def _is_fused(self, group: dict[str, Any]) -> bool:
-        """Whether torch's fused kernel takes the step: where it can, unless the user said otherwise."""
-        if type(self._worker) not in _FUSABLE or group.get("fused") is False or group.get("foreach"):
-            return False
-        return not group.get("capturable") and not group.get("differentiable")
+        """Return whether torch's fused kernel takes the step: if possible, unless the user disabled it."""
+        others = any(map(group.get, ("foreach", "capturable", "differentiable")))
+        return type(self._worker) in _FUSABLE and group.get("fused") is not False and not others
 
-    def _batches(self, parameters: list[torch.nn.Parameter], limit: int) -> Iterator[list[Piece]]:
-        """Batches of at most ``limit`` elements; a parameter that cannot be cut makes a batch of its own if larger."""
-        batch: list[Piece] = []
-        room = limit
-        for parameter in parameters:
-            own = own_part(parameter)
-            cut = self._elementwise and own.is_contiguous() and own.numel() > limit
-            starts = range(0, own.numel(), limit)
-            cuts = [Piece(parameter, start, min(start + limit, own.numel())) for start in starts]
-            pieces = cuts if cut else [Piece(parameter)]
-            for piece in pieces:
-                if piece.numel > room and batch:
-                    yield batch
-                    batch, room = [], limit
-                batch.append(piece)
-                room -= piece.numel
-        if batch:
-            yield batch
-
-    def _step_batch(
-        self,
-        settings: dict[str, Any],
-        batch: list[Piece],
-        scratch: Scratch,
-        before: dict[torch.nn.Parameter, dict[str, Any]],
-        updated: dict[torch.nn.Parameter, dict[str, Any]],
-    ) -> dict[str, Any]:
-        scratch.reset()
-        values = [self._read_parameter(piece, scratch) for piece in batch]
-        grads = [scratch.copy(piece.of(grad_like(piece.parameter.grad, piece.parameter))) for piece in batch]
-        states = self._stand_in_states(batch, before, scratch)
-        if not self._elementwise and any(own_part(piece.parameter) is not piece.parameter for piece in batch):
-            settings, values, states = self._run_whole(settings, batch, values, grads, states)
-        else:
-            settings = self._run(settings, values, grads, states)
-        for piece, value in zip(batch, self._settle(values), strict=True):
-            piece.of(piece.parameter.detach()).copy_(value)
-        for key in {key: None for state in states for key in state}:
-            per_element = []
-            for piece, value, state in zip(batch, values, states, strict=True):
-                if key in state and self._per_element(value, state[key]):
-                    per_element.append((piece, state[key]))
-                elif key in state:
-                    updated[piece.parameter][key] = state[key]
-            self._store_states(key, per_element)
-        return settings
-
-    def _run_whole(
-        self,
-        settings: dict[str, Any],
-        batch: list[Piece],
-        values: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]]]:
-        """Run on whole parameters, one at a time; returns the settings, and this rank's shards of values and states."""
-        result, new_values, new_states = settings, [], []
-        for piece, value, grad, state in zip(batch, values, grads, states, strict=True):
-            like, own = piece.parameter, value.shape
-            gathered = {
-                key: whole(item, like) if self._per_element(like, item) else item for key, item in state.items()
-            }
-            value = whole(value, like)
-            result = self._run(dict(settings), [value], [whole(grad, like)], [gathered])
-            new_values.append(own_slice(value, like).view(own))
-            new_states.append(
-                {
-                    key: own_slice(item, like) if isinstance(item, torch.Tensor) and item.shape == like.shape else item
-                    for key, item in gathered.items()
-                }
+    def _step_parameter(self, parameter: torch.nn.Parameter, settings: dict[str, Any]) -> dict[str, Any]:
+        """Step a parameter; return the settings of its group after the step."""
+        if parameter.grad.is_sparse:
+            raise UserError(
+                f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
+                "optimizer_precision=param_dtype, or sparse=False in the embedding."
             )
-        return result, new_values, new_states
-
-    def _stand_in_states(
-        self, batch: list[Piece], before: dict[torch.nn.Parameter, dict[str, Any]], scratch: Scratch
-    ) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = [{} for _ in batch]
-        for key in {key: None for piece in batch for key in before[piece.parameter]}:
-            for piece, state in zip(batch, states, strict=True):
-                stored = before[piece.parameter].get(key, _ABSENT)
-                if stored is _ABSENT:
-                    continue
-                if isinstance(stored, LowBitState):
-                    shape = own_part(piece.parameter).shape if piece.stop is None else (-1,)
-                    state[key] = stored.read(piece.start, piece.numel).view(shape)
-                elif self._per_element(piece.parameter, stored):
-                    state[key] = self._read_state(piece.of(stored), scratch)
+        weights, grads, states = own_part(parameter).detach(), _own_grad(parameter), self.state[parameter]
+        before = dict(states)  # every piece starts from the same scalars
+        masters, generator = before.pop(_MASTER, weights), self._generator(parameter, self._num_steps)
+        for piece in self._pieces(weights):
+            weight, master, grad = _cut(weights, piece), _cut(masters, piece), _cut(grads, piece)
+            stored, state = {}, {}
+            for key, item in before.items():
+                if is_low_bit(item) or _per_element(item, weights):
+                    stored[key] = _cut(item, piece)
+                    state[key] = self._stand_in(parameter, stored[key], weight)
                 else:
-                    cut = isinstance(stored, torch.Tensor) and piece.stop is not None
-                    state[key] = stored.clone() if cut else stored
-        return states
+                    state[key] = item.clone() if isinstance(item, torch.Tensor) else item
+            value, grad = self._stand_in(parameter, master, weight), self._stand_in(parameter, grad, weight)
+            result, state = self._run(dict(settings), value, grad, state)
+            self._store(parameter, master, value, generator)
+            if masters is not weights:
+                weight.copy_(master)
+            for key, item in state.items():
+                if not _per_element(item, value):
+                    states[key] = item
+                else:
+                    into = stored[key] if key in stored else _cut(self._room(parameter, key), piece)
+                    self._store(parameter, into, item, generator)
+        return result
 
-    def _store_states(self, key: str, new: list[tuple[Piece, torch.Tensor]]) -> None:
-        for piece, value in new:
-            if self._is_low_bit(piece.parameter):
-                self.state[piece.parameter][key].write(piece.start, value.reshape(-1))
-        new = [(piece, value) for piece, value in new if not self._is_low_bit(piece.parameter)]
-        values = self._settle([value for _, value in new])
-        for (piece, _), value in zip(new, values, strict=True):
-            state = self.state[piece.parameter]
-            if key not in state:
-                state[key] = self._empty_state(piece.parameter, key)
-            stored = piece.of(state[key])
-            if not shares_storage(stored, value):
-                stored.copy_(value)
+    def _pieces(self, weights: torch.Tensor) -> list[slice | None]:
+        """Return the pieces to step one after another; None stands for all, in its shape."""
+        size = piece_size(weights.device)
+        if not self._elementwise or not weights.is_contiguous() or weights.numel() <= size:
+            return [None]
+        return [slice(start, start + size) for start in range(0, weights.numel(), size)]
 
-    @staticmethod
-    def _per_element(parameter: torch.Tensor, value: Any) -> bool:
-        """Whether ``value`` holds one number per element; quantised states and factors are kept as they come."""
-        return (
-            isinstance(value, torch.Tensor)
-            and not hasattr(value, "__tensor_flatten__")
-            and value.shape == own_part(parameter).shape
-            and value.dim() > 0
-            and value.is_floating_point()
-        )
+    def _stand_in(self, parameter: torch.nn.Parameter, stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return what the optimizer sees of a stored tensor: itself if it is float32, or a copy shaped like another."""
+        if is_low_bit(stored):
+            return stored.dequantize()[: like.numel()].view(like.shape)
+        wide = (stored.float() if stored.dtype in HALF else stored).contiguous()
+        return wide if self._elementwise else _gathered(wide, parameter)
+
+    def _store(
+        self, parameter: torch.nn.Parameter, stored: torch.Tensor, new: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        """Write what the optimizer left of a stand-in."""
+        if new is stored:
+            return
+        if is_low_bit(stored):
+            write_low_bit(stored, new)
+            return
+        if not self._elementwise and isinstance(parameter, DTensor):
+            new = distribute_tensor(new, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+        if self.precision == "stochastic_rounding" and stored.dtype == torch.bfloat16:
+            new = round_stochastically_(new.contiguous(), generator)
+        stored.copy_(new)
 
     def _run(
-        self,
-        settings: dict[str, Any],
-        values: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Let the optimizer step ``values`` in place, with their states; returns the group as it left it."""
-        for value, grad in zip(values, grads, strict=True):
-            value.grad = grad
-        settings["params"] = values
+        self, settings: dict[str, Any], value: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Step ``value`` in place; return the settings and the state after the step."""
+        value.grad = grad
+        settings["params"] = [value]
         self._worker.param_groups = [settings]
-        self._worker.state.clear()
-        self._worker.state.update(zip(values, states, strict=True))
+        self._worker.state[value] = state
         self._worker.step()
-        for value, state in zip(values, states, strict=True):
-            if (made := self._worker.state[value]) is not state:
-                state.update(made)
-            if not isinstance(value, torch.nn.Parameter):
-                value.grad = None
-        self._worker.state.clear()
-        self._worker.param_groups = []
-        return settings
+        self._worker.param_groups, value.grad = [], None
+        return settings, self._worker.state.pop(value)
 
     # State dicts.
 
-    def _empty_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor | LowBitState:
-        if self._is_low_bit(parameter):
-            own = own_part(parameter)
-            return LowBitState.zeros(own.numel(), self._low_bit, signed=key == "exp_avg", device=own.device)
-        return torch.empty_like(own_part(parameter), dtype=self._storage_dtype(parameter), requires_grad=False)
+    def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        in_float32 = self.precision == "fp32_master" and parameter.dtype in HALF
+        return torch.float32 if in_float32 else parameter.dtype
 
-    def _to_storage(self, parameter: torch.nn.Parameter, value: Any) -> Any:
-        if not self._has_stand_ins(parameter):
-            return value
-        value = own_part(value) if isinstance(value, torch.Tensor) else value
-        if self._per_element(parameter, value):
-            return value.to(self._storage_dtype(parameter))
-        return value
+    def _room(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """Return the stored state; a new one is uninitialized."""
+        state, own = self.state[parameter], own_part(parameter)
+        if key not in state and self._is_low_bit(parameter):
+            state[key] = self._low_bit.zeros(own.numel(), own.device, signed=key == "exp_avg")
+        elif key not in state:
+            state[key] = torch.empty_like(own, dtype=self._storage_dtype(parameter), requires_grad=False)
+        return state[key]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on besides the weights.
+        """Return everything besides the weights that the next step depends on.
 
         Returns:
             ``state``: states by parameter name; ``param_groups``: settings, with names as ``params``;
-            ``precision``: what was stored and how.
+            ``precision``: mode, format of the stored states, seed of the rounding and number of steps.
         """
         return {
             "state": {self._names[p]: _plain_tensors(p, state) for p, state in self.state.items()},
             "param_groups": [
                 {**group, "params": [self._names[p] for p in group["params"]]} for group in self.param_groups
             ],
-            "precision": {"mode": self.precision} | ({"states": self.state_format} if self.state_format else {}),
+            "precision": {"mode": self.precision, "seed": self._seed, "step": self._num_steps}
+            | ({"states": self.state_format} if self.state_format else {}),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` of this class, of another precision or of a plain optimizer returned.
+        """Load a ``state_dict`` of this class, of another precision or of a plain optimizer.
 
         Raises:
-            OptimizerStateError: groups or names do not fit; nothing was loaded then.
+            OptimizerStateError: groups or names do not fit; then nothing is loaded.
         """
         check_state_format(self, state_dict)
-        groups = state_dict["param_groups"]
+        groups, states = state_dict["param_groups"], state_dict["state"]
         mine = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
         if mine != theirs:
@@ -391,60 +278,105 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         for group, saved in zip(self.param_groups, groups, strict=True):
             by_name = {self._names[p]: p for p in group["params"]}
             for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if isinstance(key, str):
-                    if key not in by_name:
-                        raise OptimizerStateError(
-                            f"The saved optimizer state is about {key}, which this run does not train: resume with the "
-                            "trained parameters of the saved run."
-                        )
-                    parameter = by_name[key]
-                found[parameter] = dict(state_dict["state"].get(key, {}))
+                if isinstance(key, str) and key not in by_name:
+                    raise OptimizerStateError(
+                        f"The saved optimizer state is about {key}, which this run does not train: resume with the "
+                        "trained parameters of the saved run."
+                    )
+                found[by_name.get(key, parameter)] = dict(states.get(key, {}))
+        self.state.clear()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        self.state.clear()
-        for group in self.param_groups:
             for parameter in group["params"]:
                 self._load_parameter(parameter, found[parameter], self._is_fused(group))
-        mode = state_dict.get("precision", {}).get("mode", "param_dtype")
-        if mode != self.precision:
+        precision = state_dict.get("precision", {})
+        self._seed = int(precision.get("seed", self._seed))
+        self._num_steps = int(precision.get("step", self._num_steps))
+        if (mode := precision.get("mode", "param_dtype")) != self.precision:
             get_logger().warning(
                 f"The optimizer state was saved with precision {mode} and goes on with {self.precision}."
             )
 
-    def _load_parameter(self, parameter: torch.nn.Parameter, state: dict[str, Any], fused: bool) -> None:
-        if self._is_low_bit(parameter):
-            state = self._join_low_bit(parameter, state)
-        for key, value in state.items():
+    def _load_parameter(self, parameter: torch.nn.Parameter, saved: dict[str, Any], fused: bool) -> None:
+        self._make_master(parameter)
+        state = self.state[parameter]
+        if (master := saved.pop(_MASTER, None)) is not None:
+            own_part(state.get(_MASTER, parameter.detach())).copy_(own_part(master))
+        for key in [name.removesuffix(_CODES) for name in saved if name.endswith(_CODES)]:
+            stored = self._room(parameter, key)
+            for name, own in ((key + _CODES, stored.codes.view(torch.uint8)), (key + _SCALE, stored.scale)):
+                own.copy_(own_part(saved.pop(name)).reshape(-1)[: own.numel()])
+        for key, value in saved.items():
+            value = own_part(value)
             if isinstance(value, torch.Tensor) and (key != "step" or fused):
                 value = value.to(parameter.device)
-            self.state[parameter][key] = self._to_storage(parameter, value)
+            is_kept = _per_element(value, own_part(parameter))
+            state[key] = value.to(self._storage_dtype(parameter)) if is_kept else value
 
-    def _join_low_bit(self, parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        joined = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALE))}
-        for key in [name.removesuffix(_CODES) for name in state if name.endswith(_CODES)]:
-            stored = self._empty_state(parameter, key)
-            for own, name in ((stored.codes, key + _CODES), (stored.scale, key + _SCALE)):
-                own.copy_(own_part(state[name]).reshape(-1)[: own.numel()])
-            joined[key] = stored
-        return joined
+
+def piece_size(device: torch.device) -> int:
+    """Return the number of elements to step at a time; temporary memory is a few times that in float32.
+
+    It is a multiple of the blocks of low-bit states.
+    """
+    return 2**20 if computes_on_cpu(device) else 2**23
+
+
+def _cut(tensor: torch.Tensor, piece: slice | None) -> torch.Tensor:
+    return tensor if piece is None else tensor.view(-1)[piece]
+
+
+def _per_element(value: Any, like: torch.Tensor) -> bool:
+    """Return whether ``value`` has one number per element; quantized states and factors are stored unchanged."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not hasattr(value, "__tensor_flatten__")
+        and value.shape == like.shape
+        and value.dim() > 0
+        and value.is_floating_point()
+    )
+
+
+def _own_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the gradient of this rank's shard."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)  # reduces partial sums
+    return own_part(grad).contiguous()
+
+
+def _gathered(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """All-gather a shard of a tensor sharded like ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
 def _plain_tensors(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """A state with its low-bit tensors as plain ones, named after what they hold; those of shards are stacked."""
+    """Return a state with low-bit tensors as plain tensors; tensors of shards are stacked."""
     grid, found = ShardGrid.of(parameter), {}
     for key, value in state.items():
-        if not isinstance(value, LowBitState):
+        if not is_low_bit(value):
             found[key] = value
             continue
-        blocks = -(-grid.longest(parameter) // value.format.block_size)
-        bytes_ = blocks * value.format.block_size * value.format.bits // 8
-        found[key + _CODES] = grid.stack(value.codes, parameter, bytes_)
+        blocks = -(-grid.longest(parameter) // value.block_size)
+        codes = value.codes.view(torch.uint8)
+        found[key + _CODES] = grid.stack(codes, parameter, blocks * codes.numel() // value.scale.numel())
         found[key + _SCALE] = grid.stack(value.scale, parameter, blocks)
     return found
 
 
+def adopt_masters(optimizer: Optimizer) -> None:
+    """Move ``master`` of a loaded state into the float32 parameters, which need no separate master weights."""
+    for parameter, state in optimizer.state.items():
+        if (master := state.pop(_MASTER, None)) is not None:
+            parameter.detach().copy_(master)
+
+
 def check_state_format(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise ``OptimizerStateError`` if the states of a state dict are stored in other bits than ``optimizer``'s."""
+    """Raise ``OptimizerStateError`` if the states of a state dict have another format than ``optimizer``'s."""
     saved = state_dict.get("precision", {}).get("states")
     own = getattr(optimizer, "state_format", None)
     if saved != own and state_dict.get("state"):

@@ -1,4 +1,4 @@
-"""The optimizer of a run: how it takes small updates, and when it steps."""
+"""Setup of a run's optimizer: precision, parameter groups and step in the backward pass."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -6,12 +6,16 @@ from typing import Literal, get_args
 import torch
 from torch.optim import Optimizer
 
-from torchtune.modules._torchao import StateFormat, low_bit_format
 from torchtune.modules.conversion import Phase, get_conversions
 from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
+from torchtune.modules.torchao_formats import low_bit_format
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
-from torchtune.training.optim._low_precision_optimizer import looks_at_matrices
-from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer, adopt_masters
+from torchtune.training.optim._low_precision_optimizer import (
+    HALF,
+    LowPrecisionOptimizer,
+    adopt_masters,
+    looks_at_matrices,
+)
 from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError
 
@@ -27,29 +31,29 @@ def prepare_optimizer(
     precision: OptimizerPrecision = "stochastic_rounding",
     seed: int | None = None,
 ) -> Optimizer:
-    """Make an optimizer over bfloat16 weights learn from updates that bfloat16 would round away.
+    """Return an optimizer for bfloat16 weights that does not lose small updates to rounding.
 
-    bfloat16 has 8 significant bits: an update below 1/512 of a weight is lost when the sum is rounded to nearest,
-    and at a learning rate of 2e-5 most are. Likewise ``exp_avg_sq`` with ``beta2=0.999`` stands still.
+    bfloat16 has 8 significant bits: rounding to nearest loses an update below 1/512 of a weight, which most are at a
+    learning rate of 2e-5. Likewise ``exp_avg_sq`` does not change with ``beta2=0.999``.
 
-    - ``stochastic_rounding``: the step is computed in float32, a bounded number of elements at a time, and weights and
-      states are rounded back to bfloat16 at random, so that they are right in the mean. Needs no memory beyond plain
-      bfloat16 training (6 bytes a parameter with Adam and its weight).
-    - ``fp32_master``: weights and states are kept in float32 beside the bfloat16 weights (14 bytes a parameter).
-    - ``param_dtype``: as torch does it.
+    - ``stochastic_rounding``: steps are computed in float32, a bounded number of elements at a time; weights and states
+      are rounded stochastically to bfloat16, so that the mean is exact. Memory is that of plain bfloat16 training (6
+      bytes per parameter with Adam, including the weight).
+    - ``fp32_master``: float32 weights and states next to the bfloat16 weights (14 bytes per parameter).
+    - ``param_dtype``: plain torch.
 
-    An optimizer over float32 weights only is returned as it is, but for two that are run in one of these ways there,
-    too: torchao's with states of few bits (``AdamW8bit`` …), and torch's that look at whole matrices, of which a rank
-    may have a shard. Attach schedules to what this returns.
+    An optimizer of only float32 weights is returned unchanged, except for torchao's low-bit optimizers (``AdamW8bit``
+    …) and torch's optimizers of full matrices, which may be sharded: both need the float32 step. Attach schedules to
+    the returned optimizer.
 
     Args:
-        optimizer: fresh, over parameters of ``model``; not to be used by itself afterwards.
-        model: names the parameters; the state dict of the result is keyed by them.
+        optimizer: new optimizer of parameters of ``model``; do not use it afterwards.
+        model: model with the parameters; their names are the keys of the state dict.
         precision: see above.
-        seed: of what is random in it, the same on all ranks; torch's own seed (``set_seed``) on rank 0 by default.
+        seed: seed of the rounding, equal on all ranks; by default torch's seed (``set_seed``) on rank 0.
 
     Raises:
-        UserError: the precision is unknown, or the optimizer or the type of the weights cannot be had with it.
+        UserError: the precision is unknown, or does not support the optimizer or the dtype of the weights.
         ValueError: the optimizer has a parameter that ``model`` lacks.
 
     Example:
@@ -61,7 +65,6 @@ def prepare_optimizer(
             f"optimizer_precision: '{precision}' is not known: use one of {', '.join(get_args(OptimizerPrecision))}."
         )
     if isinstance(optimizer, OptimizerMap):
-        seed = _shared_seed() if seed is None else seed
         parts = optimizer.optim_map.items()
         return OptimizerMap({name: prepare_optimizer(part, model, precision, seed) for name, part in parts})
     name = type(optimizer).__name__
@@ -70,20 +73,23 @@ def prepare_optimizer(
             f"optimizer: {name} has no {missing[0]}: make it a torch.optim.Optimizer whose __init__ calls "
             "super().__init__(params, defaults)."
         )
-    optimizer, low_bit = _without_torchao(optimizer)
+    low_bit, cls = low_bit_format(optimizer) or (None, None)
+    if low_bit is not None:
+        # torchao stores the learning rate as a float32 tensor: recover the decimal with seven digits.
+        optimizer = cls([{**group, "lr": float(f"{float(group['lr']):.7g}")} for group in optimizer.param_groups])
     if precision == "param_dtype" and low_bit is None:
         return optimizer
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: {name} is no torch.optim.Optimizer: set optimizer_precision=param_dtype.")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     dtypes = {parameter.dtype for parameter in parameters}
-    if dtypes & {torch.bfloat16, torch.float16}:
+    if not dtypes.isdisjoint(HALF):
         if precision == "param_dtype":
             raise UserError(
                 f"optimizer_precision: {name} takes its steps in float32: use stochastic_rounding or fp32_master."
             )
     elif low_bit is not None or looks_at_matrices(optimizer):
-        precision = "fp32_master"  # of float32 weights that is the weights themselves
+        precision = "fp32_master"  # float32 weights are their own master weights
     else:
         optimizer.register_load_state_dict_post_hook(adopt_masters)  # a state saved with bf16 weights has them
         return optimizer
@@ -97,30 +103,18 @@ def prepare_optimizer(
     if unknown:
         raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
     seed = _shared_seed() if seed is None else seed
-    if precision == "fp32_master":
-        return MasterWeightsOptimizer(optimizer, names, seed, low_bit)
-    if torch.float16 in dtypes:
+    if precision == "stochastic_rounding" and torch.float16 in dtypes:
         raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
-    return StochasticRoundingOptimizer(optimizer, names, seed, low_bit)
-
-
-def _without_torchao(optimizer: Optimizer) -> tuple[Optimizer, StateFormat | None]:
-    """torch's optimizer with the groups of one of torchao, and the format of its states; others as they are."""
-    found = low_bit_format(optimizer)
-    if found is None:
-        return optimizer, None
-    low_bit, cls = found
-    # torchao keeps the learning rate as a float32 tensor: seven digits of what was written
-    return cls([{**group, "lr": float(f"{float(group['lr']):.7g}")} for group in optimizer.param_groups]), low_bit
+    return LowPrecisionOptimizer(optimizer, names, precision, seed, low_bit)
 
 
 def _shared_seed() -> int:
-    """torch's seed on rank 0: ranks that hold the same weights must round them alike."""
+    """Return torch's seed on rank 0: ranks with the same weights must round them alike."""
     return broadcast_object(torch.initial_seed())
 
 
 def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that require a gradient, by name.
+    """Return the parameters that require a gradient, with their names.
 
     Raises:
         UserError: there are none.
@@ -146,13 +140,13 @@ def setup_optimizer(
     """Build the optimizer of all parameters of ``model`` that require a gradient.
 
     Args:
-        factory: makes an optimizer of a list of parameters, or describes one (``GroupedOptimizer``).
-        model: whose parameters are trained.
+        factory: builds an optimizer from a list of parameters, or describes one (``GroupedOptimizer``).
+        model: the model to train.
         precision: see ``prepare_optimizer``.
-        in_backward: step every parameter during the backward pass and free its gradient; one optimizer a parameter.
+        in_backward: step every parameter during the backward pass and free its gradient; one optimizer per parameter.
 
     Raises:
-        UserError: nothing requires a gradient, the optimizer leaves out parameters, or see ``prepare_optimizer``.
+        UserError: nothing requires a gradient, the optimizer omits parameters, or see ``prepare_optimizer``.
 
     Example:
         >>> optimizer = torchtune.training.setup_optimizer(lambda params: torch.optim.AdamW(params, lr=1e-4), model)
@@ -180,9 +174,9 @@ def setup_optimizer(
 
 
 def _check_all(optimizer: Optimizer, trained: list[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise if an optimizer lacks parameters that are trained."""
-    there = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    if there and (left := [name for name, parameter in trained if id(parameter) not in there]):
+    """Raise if an optimizer lacks trained parameters."""
+    there = {parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    if there and (left := [name for name, parameter in trained if parameter not in there]):
         more = f" and {len(left) - 1:,} more" if len(left) > 1 else ""
         raise UserError(
             f"optimizer: {type(optimizer).__name__} leaves out '{left[0]}'{more}, which would never change: let it "

@@ -1,4 +1,4 @@
-"""How the processes of a run are arranged, and what they agree on."""
+"""Parallel dimensions of a run's processes, and their collectives."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from torchtune.utils import MACHINES_VARIABLE, UserError, flatten_mesh
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
-# Setting of each dimension, in the order of the mesh; ranks that differ in the last one are neighbours.
+# Setting of each mesh dimension, from outermost to innermost; neighboring ranks differ in the last one.
 _SETTINGS = {
     "pp": "pipeline_parallel_dim",
     "dp_replicate": "data_parallel_replicate_dim",
@@ -30,29 +30,28 @@ _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 class ParallelDimsError(UserError, ValueError):
-    """Numbers of processes that do not fit together."""
+    """Sizes of parallel dimensions that do not fit together."""
 
-    told_by_rank_0 = True  # all ranks find the same
+    rank0_only = True  # all ranks raise the same error
 
 
 @dataclass(eq=False)
 class ParallelDims:
-    """The processes of a run along the dimensions in which work can be split; without arguments, one process.
+    """Parallel dimensions of a run; without arguments, one process.
 
-    Data is split over ``dp_replicate * dp_shard`` groups of processes, which see different examples. Parameters,
-    gradients and optimizer states are split over ``dp_shard * cp``, and are the same in the ``dp_replicate`` copies.
-    Within a group, ``cp`` processes share every sequence and ``tp`` every layer. Experts have a mesh of their own: each
-    ``ep`` neighbours of the ``dp_shard * cp`` processes have different experts, and those with the same experts shard
-    their parameters.
+    The data-parallel size is ``dp_replicate * dp_shard``. Parameters, gradients and optimizer states are sharded over
+    ``dp_shard * cp`` and replicated over ``dp_replicate`` (HSDP). Within a data-parallel rank, ``cp`` ranks shard every
+    sequence and ``tp`` ranks every layer. Experts have a separate mesh: the ``dp_shard * cp`` ranks form groups of
+    ``ep`` neighbors with different experts, and ranks with the same experts shard their parameters.
 
     Args:
-        dp_replicate: copies of the model.
-        dp_shard: shards of a copy; -1 takes all processes that are left.
-        tp: processes that share every layer.
-        cp: processes that share every sequence.
-        world_size: all processes.
-        ep: processes over which experts are distributed; a divisor of ``dp_shard * cp``.
-        pp: for stages of layers; 1 for now.
+        dp_replicate: number of replicas of the model.
+        dp_shard: shards of a replica; -1 takes all remaining processes.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        world_size: number of processes.
+        ep: expert-parallel size; a divisor of ``dp_shard * cp``.
+        pp: pipeline-parallel size; must be 1.
 
     Raises:
         ParallelDimsError: the product is not the number of processes, or a dimension is not available.
@@ -96,8 +95,8 @@ class ParallelDims:
                 f"tune run --nproc-per-node {others * self.dp_shard}."
             )
         self._check_experts()
-        self._device = torch.device("cpu")  # of what the default group sends
-        self.waited = 0.0  # seconds that exchange and max took: mostly for processes that come later
+        self._device = torch.device("cpu")  # device of the default group's messages
+        self.waited = 0.0  # seconds spent in collectives, mostly waiting for slower processes
 
     def _check_experts(self) -> None:
         shards = self.dp_shard * self.cp
@@ -114,14 +113,14 @@ class ParallelDims:
 
     @classmethod
     def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
-        """Join the process group that torchrun prepared, and arrange it; a process on its own is a mesh of one.
+        """Initialize torchrun's process group and build the mesh; without torchrun, return a single process.
 
         Args:
-            device: of this process.
-            sizes: as for the class, without ``world_size``.
+            device: device of this process.
+            sizes: arguments of the class, without ``world_size``.
 
         Raises:
-            ParallelDimsError: see the class; raised before any process waits for another.
+            ParallelDimsError: see the class; raised before any communication.
         """
         world_size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
         wanted, found = os.environ.get(MACHINES_VARIABLE, ""), os.environ.get("GROUP_WORLD_SIZE", "")
@@ -151,10 +150,10 @@ class ParallelDims:
         return f"{self.world_size} processes = {split}{experts}"
 
     def build_mesh(self, device_type: str) -> Any:
-        """Make the device mesh for recipes copied from earlier releases, which slice it by joined dimensions too.
+        """Build the device mesh with joined dimensions, for recipes copied from earlier releases.
 
-        These are ``dp`` (data), ``dp_shard_cp`` (over which parameters are sharded) and ``dp_cp`` (over which losses
-        are summed). All processes call it.
+        These are ``dp`` (data), ``dp_shard_cp`` (for sharding parameters) and ``dp_cp`` (for reducing losses). All
+        processes call it.
         """
         mesh = self._make_mesh(device_type)
         flatten_mesh(mesh["dp_replicate", "dp_shard"], "dp")
@@ -163,10 +162,10 @@ class ParallelDims:
         return mesh
 
     def _make_mesh(self, device_type: str) -> Any:
-        """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
+        """Build the device mesh ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
         sizes = [getattr(self, name) for name in _MESH]
         self.mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
-        # A group costs every rank memory and connections: there is one more only where two dimensions are joined.
+        # A group costs every rank memory and connections, so only join dimensions that need it.
         self._sharded = self.mesh["dp_shard"]
         if self.cp > 1:
             self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
@@ -174,34 +173,34 @@ class ParallelDims:
             sizes = [self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep]
             names = ("dp_replicate", "dp_shard_of_experts", "ep")
             self._experts = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        # No group of its own for messages: NCCL takes them on the device, where the step ends anyway.
+        # No separate group for messages: NCCL sends them from the device, which is in sync at the end of a step.
         if device_type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
         return self.mesh
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are copies of the model."""
+        """Whether the model is replicated."""
         return self.dp_replicate > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether a copy is sharded over data ranks."""
+        """Whether parameters are sharded over data-parallel ranks."""
         return self.dp_shard > 1
 
     @property
     def dp_enabled(self) -> bool:
-        """Whether ranks see different examples."""
+        """Whether there is more than one data-parallel rank."""
         return self.data_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split."""
+        """Whether sequences are sharded."""
         return self.cp > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are split."""
+        """Whether layers are sharded."""
         return self.tp > 1
 
     @property
@@ -211,80 +210,80 @@ class ParallelDims:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that see the same examples."""
+        """Number of processes with the same examples."""
         return self.cp * self.tp
 
     @property
     def min_seq_len_divisor(self) -> int:
-        """The sequence length of a batch is padded to a multiple of it."""
+        """Divisor of the padded sequence length of a batch."""
         return self.cp * self.tp
 
     @property
     def data_size(self) -> int:
-        """Groups of processes that see different examples."""
+        """Data-parallel size: groups of processes with different examples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def data_rank(self) -> int:
-        """Which of them this process belongs to."""
+        """Data-parallel rank of this process."""
         if self.mesh is None:
             return 0
         return self.mesh["dp_replicate"].get_local_rank() * self.dp_shard + self.mesh["dp_shard"].get_local_rank()
 
     @property
     def fsdp_mesh(self) -> Any:
-        """The mesh over which parameters are sharded: ``dp_shard * cp``, with copies ``dp_replicate`` before it."""
+        """Mesh for FSDP: ``dp_shard * cp``, preceded by ``dp_replicate`` for HSDP."""
         if self.dp_replicate == 1:
             return self._sharded
         if self.cp == 1:
             return self.mesh["dp_replicate", "dp_shard"]
-        with warnings.catch_warnings():  # torch would rather have it kept apart, and has no other way to join the two
+        with warnings.catch_warnings():  # torch prefers to keep it separate, but has no other way to join the two
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.mesh["dp_replicate", "dp_shard_cp"]
 
     @property
     def expert_mesh(self) -> Any:
-        """The mesh of the experts' dimension: its ranks have different experts."""
+        """Mesh dimension of expert parallelism, with different experts on each rank."""
         return self._experts["ep"]
 
     @property
     def expert_fsdp_mesh(self) -> Any:
-        """The mesh over which FSDP shards the parameters of a rank's experts; copies, ``dp_replicate``, come first."""
+        """Mesh for FSDP of a rank's experts, preceded by ``dp_replicate`` for HSDP."""
         names = ("dp_shard_of_experts",) if self.dp_replicate == 1 else ("dp_replicate", "dp_shard_of_experts")
         return self._experts[names]
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is the main process, global rank 0."""
         return self.mesh is None or dist.get_rank() == 0
 
     def sum(self, *numbers: float) -> list[Any]:
-        """Sums over all processes that see different tokens; what ranks of a tensor-parallel group share counts once.
+        """Sum over all processes with different tokens; tensor-parallel ranks count once.
 
-        Whole numbers stay whole; one process gets back what it gave, without waiting for its device.
+        Integers stay integers. A single process returns its numbers without a device sync.
         """
         return list(numbers) if self.world_size == 1 else self.exchange(numbers)[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is True on any process; all of them call it."""
+        """Return whether ``flag`` is True on any process. A collective."""
         return self.exchange((), [flag])[1][0]
 
     def exchange(
         self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
     ) -> tuple[list[Any], list[bool]]:
-        """One all-reduce for many things that processes must agree on; all of them call it.
+        """All-reduce numbers and flags in one message. A collective.
 
-        Scalar tensors stay on their device, which the host waits for once, when the result is there.
+        Scalar tensors stay on their device; the host waits for it once, for the result.
 
         Args:
-            numbers: to be summed as :meth:`sum` does, in float64; int sums are ints.
-            flags: each is True if it is True on any process.
+            numbers: summed as in :meth:`sum`, in float64; sums of int are int.
+            flags: each becomes True if it is True on any process.
 
         Returns:
-            the sums, and the flags.
+            The sums, and the flags.
         """
         if self.world_size == 1:
-            return [_plain(number) for number in numbers], [bool(flag) for flag in flags]
+            return [_to_number(number) for number in numbers], [bool(flag) for flag in flags]
         counts = self.tp == 1 or self.mesh["tp"].get_local_rank() == 0
         message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=self._device)
         for place, value in enumerate([*numbers, *flags]):
@@ -298,10 +297,10 @@ class ParallelDims:
         return sums, [found > 0 for found in totals[len(numbers) :]]
 
     def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums over the context-parallel ranks of a sequence, of what each has of it; all of them call it.
+        """Sum over the context-parallel ranks of a sequence. A collective.
 
-        Every rank then computes the same loss of the sums, and its gradient is the summand of this rank, if the loss is
-        divided by ``cp``: losses and gradients are sums over ranks.
+        Every rank then computes the same loss from the sums; divided by ``cp``, its gradient is this rank's summand, as
+        losses and gradients are sums over ranks.
 
         Args:
             values: for example log-probs of documents, from :meth:`Batch.sum_per_document
@@ -315,13 +314,13 @@ class ParallelDims:
         return whole + (scaled - scaled.detach())
 
     def max(self, number: int) -> int:
-        """The largest ``number`` of any process; all of them call it."""
+        """Return the largest ``number`` of any process. A collective."""
         if self.world_size == 1:
             return number
         return int(self._reduce(torch.tensor(number, device=self._device), dist.ReduceOp.MAX))
 
     def _reduce(self, message: torch.Tensor, how: Any) -> torch.Tensor:
-        """All-reduce over all processes; what it takes is added to ``waited``."""
+        """All-reduce over all processes, and add the time to ``waited``."""
         if message.is_cuda:  # the host does not wait, the stream does
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
@@ -336,18 +335,18 @@ class ParallelDims:
         return message
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes by rank; all of them call it, seldom: the values are pickled."""
+        """Return the values of all processes by rank. A collective; slow, as values are pickled."""
         return all_gather_object(value) if self.world_size > 1 else [value]
 
     def close(self) -> None:
-        """Leave the process group, after everything is done."""
+        """Destroy the process group."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
     def collate(self, collate_fn: Collate) -> Collate:
-        """Wrap ``collate_fn`` so that it returns this rank's part of every batch.
+        """Wrap ``collate_fn`` to return this rank's part of every batch.
 
-        Sequences are padded to a multiple of :attr:`min_seq_len_divisor` and split over the context-parallel ranks:
+        Sequences are padded to a multiple of :attr:`min_seq_len_divisor` and sharded over the context-parallel ranks:
         see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and
         :meth:`Batch.split <torchtune.data.Batch.split>`.
         """
@@ -358,9 +357,9 @@ class ParallelDims:
             batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
             return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
 
-        collate.of_whole_batch = collate_fn  # for what adds to the batch before it is split
+        collate.unsplit = collate_fn  # for functions that extend the batch before it is sharded
         return collate
 
 
-def _plain(number: "float | torch.Tensor") -> Any:
+def _to_number(number: "float | torch.Tensor") -> Any:
     return number.item() if isinstance(number, torch.Tensor) else number

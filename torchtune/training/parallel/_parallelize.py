@@ -1,4 +1,4 @@
-"""Splitting a model over the processes of a run, before any of its weights exist."""
+"""Parallelize a model over the processes of a run, on the meta device."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,8 @@ from torch import nn
 from torchtune.modules.conversion import complete_conversions
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
-from torchtune.training.parallel._split_experts import check_split_experts, split_experts
-from torchtune.utils import get_logger, log_rank_zero
-from torchtune.utils._torch_private import FrozenIntegers
+from torchtune.training.parallel._split_experts import apply_expert_parallel, check_expert_parallel
+from torchtune.utils import FrozenIntegers, get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]
 
@@ -28,35 +27,34 @@ def parallelize(
     custom_sharded_layers: Sequence[str] | None = None,
     tensor_parallel_plan: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Split ``model`` in place: its layers first, then sequences and experts, then parameters over data ranks.
+    """Parallelize ``model`` in place: tensor, context and expert parallelism, then FSDP.
 
-    Call it on the converted model, on the meta device; the checkpointer then loads every shard. Gradients come out as
-    *sums* over ranks, so that a loss is to be divided by what all ranks count (``dims.sum``), whatever each has of it.
-    On a mesh of one nothing is changed.
+    Call it on the converted model on the meta device; the checkpointer then loads every shard. Gradients are *summed*
+    over ranks, so divide a loss by the global count (``dims.sum``). A single process changes nothing.
 
     Args:
-        model: built by :mod:`torchtune.models`.
+        model: model built by :mod:`torchtune.models`.
         dims: from ``ParallelDims.start``.
-        device: on which is computed.
+        device: device of the computation.
         cpu_offload: keep shards, gradients and optimizer states in host memory.
-        reshard_after_forward: let go of a layer's parameters after its forward pass and gather them again for the
-            backward pass; False keeps them, which saves communication and costs memory.
-        custom_sharded_layers: names of modules to be sharded by themselves, besides the layers.
-        tensor_parallel_plan: instead of the plan of the model's family.
+        reshard_after_forward: free a layer's full parameters after its forward pass and all-gather them again for the
+            backward pass; False keeps them, which saves communication but costs memory.
+        custom_sharded_layers: names of modules to shard separately, besides the layers.
+        tensor_parallel_plan: replaces the plan of the model's family.
 
     Raises:
-        ParallelDimsError, ParallelError: the model cannot be split like that.
+        ParallelDimsError, ParallelError: the model does not support these dimensions.
     """
-    _refuse_parts(model, dims)
+    _check_not_composite(model, dims)
     if dims.mesh is None:
         if cpu_offload:
             raise ParallelDimsError("fsdp_cpu_offload: it needs torchrun: start with tune run --nproc-per-node 1.")
         return
     if dims.cp > 1:
-        _split_sequences(model, dims)
+        _apply_context_parallel(model, dims)
     if dims.tp > 1:
-        _split_layers(model, dims, tensor_parallel_plan)
-    meshes = split_experts(model, dims) if dims.ep > 1 else {}
+        _apply_tensor_parallel(model, dims, tensor_parallel_plan)
+    meshes = apply_expert_parallel(model, dims) if dims.ep > 1 else {}
     if dims.data_size * dims.cp == 1 and not cpu_offload:
         return
     if cpu_offload and device.type == "cpu":
@@ -69,13 +67,13 @@ def parallelize(
         cpu_offload=cpu_offload and device.type != "cpu",
         reshard_after_forward=reshard_after_forward,
         dp_mesh=dims.fsdp_mesh,
-        meshes=_own_meshes(model, dims) | meshes,
+        meshes=_find_spec_meshes(model, dims) | meshes,
     )
-    _keep_output_whole(model)
+    unshard_output(model)
 
 
-def _refuse_parts(model: nn.Module, dims: ParallelDims) -> None:
-    """Raise if layers or sequences of a model of several parts are to be split."""
+def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:
+    """Raise for tensor or context parallelism of a composite model."""
     if text_decoder(model) is model:
         return
     for name, size in (("tensor_parallel_dim", dims.tp), ("context_parallel_dim", dims.cp)):
@@ -86,8 +84,8 @@ def _refuse_parts(model: nn.Module, dims: ParallelDims) -> None:
             )
 
 
-def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
-    """The mesh of every module that the model's spec keeps off the data mesh, by the module's name."""
+def _find_spec_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
+    """Return the mesh of every module that the model's spec shards over another mesh dimension, by module name."""
     meshes = {}
     for pattern, dimension in getattr(getattr(model, "spec", None), "meshes", {}).items():
         if dimension not in dims.mesh.mesh_dim_names:
@@ -95,7 +93,7 @@ def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
                 f"The ModelSpec '{model.spec.name}' shards '{pattern}' over '{dimension}', but the device mesh has "
                 f"only {', '.join(dims.mesh.mesh_dim_names)}: correct its meshes."
             )
-        names = [name for name, _ in model.named_modules() if _matches(name, pattern)]
+        names = [name for name, _ in model.named_modules() if _matches_pattern(name, pattern)]
         if not names:
             raise ParallelDimsError(
                 f"The ModelSpec '{model.spec.name}' names a mesh for '{pattern}', which no module of the model "
@@ -105,22 +103,22 @@ def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
     return meshes
 
 
-def _heads(model: nn.Module) -> list[nn.Module]:
+def _attention_layers(model: nn.Module) -> list[nn.Module]:
     from torchtune.modules import MultiHeadAttention
 
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
-def _split_sequences(model: nn.Module, dims: ParallelDims) -> None:
+def _apply_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
     from torchtune.modules.parallel import ContextParallelAttention
 
-    _refuse_states(model, dims)
-    for module in _heads(model):
+    _check_no_recurrent_layers(model, dims)
+    for module in _attention_layers(model):
         _check_sequence_heads(module, dims)
         module.attention = ContextParallelAttention(dims.mesh["cp"].get_group())
 
 
-def _refuse_states(model: nn.Module, dims: ParallelDims) -> None:
+def _check_no_recurrent_layers(model: nn.Module, dims: ParallelDims) -> None:
     from torchtune.modules.mixers import RecurrentMixer
 
     kinds = {type(module).__name__ for module in model.modules() if isinstance(module, RecurrentMixer)}
@@ -148,49 +146,49 @@ def _check_layer_heads(module: nn.Module, ranks: int) -> None:
         )
 
 
-def check_split(
+def check_parallelizable(
     model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None = None
 ) -> Mapping[str, Any] | None:
-    """Find out whether :func:`parallelize` can split ``model``, without other processes and without changing it.
+    """Check that :func:`parallelize` supports ``model``, without other processes and without changing it.
 
     Args:
-        model: as for ``parallelize``.
-        dims: sizes are enough, there need be no mesh.
-        plan: instead of the plan of the model's family.
+        model: see :func:`parallelize`.
+        dims: only the sizes are used, not the mesh.
+        plan: replaces the plan of the model's family.
 
     Returns:
-        the plan by which its layers are split; None where they are not.
+        The tensor-parallel plan; None without tensor parallelism.
 
     Raises:
-        ParallelDimsError, ParallelError: it cannot be split like that.
+        ParallelDimsError, ParallelError: the model does not support these dimensions.
     """
-    _refuse_parts(model, dims)
-    for module in _heads(model) if dims.tp > 1 else ():
+    _check_not_composite(model, dims)
+    for module in _attention_layers(model) if dims.tp > 1 else ():
         _check_layer_heads(module, dims.tp)
     if dims.cp > 1:
-        _refuse_states(model, dims)
-    for module in _heads(model) if dims.cp > 1 else ():
+        _check_no_recurrent_layers(model, dims)
+    for module in _attention_layers(model) if dims.cp > 1 else ():
         _check_sequence_heads(module, dims)
     if dims.ep > 1:
-        check_split_experts(model, dims)
+        check_expert_parallel(model, dims)
     if dims.tp == 1:
         return None
-    found = _layer_plan(model, plan)
+    found = _resolve_plan(model, plan)
     modules = dict(model.named_modules())
     for name, style in found.items():
-        if name in modules and hasattr(style, "check"):  # a plan may have styles of torch
+        if name in modules and hasattr(style, "check"):  # a plan may contain torch's styles
             style.check(name, modules[name], dims.tp)
     return found
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a module is meant by a pattern of a plan, as torch reads it: every part of the name for itself."""
+def _matches_pattern(name: str, pattern: str) -> bool:
+    """Return whether a pattern of a plan matches a module, as in torch: every part of the name separately."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _layer_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
-    """Style by path of the module, as the plan and the conversions of the model say."""
+def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
+    """Return styles by module path, from the plan and the conversions of the model."""
     if plan is None and getattr(model, "spec", None) is None:
         raise ParallelDimsError(
             f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
@@ -198,7 +196,7 @@ def _layer_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Ma
         )
     styles = {}
     for pattern, style in (plan or model.spec.parallel_plan)(model).items():
-        matching = {name: module for name, module in model.named_modules() if _matches(name, pattern)}
+        matching = {name: module for name, module in model.named_modules() if _matches_pattern(name, pattern)}
         styles |= {pattern: style} if not matching else dict.fromkeys(matching, style)
     modules = dict(model.named_modules())
     for conversion in complete_conversions(model):
@@ -206,25 +204,25 @@ def _layer_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Ma
     return styles
 
 
-def _split_layers(model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None) -> None:
+def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = dims.mesh["tp"]
     prepare_mha_for_tp(model, mesh)
-    parallelize_module(model, mesh, _layer_plan(model, plan))
+    parallelize_module(model, mesh, _resolve_plan(model, plan))
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
         raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(whole[:3])}: add them.")
 
 
 def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
-    """Give every attention the number of heads that a rank of ``tp_mesh`` has, and return the model.
+    """Divide the number of heads of every attention by the ranks of ``tp_mesh``, and return the model.
 
     Raises:
-        ParallelDimsError: the heads cannot be divided by the ranks.
+        ParallelDimsError: the ranks do not divide the heads.
     """
-    for module in _heads(model):
+    for module in _attention_layers(model):
         _check_layer_heads(module, tp_mesh.size())
         module.num_heads //= tp_mesh.size()
         module.num_kv_heads //= tp_mesh.size()
@@ -234,7 +232,7 @@ def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
 def get_shard_conditions(
     name: str, module: nn.Module, names_to_match: Sequence[str] | None = None, *args: Any, **kwargs: Any
 ) -> bool:
-    """Whether a module is sharded by itself: it is listed, a layer (``...layers.3``), or what layers embed."""
+    """Return whether to shard a module separately: it is listed, a layer (``...layers.3``), or the layer embeddings."""
     if names_to_match and name in names_to_match:
         return True
     *_, parent, last = ["", "", *name.split(".")]
@@ -244,7 +242,7 @@ def get_shard_conditions(
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
     known = dict(model.named_modules())
     for name in names:
-        if name == "output" and name not in known:  # tied to the embedding, which older configs list as well
+        if name == "output" and name not in known:  # tied to the embedding, which older configs also list
             log_rank_zero(get_logger(), "custom_sharded_layers: 'output' shares the weight of tok_embeddings.")
         elif name not in known:
             children = ", ".join(child for child, _ in model.named_children())
@@ -265,21 +263,21 @@ def shard_model(
     dp_mesh: Any = None,
     meshes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Shard parameters over data ranks with FSDP2: each chosen module by itself, the rest together.
+    """Shard parameters over the data-parallel ranks with FSDP2: each selected module separately, the rest together.
 
-    Parameters are gathered in the type in which they are kept; gradients are summed in float32, and not averaged.
+    Parameters are all-gathered in their dtype; gradients are summed in float32, not averaged.
 
     Args:
         model: changed in place.
-        shard_conditions: a module is sharded by itself if one of them says so, ``condition(name, module)``.
+        shard_conditions: a module is sharded separately if any ``condition(name, module)`` is true.
         cpu_offload: keep the shards in host memory.
         reshard_after_forward: see :func:`parallelize`.
-        dp_mesh: ranks to shard over; with two dimensions, copies come first. All ranks by default.
-        meshes: other meshes, by the name of the module that is sharded over each by itself; its parameters may be
-            DTensors of other dimensions. Nothing is sharded over a mesh of one, unless it is to be in host memory.
+        dp_mesh: mesh to shard over; two dimensions mean HSDP. All ranks by default.
+        meshes: other meshes, by name of the module to shard separately over each; its parameters may be DTensors of
+            other dimensions. A mesh of size one shards nothing, except for ``cpu_offload``.
 
     Raises:
-        ValueError: no module was chosen.
+        ValueError: no module is selected.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -313,8 +311,8 @@ def shard_model(
         conversion.post_shard_hook(model, cpu_offload=cpu_offload)
 
 
-def _keep_output_whole(model: nn.Module) -> None:
-    """Gather the output projection when the model has returned: the loss reads its weight outside of any forward."""
+def unshard_output(model: nn.Module) -> None:
+    """All-gather the output projection after the model's forward: the loss reads its weight outside of any forward."""
     from torch.distributed.fsdp import FSDPModule
 
     projection = getattr(text_decoder(model), "output", None)

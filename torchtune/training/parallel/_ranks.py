@@ -1,4 +1,4 @@
-"""All ranks: objects they exchange, and what they decide or fail at together."""
+"""Collectives over all ranks: exchange of objects, and joint errors."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +13,12 @@ from torchtune.training._rng import RNGState
 from torchtune.utils import UserError
 
 T = TypeVar("T")
-# How long a rank waits for another one that writes; the death of a rank is noticed at once.
+# How long a rank waits for another one that writes; a dead rank is noticed at once.
 _TIMEOUT = timedelta(hours=3)
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank, pickled; without distributed training ``[value]``. All ranks call it."""
+    """Return the value of every rank (pickled); ``[value]`` without distributed training. A collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -27,9 +27,9 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) -> T:
-    """The value of rank 0, pickled; without distributed training ``value``. All ranks call it.
+    """Return rank 0's value (pickled); ``value`` without distributed training. A collective.
 
-    An all-reduce, in which other ranks contribute zeros, needs two neighbours of each rank; a broadcast's tree needs
+    It uses an all-reduce with zeros from other ranks, which needs two neighbors per rank; the tree of a broadcast needs
     more connections with more ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -45,7 +45,7 @@ def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) ->
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is True on any rank, by an all-reduce. All ranks call it."""
+    """Return whether ``flag`` is True on any rank, by an all-reduce. A collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return flag
     found = torch.tensor(int(flag), device=_device(group))
@@ -54,22 +54,22 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device of the tensors that a process group communicates."""
-    on_host = dist.get_backend(group) in ("gloo", "fake")  # fake: a simulation, whose tensors are on the CPU
+    """Return the device of a process group's tensors."""
+    on_host = dist.get_backend(group) in ("gloo", "fake")  # fake: a simulation, with tensors on the CPU
     return torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
 
 class Ranks:
-    """All ranks, where they act as one; a single process is a world of one.
+    """Collectives over all ranks; trivial for a single process.
 
-    All ranks call every method, in the same order. The methods communicate over a gloo group of their own, so that a
-    background thread can call them during training.
+    All ranks call every method, in the same order. The methods use a separate gloo group, so that a background thread
+    can call them during training.
 
     Args:
-        error: raised by :meth:`together` for a user error on another rank.
+        error: exception that :meth:`raise_on_all` raises for a user error on another rank.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         size: number of ranks.
     """
 
@@ -80,10 +80,10 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if is_distributed else None
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank."""
+        """Return the value of every rank."""
         return [value] if self._group is None else all_gather_object(value, self._group)
 
-    def all_to_some(self, packets: Mapping[int, bytearray], *, receives: bool) -> list[memoryview]:
+    def exchange_packets(self, packets: Mapping[int, bytearray], *, receives: bool) -> list[memoryview]:
         """Send packets to some ranks; all ranks may send at the same time.
 
         Args:
@@ -95,38 +95,38 @@ class Ranks:
         """
         others = [rank for rank in range(self.size) if rank != self.rank] if receives else []
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        self._exchange({rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}, sizes)
+        self._send_and_receive({rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}, sizes)
         found = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        self._exchange(
+        self._send_and_receive(
             {rank: torch.frombuffer(packet, dtype=torch.uint8) for rank, packet in packets.items() if packet},
             {rank: buffer for rank, buffer in found.items() if buffer.numel()},
         )
         return [memoryview(buffer.numpy()) for buffer in found.values()]
 
-    def _exchange(self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        """Send and receive asynchronously, so that ranks do not wait for each other in a circle."""
+    def _send_and_receive(self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+        """Send and receive asynchronously, to avoid a deadlock."""
         work = [dist.irecv(buffer, rank, group=self._group) for rank, buffer in into.items()]
         work += [dist.isend(values, rank, group=self._group) for rank, values in out.items()]
         for one in work:
             one.wait()
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is True on any rank."""
+        """Return whether ``flag`` is True on any rank."""
         return flag if self._group is None else any_rank(flag, self._group)
 
-    def from_first(self, value: T | None) -> T:
-        """Rank 0's value; the values of other ranks are ignored. The cost per rank does not grow with their number."""
+    def broadcast(self, value: T | None) -> T:
+        """Return rank 0's value; other values are ignored. The cost per rank does not grow with the number of ranks."""
         return value if self._group is None else broadcast_object(value, self._group)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block that raises on all ranks if it raises on one, so that no rank waits for another one forever.
+    def raise_on_all(self) -> Iterator[None]:
+        """Raise on all ranks if the block raises on one, so that no rank waits forever.
 
         The block must not communicate.
 
         Raises:
-            UserError: of the class ``error``, on ranks without an exception of their own, with the message of the
-                first rank that has one.
+            UserError: on ranks without an exception, an instance of the class ``error`` with the message of the first
+                rank that has one.
         """
         failure: Exception | None = None
         try:
@@ -139,15 +139,15 @@ class Ranks:
             return
         is_user_error = isinstance(failure, UserError | OSError)
         text = str(failure) if is_user_error else f"{type(failure).__name__}: {failure}"
-        error = self._verdict(self.gather(None if failure is None else (is_user_error, text)), failure)
+        error = self._choose_error(self.gather(None if failure is None else (is_user_error, text)), failure)
         try:
             if error is not None:
                 raise error from failure
         finally:
             del error, failure  # their tracebacks reference this frame and the objects of its callers
 
-    def _verdict(self, failures: list[tuple[bool, str] | None], own: Exception | None) -> Exception | None:
-        """What this rank raises: its own exception if that is a bug, else the message of the first failed rank."""
+    def _choose_error(self, failures: list[tuple[bool, str] | None], own: Exception | None) -> Exception | None:
+        """Return this rank's exception: its own if that is a bug, else that of the first failed rank."""
         rank, first = next(((rank, found) for rank, found in enumerate(failures) if found is not None), (0, None))
         if first is None:
             return None
@@ -157,25 +157,25 @@ class Ranks:
         if rank > 0 and None in failures and is_user_error:
             text = f"Rank {rank}: {text}"
         error = self._error(text) if is_user_error else RuntimeError(f"Rank {rank} failed ({text}).")
-        error.told_by_rank_0 = True
+        error.rank0_only = True
         return error
 
-    def first(self, make: Callable[[], T]) -> T:
-        """The result of ``make``, which rank 0 alone calls; an exception there is raised on all ranks."""
+    def run_on_rank_0(self, make: Callable[[], T]) -> T:
+        """Call ``make`` on rank 0 and return its result on all ranks; an exception is raised on all ranks."""
         made: T | None = None
-        with self.together():
+        with self.raise_on_all():
             if self.rank == 0:
                 made = make()
-        return self.from_first(made)
+        return self.broadcast(made)
 
     @contextmanager
-    def same_randomness(self) -> Iterator[None]:
-        """A block in which all ranks draw the random numbers of rank 0."""
+    def share_rng_state(self) -> Iterator[None]:
+        """Use rank 0's random numbers on all ranks inside the block."""
         if self.size == 1:
             yield
             return
         own = RNGState().state_dict()
-        RNGState().load_state_dict(self.from_first(own))
+        RNGState().load_state_dict(self.broadcast(own))
         yield
         if self.rank != 0:
             RNGState().load_state_dict(own)

@@ -1,4 +1,4 @@
-"""The shard of a tensor on this rank: which slice of the full tensor it is, and its values."""
+"""This rank's shard of a tensor: its slice of the full tensor, and its values."""
 
 import math
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from torchtune.training.parallel._ranks import Ranks
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of this rank's shard, in the same memory; a plain tensor is returned itself."""
+    """Return the values of this rank's shard, sharing memory; a plain tensor is returned unchanged."""
     return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
 def shard_key(parameter: torch.nn.Parameter) -> str:
-    """Name of this rank's shard of ``parameter``: equal on its replicas, different on other shards.
+    """Return the name of this rank's shard of ``parameter``: equal on replicas, different on other shards.
 
-    It is made of the rank's coordinates in the mesh dimensions over which the parameter is sharded; ``""`` for a
-    replicated parameter.
+    It consists of the rank's coordinates in the mesh dimensions that shard the parameter; ``""`` for a replicated
+    parameter.
     """
     if not hasattr(parameter, "device_mesh"):
         return ""
@@ -33,10 +33,10 @@ def shard_key(parameter: torch.nn.Parameter) -> str:
 
 @dataclass(frozen=True)
 class ShardGrid:
-    """The shards of a parameter by mesh dimensions over which it is sharded, and which of them this rank holds.
+    """Grid of a parameter's shards over the mesh dimensions that shard it, and this rank's place in it.
 
-    It stores what belongs to a shard but is not laid out as the parameter is, such as quantised states: stacked, as a
-    tensor [*sizes, longest], with a shard in every row.
+    It stores data of a shard without the parameter's layout, such as quantized states: stacked as a tensor
+    [*sizes, longest], one row per shard.
     """
 
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class ShardGrid:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> "ShardGrid":
-        """That of a parameter; without dimensions for one that is not sharded."""
+        """Return the grid of a parameter; without dimensions for an unsharded one."""
         if not hasattr(parameter, "device_mesh"):
             return ShardGrid((), ())
         mesh = parameter.device_mesh
@@ -53,7 +53,7 @@ class ShardGrid:
         return ShardGrid(tuple(mesh.shape[dim] for dim in dims), tuple(where[dim] for dim in dims))
 
     def longest(self, parameter: torch.Tensor) -> int:
-        """Elements of the largest shard."""
+        """Return the number of elements of the largest shard."""
         shape, sizes = list(parameter.shape), iter(self.sizes)
         for kind in getattr(parameter, "placements", ()):
             if not kind.is_replicate():
@@ -61,7 +61,7 @@ class ShardGrid:
         return math.prod(shape)
 
     def stack(self, shard: torch.Tensor, parameter: torch.Tensor, longest: int) -> torch.Tensor:
-        """Stack the rows [n] of all ranks, each at most ``longest``; a row itself where nothing is sharded."""
+        """Stack the rows [n] of all ranks, each at most ``longest``; return the row itself if nothing is sharded."""
         if not self.sizes:
             return shard
         if shard.numel() < longest:
@@ -73,17 +73,17 @@ class ShardGrid:
 
 
 def spec_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor's shape and dtype, as a tensor on the meta device."""
+    """Return a tensor on the meta device with the full tensor's shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def full_slices(shape: torch.Size | tuple[int, ...]) -> Slices:
-    """The slices that cover a tensor."""
+    """Return the slices that cover a tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def my_shard(tensor: torch.Tensor) -> tuple[Slices, torch.Tensor]:
-    """Which slice of the full tensor this rank holds, and its values, in the same memory."""
+    """Return this rank's slice of the full tensor, and its values, sharing memory."""
     if not isinstance(tensor, DTensor):
         return full_slices(tensor.shape), tensor.detach()
     (chunk,) = tensor.__create_chunk_list__()
@@ -93,12 +93,12 @@ def my_shard(tensor: torch.Tensor) -> tuple[Slices, torch.Tensor]:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a tensor that is saved.
+    """This rank's shard of a tensor to save.
 
     Attributes:
         spec: the full tensor, on the meta device.
-        slices: which slice of it this rank holds.
-        data: the values of that slice.
+        slices: this rank's slice of the full tensor.
+        data: the values of the slice.
         is_writer: whether this rank writes it, among the ranks with the same slice.
     """
 
@@ -109,13 +109,13 @@ class LocalShard:
 
     @staticmethod
     def of(tensor: torch.Tensor, ranks: Ranks, turn: int, parameter: torch.Tensor | None = None) -> "LocalShard":
-        """This rank's shard of ``tensor``.
+        """Return this rank's shard of ``tensor``.
 
         Args:
             tensor: sharded, or full and equal on all ranks.
             ranks: all ranks.
-            turn: chooses the writer among replicas: with consecutive numbers, ranks take turns.
-            parameter: a sharded parameter. A plain ``tensor`` of the shape of its shard is a shard like it.
+            turn: selects the writer among replicas: with consecutive numbers, ranks take turns.
+            parameter: a sharded parameter. A plain ``tensor`` with the shape of its shard counts as such a shard.
         """
         layout, is_plain = tensor, not isinstance(tensor, DTensor)
         if is_plain and isinstance(parameter, DTensor) and tensor.dim() > 0:
@@ -131,7 +131,7 @@ def _is_writer(tensor: torch.Tensor, ranks: Ranks, turn: int) -> bool:
         return ranks.rank == turn % ranks.size
     mesh = tensor.device_mesh
     if mesh.size() < ranks.size and not bool((mesh.mesh == 0).any()):
-        return False  # replicated outside of its mesh: the ranks of rank 0's mesh write it
+        return False  # replicated outside its mesh: the ranks of rank 0's mesh write it
     return all(
         place == turn % mesh.size(dim)
         for dim, (placement, place) in enumerate(zip(tensor.placements, mesh.get_coordinate(), strict=True))
@@ -147,12 +147,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on every rank, by an all-gather; all ranks call it."""
+    """All-gather the full tensor onto every rank."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, all-reduced over the mesh dimensions where ranks hold partial sums."""
+    """All-reduce the tensor over the mesh dimensions with partial sums."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
     return tensor
@@ -161,12 +161,12 @@ def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
 def read_shard(
     parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Slices], torch.Tensor]
 ) -> DTensor:
-    """A tensor of a parameter's optimizer state: sharded like the parameter if their shapes agree, else replicated.
+    """Return a tensor of optimizer state, sharded like its parameter if the shapes agree, else replicated.
 
     Args:
-        parameter: sharded; the tensor is made on its device.
-        shape: of the full tensor.
-        dtype: of the tensor.
+        parameter: sharded parameter; the tensor is created on its device.
+        shape: shape of the full tensor.
+        dtype: dtype of the tensor.
         read: returns a slice of the full tensor.
     """
     if shape == tuple(parameter.shape):

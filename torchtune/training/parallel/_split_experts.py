@@ -1,4 +1,4 @@
-"""Distributing experts over the ranks of the mesh's expert dimension."""
+"""Distribute experts over the expert-parallel ranks."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 
 
-def check_split_experts(model: nn.Module, dims: ParallelDims) -> dict[str, nn.Module]:
-    """The layers of ``model`` with experts, by path, each of which ``dims.ep`` divides.
+def check_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, nn.Module]:
+    """Return the layers of ``model`` with experts, by path; ``dims.ep`` divides the experts of each.
 
     Raises:
-        ParallelDimsError, ParallelError: there are none, or ranks would have different numbers of experts.
+        ParallelDimsError, ParallelError: there are no experts, or ``dims.ep`` does not divide their number.
     """
     from torchtune.modules.moe import MoE
     from torchtune.modules.parallel import check_experts
@@ -24,18 +24,18 @@ def check_split_experts(model: nn.Module, dims: ParallelDims) -> dict[str, nn.Mo
     return found
 
 
-def split_experts(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
-    """Distribute experts in place: whole experts to every rank, and between their calls an all-to-all of tokens.
+def apply_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
+    """Distribute experts in place: whole experts on every rank, with an all-to-all of tokens.
 
     Returns:
-        Path of the experts of every layer -> the mesh over which FSDP shards the parameters of a rank's experts.
+        The path of each layer's experts, mapped to the FSDP mesh of a rank's experts.
 
     Raises:
-        ParallelDimsError, ParallelError: see :func:`check_split_experts`.
+        ParallelDimsError, ParallelError: see :func:`check_expert_parallel`.
     """
     from torchtune.modules.parallel import ExpertParallel, place_experts
 
-    layers = check_split_experts(model, dims)
+    layers = check_expert_parallel(model, dims)
     exchange = ExpertParallel(dims.expert_mesh.get_group())
     for layer in layers.values():
         place_experts(layer.experts, dims.expert_mesh)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.loss import (
-    DivergenceLoss,
     ForwardKLLoss,
     ForwardKLWithChunkedOutputLoss,
     GeneralizedJSDLoss,
@@ -21,7 +21,6 @@ from torchtune.modules.loss import (
     TeacherStates,
 )
 from torchtune.modules.loss import kd_losses as kd_losses_module
-from torchtune.modules.tied_linear import CappedLinear
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +69,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
-def test_definition_and_gradient(loss: DivergenceLoss, chunked: nn.Module | None, definition: Any) -> None:
+def test_definition_and_gradient(loss, chunked, definition):
     student, teacher, labels = inputs()
     exact = definition(student, teacher, labels)
     (grad,) = torch.autograd.grad(exact, student)
@@ -102,9 +101,7 @@ class Adapted(nn.Linear):
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "capped", "adapted", "frozen"])
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
-def test_hidden_states_of_other_sizes(
-    loss: DivergenceLoss, chunked: nn.Module | None, definition: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_states_of_other_sizes(loss, chunked, definition, kind, monkeypatch):
     """Gradients of hidden states and weights, in several chunks; the teacher's vocabulary has padding."""
     monkeypatch.setattr(kd_losses_module, "_MIN_CHUNK_ROWS", 4)
     torch.manual_seed(0)
@@ -127,7 +124,7 @@ def test_hidden_states_of_other_sizes(
 
 
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES[:1] + CASES[3:])
-def test_the_rest_is_one_token_more(loss: DivergenceLoss, chunked: Any, definition: Any) -> None:
+def test_the_rest_is_one_token_more(loss, chunked, definition):
     """With top_k, both distributions have k + 1 outcomes: the teacher's likeliest tokens, and any other."""
     student, teacher, labels = inputs()
     loss, k = copy.copy(loss), 3
@@ -149,7 +146,7 @@ def test_the_rest_is_one_token_more(loss: DivergenceLoss, chunked: Any, definiti
         loss(student, teacher, labels)
 
 
-def test_no_label_is_zero_with_gradients() -> None:
+def test_no_label_is_zero_with_gradients():
     hidden, projection = torch.randn(1, 3, 4).requires_grad_(), nn.Linear(4, 5)
     nothing = torch.full((1, 3), -100)
     total, count = ReverseKLLoss().distill(hidden, nothing, projection, TeacherStates(hidden, projection))
@@ -159,7 +156,7 @@ def test_no_label_is_zero_with_gradients() -> None:
     assert not projection.weight.grad.any()
 
 
-def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_never_exist(monkeypatch):
     monkeypatch.setattr(kd_losses_module, "_CHUNK_ELEMENTS", 64 * 19)
     hidden, projection, most = torch.randn(1, 300, 4).requires_grad_(), nn.Linear(4, 19, bias=False), 0
 
@@ -179,9 +176,7 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
-def test_equal_models_no_labels_and_excluded_tokens(
-    loss: DivergenceLoss, chunked: nn.Module | None, definition: Any
-) -> None:
+def test_equal_models_no_labels_and_excluded_tokens(loss, chunked, definition):
     student, teacher, labels = inputs()
     torch.testing.assert_close(loss(student, student.detach(), labels), definition(student, student, labels))
     nothing = torch.full_like(labels, -100)
@@ -195,7 +190,7 @@ def test_equal_models_no_labels_and_excluded_tokens(
     assert torch.autograd.grad(value, student)[0].isfinite().all()
 
 
-def test_bf16_logits_are_computed_in_float32() -> None:
+def test_bf16_logits_are_computed_in_float32():
     student, teacher, labels = (tensor.detach() for tensor in inputs())
     value = ForwardKLLoss()(student.bfloat16(), teacher.bfloat16(), labels)
     assert value.dtype == torch.float32
@@ -203,7 +198,7 @@ def test_bf16_logits_are_computed_in_float32() -> None:
     assert abs(value - exact) <= 1e-6
 
 
-def test_compiled() -> None:
+def test_compiled():
     student, teacher, labels = (tensor.detach() for tensor in inputs())
     loss = ForwardKLWithChunkedOutputLoss(3)
     exact = loss(student.chunk(3, dim=1), teacher.chunk(3, dim=1), labels)
@@ -211,7 +206,7 @@ def test_compiled() -> None:
     torch.testing.assert_close(loss(student.chunk(3, dim=1), teacher.chunk(3, dim=1), labels), exact)
 
 
-def test_mistakes() -> None:
+def test_mistakes():
     student, teacher, labels = inputs()
     with pytest.raises(ValueError, match=r"cover 10 positions .* labels have 12"):
         ForwardKLWithChunkedOutputLoss(2)(student[:, :10].chunk(2, 1), teacher[:, :10].chunk(2, 1), labels)

@@ -41,9 +41,7 @@ def gradients(log_probs: Tensor, entropy: Tensor | None, leaves: list[Tensor]) -
 @pytest.mark.parametrize("chunk_rows", [None, 7, 1])
 @pytest.mark.parametrize(("with_bias", "softcap"), [(False, None), (True, None), (True, 2.5)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_equals_the_formula_in_float64(
-    chunk_rows: int | None, with_bias: bool, softcap: float | None, temperature: float
-) -> None:
+def test_equals_the_formula_in_float64(chunk_rows, with_bias, softcap, temperature):
     hidden, weight, bias, targets = inputs()
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     given = bias if with_bias else None
@@ -61,7 +59,7 @@ def test_equals_the_formula_in_float64(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_low_precision_stays_near_float64(dtype: torch.dtype, tolerance: float) -> None:
+def test_low_precision_stays_near_float64(dtype, tolerance):
     hidden, weight, _, targets = inputs(dtype)
     exact_leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact, exact_entropy = formula(*exact_leaves, targets, None, None, 1.0)
@@ -89,7 +87,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_full_logits_never_exist() -> None:
+def test_full_logits_never_exist():
     tokens, vocab, rows = 4096, 512, 64
     hidden = torch.randn(tokens, 4, requires_grad=True)
     weight = torch.randn(vocab, 4, requires_grad=True)
@@ -103,7 +101,7 @@ def test_full_logits_never_exist() -> None:
     assert weight.grad is not None
 
 
-def test_what_needs_no_gradient_gets_none_and_no_token_is_no_error() -> None:
+def test_what_needs_no_gradient_gets_none_and_no_token_is_no_error():
     hidden, weight, _, targets = inputs()
     linear_log_probs(hidden.detach(), weight, targets).sum().backward()
     assert weight.grad is not None

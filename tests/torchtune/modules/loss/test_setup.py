@@ -112,7 +112,7 @@ def entropy(logits: Tensor, labels: Tensor) -> Tensor:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_sum_and_count(model: TransformerDecoder, loss: nn.Module, formula: Callable[..., Tensor]) -> None:
+def test_sum_and_count(model, loss, formula):
     tokens, labels = batch()
     reference, chosen = copy.deepcopy(model), labels != -100
     exact = formula(reference(tokens).double()[chosen], labels[chosen])
@@ -127,7 +127,7 @@ def test_sum_and_count(model: TransformerDecoder, loss: nn.Module, formula: Call
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), LinearCrossEntropyLoss()], ids=["module", "linear"])
-def test_a_batch_without_labels_adds_nothing(model: TransformerDecoder, loss: nn.Module) -> None:
+def test_a_batch_without_labels_adds_nothing(model, loss):
     tokens, labels = batch()
     hidden = model(tokens, output="hidden")
     total, count = setup_loss(loss, model).sum_and_count(hidden, torch.full_like(labels, -100), model.output)
@@ -158,13 +158,13 @@ def lambda_loss(function: Callable[..., object]) -> nn.Module:
         ("cross_entropy", "str is no torch.nn.Module"),
     ],
 )
-def test_refused_in_one_sentence(model: TransformerDecoder, loss: object, message: str) -> None:
+def test_refused_in_one_sentence(model, loss, message):
     with pytest.raises(LossError, match=message) as found:
         setup_loss(loss, model)
     assert str(found.value).startswith("loss: ")
 
 
-def test_no_loss_tells_the_model_what_to_return(model: TransformerDecoder) -> None:
+def test_no_loss_tells_the_model_what_to_return(model):
     tokens, _ = batch()
     logits = model(tokens)
     for loss in (LinearCrossEntropyLoss(), nn.CrossEntropyLoss(), OfLogits()):
@@ -173,7 +173,7 @@ def test_no_loss_tells_the_model_what_to_return(model: TransformerDecoder) -> No
         assert torch.equal(model(tokens), logits)
 
 
-def test_what_forward_returns_is_what_its_caller_asks_for(model: TransformerDecoder) -> None:
+def test_what_forward_returns_is_what_its_caller_asks_for(model):
     tokens, _ = batch()
     hidden = model(tokens, output="hidden")
     assert torch.equal(model.output(hidden).float(), model(tokens))
@@ -186,7 +186,7 @@ def test_what_forward_returns_is_what_its_caller_asks_for(model: TransformerDeco
 
 
 @pytest.mark.parametrize("loss", [ForwardKLLoss(), ReverseKLLoss(), SymmetricKLLoss(0.3)])
-def test_divergences_say_a_sum_and_a_count(loss: nn.Module) -> None:
+def test_divergences_say_a_sum_and_a_count(loss):
     rng = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 2, 6, 9, generator=rng)
     labels = torch.tensor([[1, 2, -100, 4, 5, 6], [-100, -100, 1, 1, 1, 1]])

@@ -1,15 +1,12 @@
 """Products in float8, emulated, against the formula in float64."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.recipes.killing import launch
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.low_precision import Float8Training, QuantizeBase
@@ -98,16 +95,7 @@ def test_what_is_not_there():
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("float8")
-    program = ["tests.torchtune.training.parallel.fork_ranks", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", *program, "tests.torchtune.modules.low_precision.float8_ranks", "3"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).parents[4],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("modules.low_precision.float8_ranks", 3, folder)
     return json.loads((folder / "float8.json").read_text())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.torchtune.training.checkpointing.small import (
+from tests.torchtune.checkpoints.small import (
     build,
     hf_model,
     load,
@@ -52,7 +52,7 @@ def in_float64(weight: torch.Tensor, block: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nf4_is_the_nearest_level(dtype: torch.dtype) -> None:
+def test_nf4_is_the_nearest_level(dtype):
     torch.manual_seed(0)
     weight = (torch.randn(3, 5, 128) * torch.rand(3, 5, 1)).to(dtype)
     weight[0, 0] = 0.0
@@ -64,7 +64,7 @@ def test_nf4_is_the_nearest_level(dtype: torch.dtype) -> None:
     torch.testing.assert_close(form.decode(*tensors).double(), exact, rtol=tolerance, atol=1e-9)
 
 
-def test_nf4_of_torchao() -> None:
+def test_nf4_of_torchao():
     """The same levels where both double quantisations are exact, and as near elsewhere."""
     torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_nf4_of_torchao() -> None:
 
 
 @pytest.mark.parametrize(("form", "largest"), [(Int8, 127), (Float8, 448)])
-def test_eight_bits(form: Any, largest: int) -> None:
+def test_eight_bits(form, largest):
     torch.manual_seed(0)
     weight = torch.randn(6, 32)
     scale = weight.double().abs().amax(1, keepdim=True) / largest
@@ -109,7 +109,7 @@ def saved(model: nn.Module, folder: Path, name: str, **contents: Any) -> Path:
 @pytest.mark.parametrize(
     ("shape", "option"), [("qwen2_tied", "use_rslora"), ("qwen2_tied", "use_dora"), ("qwen3_moe", "")]
 )
-def test_training_is_lora_on_the_rounded_base(base: str, shape: str, option: str, tmp_path: Path) -> None:
+def test_training_is_lora_on_the_rounded_base(base, shape, option, tmp_path):
     """Exactly; and what is saved is what `transformers` and `peft` know as LoRA on that base."""
     options = {option: True} if option else {}
     quantize = nf4 if base == "nf4" else lambda: QuantizeBase(base)
@@ -150,7 +150,7 @@ def test_training_is_lora_on_the_rounded_base(base: str, shape: str, option: str
     assert losses(resumed, 1) == losses(model, 1)
 
 
-def test_the_rounded_base(tmp_path: Path) -> None:
+def test_the_rounded_base(tmp_path):
     """The export of a quantised model has NF4 of what was read, and the rest as it was."""
     write_folder(tmp_path / "in", "qwen2_tied", **SIZES)
     before, after = stored(tmp_path / "in"), stored(saved(load(tmp_path / "in", nf4()), tmp_path, "out"))
@@ -170,7 +170,7 @@ class Watched(QuantizeBase):
         return super().from_full(name, tensor)
 
 
-def test_one_full_weight_at_a_time(tmp_path: Path) -> None:
+def test_one_full_weight_at_a_time(tmp_path):
     write_folder(tmp_path / "in", "qwen3_moe", **SIZES)
     conversion = Watched(block_size=BLOCK)
     conversion.seen = []
@@ -185,7 +185,7 @@ def test_one_full_weight_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [FrozenNF4Linear, FrozenInt8Linear, FrozenFloat8Linear])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_nothing_of_the_full_weight_is_kept_for_the_backward_pass(kind: type, adapted: bool) -> None:
+def test_nothing_of_the_full_weight_is_kept_for_the_backward_pass(kind, adapted):
     torch.manual_seed(0)
     layer = kind(128, 64, bias=True)
     x, kept = torch.randn(2, 3, 128, requires_grad=True), []
@@ -199,7 +199,7 @@ def test_nothing_of_the_full_weight_is_kept_for_the_backward_pass(kind: type, ad
     torch.testing.assert_close(x.grad, wanted)
 
 
-def test_a_layer_of_ones_own() -> None:
+def test_a_layer_of_ones_own():
     """``LoRALinear(quantize_base=True)``, as older code calls it."""
     torch.manual_seed(0)
     layer = LoRALinear(64, 32, rank=4, alpha=8, use_bias=True, quantize_base=True, scaler_block_size=256)
@@ -220,14 +220,14 @@ def test_a_layer_of_ones_own() -> None:
         ({"block_size": 32, "target_modules": ["w2"]}, r"does not divide 48, the width of 'layers\.0\.mlp\.w2'"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused(options, message, tmp_path):
     write_folder(tmp_path, "llama", num_hidden_layers=1)
     with pytest.raises(ConversionError, match=message) as error:
         build(tmp_path, QuantizeBase(**options))
     assert str(error.value).endswith(".")
 
 
-def test_layers_that_stay_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_stay_are_named(tmp_path, caplog):
     write_folder(tmp_path, "llama", num_hidden_layers=1)
     with torch.device("meta"):
         model = build(tmp_path)
@@ -241,7 +241,7 @@ def test_layers_that_stay_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_adapter_that_starts_as_a_part_of_its_weight(init: str, tmp_path: Path) -> None:
+def test_an_adapter_that_starts_as_a_part_of_its_weight(init, tmp_path):
     write_folder(tmp_path / "in", "qwen2_tied", **SIZES)
     plain, model = load(tmp_path / "in"), load(tmp_path / "in", lora(init=init))
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)

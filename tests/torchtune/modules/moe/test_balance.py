@@ -65,7 +65,7 @@ def logits_of_routers(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def test_loss_equals_that_of_transformers() -> None:
+def test_loss_equals_that_of_transformers():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_loss_equals_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "recomputed", "compiled", "compiled and recomputed"])
-def test_gradient_is_that_of_the_sum(how: str) -> None:
+def test_gradient_is_that_of_the_sum(how):
     """Two batches that weigh differently, as recipes sum them."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -116,7 +116,7 @@ def test_gradient_is_that_of_the_sum(how: str) -> None:
 
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), torch.nn.CrossEntropyLoss()], ids=["linear", "module"])
-def test_in_recipes_it_weighs_as_the_labels_do(loss: torch.nn.Module) -> None:
+def test_in_recipes_it_weighs_as_the_labels_do(loss):
     """Micro-batches of 24, 5 and no labels: each one's balancing loss counts as often."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -142,7 +142,7 @@ def test_in_recipes_it_weighs_as_the_labels_do(loss: torch.nn.Module) -> None:
         assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
 
 
-def test_balancing_evens_out_experts() -> None:
+def test_balancing_evens_out_experts():
     """A router that sends everything to two experts learns not to, if the loss asks for it."""
     found = {}
     for name, conversions in {"with": [BalancingLoss(0.5)], "without": []}.items():
@@ -164,7 +164,7 @@ def test_balancing_evens_out_experts() -> None:
     assert found["with"]["expert_load_max"] < 2.0
 
 
-def test_recipes_tell_the_load_without_a_line_of_their_own() -> None:
+def test_recipes_tell_the_load_without_a_line_of_their_own():
     model = make()
     throughput = Throughput(model=model)
     model(TOKENS)
@@ -177,7 +177,7 @@ def test_recipes_tell_the_load_without_a_line_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_lora_and_balancing_in_any_order(turned: bool) -> None:
+def test_lora_and_balancing_in_any_order(turned):
     conversions = [LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1)]
     model = make(*(conversions[::-1] if turned else conversions))
     assert get_conversions(model) == conversions
@@ -187,7 +187,7 @@ def test_lora_and_balancing_in_any_order(turned: bool) -> None:
     assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
 
 
-def test_selection_biases_move_towards_idle_experts() -> None:
+def test_selection_biases_move_towards_idle_experts():
     model = make(LossFreeBalancing(0.01), router_selection_bias=True, router_scores="sigmoid")
     for _ in range(2):
         before = copy.deepcopy([router.selection_bias.detach() for router in routers(model)])
@@ -200,7 +200,7 @@ def test_selection_biases_move_towards_idle_experts() -> None:
             assert torch.allclose(new, old + 0.01 * (step.mean() - step).sign())
 
 
-def test_tokens_of_a_skipped_step_do_not_move_biases_later() -> None:
+def test_tokens_of_a_skipped_step_do_not_move_biases_later():
     """Steps as recipes make them: the hooks around the optimizer, of which a skipped step has the first alone."""
     model = make(LossFreeBalancing(0.01), router_selection_bias=True, router_scores="sigmoid")
     skipped, taken = torch.randint(0, int(TOKENS.max()) + 1, (2, 8, 16), generator=torch.Generator().manual_seed(4))
@@ -221,7 +221,7 @@ def test_tokens_of_a_skipped_step_do_not_move_biases_later() -> None:
     assert moved_otherwise  # with all tokens, some bias would have gone the other way
 
 
-def test_what_cannot_be_balanced() -> None:
+def test_what_cannot_be_balanced():
     with pytest.raises(ConversionError, match=r"'layers.0.mlp.router' has no selection_bias"):
         make(LossFreeBalancing())
     with pytest.raises(ConversionError, match="the model has no experts"):

@@ -37,7 +37,7 @@ def dense(moe: MoE, x: torch.Tensor, scores: torch.Tensor, selected: torch.Tenso
 
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("shared", [False, True])
-def test_equals_all_experts_weighted(k: int, shared: bool) -> None:
+def test_equals_all_experts_weighted(k, shared):
     moe = make(k, shared, normalize=True).double()
     x = torch.randn(2, 9, DIM, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(2, 9, DIM, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_equals_all_experts_weighted(k: int, shared: bool) -> None:
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-def test_scores() -> None:
+def test_scores():
     x = torch.randn(50, DIM)
     moe = make(3)
     logits = moe.router.gate(x)
@@ -68,7 +68,7 @@ def test_scores() -> None:
     assert make(3).bfloat16().router(x.bfloat16())[0].dtype == torch.float32
 
 
-def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores() -> None:
+def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores():
     x = torch.randn(50, DIM)
     router = make(2, score_function="sigmoid", selection_bias=True).router
     before, chosen, _ = router(x)
@@ -82,7 +82,7 @@ def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores() -> None:
     assert router.bfloat16().selection_bias.dtype == torch.bfloat16  # as any parameter, if somebody asks for it
 
 
-def test_small_scores_are_normalised_as_lfm2_does() -> None:
+def test_small_scores_are_normalised_as_lfm2_does():
     from transformers import Lfm2MoeConfig
     from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
@@ -99,13 +99,13 @@ def test_small_scores_are_normalised_as_lfm2_does() -> None:
     assert torch.allclose(scores, expected)
 
 
-def test_more_experts_than_there_are() -> None:
+def test_more_experts_than_there_are():
     with pytest.raises(ValueError, match="experts_per_token is 7, with 6 experts"):
         make(7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchs_grouped_kernel_and_the_loop_are_equal(dtype: torch.dtype) -> None:
+def test_torchs_grouped_kernel_and_the_loop_are_equal(dtype):
     torch.manual_seed(0)
     counts = torch.tensor([5, 0, 8, 3, 0])
     x, weight = torch.randn(16, DIM, dtype=dtype), torch.randn(5, DIM, HIDDEN, dtype=dtype)
@@ -120,7 +120,7 @@ def test_torchs_grouped_kernel_and_the_loop_are_equal(dtype: torch.dtype) -> Non
     assert not results[0][2][[1, 4]].any()
 
 
-def test_experts_that_no_token_chose_cost_nothing() -> None:
+def test_experts_that_no_token_chose_cost_nothing():
     moe = make(2).requires_grad_(False)
     x = torch.randn(1, 64, DIM)
     moe.experts.gate_proj[5] = float("nan")  # and would show if they were computed
@@ -134,7 +134,7 @@ def test_experts_that_no_token_chose_cost_nothing() -> None:
     assert len(products) <= 3 * 5
 
 
-def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph() -> None:
+def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph():
     moe = make(2)
     moe.experts.requires_grad_(False)
     x = torch.randn(1, 20, DIM, requires_grad=True)
@@ -145,7 +145,7 @@ def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph() -> N
     assert moe.experts.gate_proj.grad is None
 
 
-def test_adapters_that_experts_do_not_have() -> None:
+def test_adapters_that_experts_do_not_have():
     sizes = {"vocab_size": 20, "num_layers": 1, "embed_dim": 16, "intermediate_dim": 8, "max_seq_len": 8}
     experts = {"num_experts": 2, "experts_per_token": 1, "expert_dim": 8}
     with torch.device("meta"):
@@ -160,7 +160,7 @@ def test_adapters_that_experts_do_not_have() -> None:
         LoRA(apply_to_mlp=True).convert(model)
 
 
-def test_clamped_experts_equal_the_formula() -> None:
+def test_clamped_experts_equal_the_formula():
     torch.manual_seed(0)
     experts = ClampedExperts(dim=DIM, hidden_dim=HIDDEN, num_experts=3, limit=0.5).double()
     x = torch.randn(10, DIM, dtype=torch.float64) * 3

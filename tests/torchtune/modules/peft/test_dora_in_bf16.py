@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.torchtune.training.checkpointing import ranks
-from tests.torchtune.training.checkpointing.small import build, load, logits, some_tokens, write_folder
+from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import build, load, logits, some_tokens, write_folder
 from torchtune import training
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
@@ -22,7 +22,7 @@ def dora(dropout: float = 0.0) -> LoRA:
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2"])  # without biases, and with
-def test_the_model_starts_as_its_base(shape: str, tmp_path: Path) -> None:
+def test_the_model_starts_as_its_base(shape, tmp_path):
     source = write_folder(tmp_path / "in", shape, BF16)
     base = logits(load(source, dtype=BF16))
     model = load(source, dora(dropout=0.3), dtype=BF16)
@@ -33,7 +33,7 @@ def test_the_model_starts_as_its_base(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["stochastic_rounding", "fp32_master", "param_dtype"])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_small_steps_of_magnitudes_count(precision: str, in_backward: bool, tmp_path: Path) -> None:
+def test_small_steps_of_magnitudes_count(precision, in_backward, tmp_path):
     """SGD in float64 by hand; to the nearest bfloat16 most of these steps would be none."""
     model = load(write_folder(tmp_path / "in", "llama", BF16), dora(), dtype=BF16).train()
     before = {name: p.detach().double() for name, p in get_adapter_params(model).items()}
@@ -76,7 +76,7 @@ def sharded(folder: Path) -> None:
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_sharded_it_starts_and_steps_as_alone(tmp_path: Path) -> None:
+def test_sharded_it_starts_and_steps_as_alone(tmp_path):
     write_folder(tmp_path / "in", "llama", BF16)
     cases: list[Callable[[Path], None]] = [sharded]
     ranks.run(2, cases, tmp_path)

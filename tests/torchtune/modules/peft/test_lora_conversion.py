@@ -7,6 +7,7 @@ from torch import nn
 from torchtune.models.llama3 import llama3, lora_llama3_8b
 from torchtune.models.qwen3 import lora_qwen3_0_6b_base
 from torchtune.modules import TiedLinear, TransformerDecoder
+from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.peft import (
     AdapterModule,
@@ -21,7 +22,6 @@ from torchtune.modules.peft import (
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
-from torchtune.modules.tied_linear import CappedLinear
 
 TOKENS = torch.arange(20).view(2, 10)
 EVERYTHING = {"apply_to_mlp": True, "apply_to_output": True}
@@ -62,7 +62,7 @@ def adapted(**options: object) -> TransformerDecoder:
     ],
 )
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_what_is_adapted_and_trained(options: dict[str, object], expected: set[str], use_dora: bool) -> None:
+def test_what_is_adapted_and_trained(options, expected, use_dora):
     with torch.device("meta"):
         model = make()
         before = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -82,7 +82,7 @@ def test_what_is_adapted_and_trained(options: dict[str, object], expected: set[s
     assert all(isinstance(module, AdapterModule) for module in layers.values())
 
 
-def test_parameter_counts_of_the_reference() -> None:
+def test_parameter_counts_of_the_reference():
     """Counts for adapters on q, k, v and output_proj with rank 8."""
     for builder, count in ((lora_llama3_8b, 6_815_744), (lora_qwen3_0_6b_base, 2_293_760)):
         with torch.device("meta"):
@@ -104,7 +104,7 @@ def test_parameter_counts_of_the_reference() -> None:
         ({"dropout": -0.1}, "dropout is -0.1"),
     ],
 )
-def test_refused(options: dict[str, object], message: str) -> None:
+def test_refused(options, message):
     model = make()
     with pytest.raises(ConversionError, match=message) as error:
         apply_conversions(model, [LoRA(**options)])
@@ -113,7 +113,7 @@ def test_refused(options: dict[str, object], message: str) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_tied_output_is_refused() -> None:
+def test_tied_output_is_refused():
     with pytest.raises(ConversionError, match="tied to the token embedding"):
         apply_conversions(make(tied=True), [LoRA(apply_to_output=True)])
     model = make()
@@ -126,7 +126,7 @@ def test_tied_output_is_refused() -> None:
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_merge_streaming_and_by_state_dict(use_dora: bool) -> None:
+def test_merge_streaming_and_by_state_dict(use_dora):
     model = adapted(use_dora=use_dora, **EVERYTHING)
     lora = model.conversions[0]
     base = {name: tensor for name, tensor in model.state_dict().items() if not lora.is_own_key(name)}
@@ -142,14 +142,14 @@ def test_merge_streaming_and_by_state_dict(use_dora: bool) -> None:
         assert (merged(TOKENS) - make()(TOKENS)).abs().max() > 1
 
 
-def test_merge_of_half_an_adapter_is_refused() -> None:
+def test_merge_of_half_an_adapter_is_refused():
     state = adapted(attn_modules=["q_proj"]).state_dict()
     del state["layers.1.attn.q_proj.lora_b.weight"]
     with pytest.raises(ConversionError, match=r"layers\.1\.attn\.q_proj: .* lacks layers\.1\.attn\.q_proj\.lora_b"):
         get_merged_lora_ckpt(state, rank=3, alpha=6)
 
 
-def test_disable_adapter() -> None:
+def test_disable_adapter():
     model, base = adapted(apply_to_mlp=True), make()
     with torch.no_grad():
         different = model(TOKENS)
@@ -161,13 +161,13 @@ def test_disable_adapter() -> None:
         assert torch.equal(model(TOKENS), different)
 
 
-def test_only_the_adapter_gets_gradients_and_the_first_layer_skips_its_input() -> None:
+def test_only_the_adapter_gets_gradients_and_the_first_layer_skips_its_input():
     model = adapted()
     model(TOKENS).sum().backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(get_adapter_params(model))
 
 
-def test_peft_config_names_leaves_or_paths() -> None:
+def test_peft_config_names_leaves_or_paths():
     config = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1).conversions[0].peft_config(make())
     assert config["target_modules"] == []
     model = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1)
@@ -182,7 +182,7 @@ def test_peft_config_names_leaves_or_paths() -> None:
     ]
 
 
-def test_adapter_state_dict_and_trainable_params() -> None:
+def test_adapter_state_dict_and_trainable_params():
     model = adapted(attn_modules=["v_proj"])
     adapter = get_adapter_state_dict(model.state_dict())
     assert set(adapter) == set(get_adapter_params(model))
@@ -191,14 +191,14 @@ def test_adapter_state_dict_and_trainable_params() -> None:
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["norm.scale"]
 
 
-def test_module_names_leave_the_argument_alone() -> None:
+def test_module_names_leave_the_argument_alone():
     attention = ["q_proj", "v_proj"]
     assert get_lora_module_names(attention, True, True) == ["q_proj", "v_proj", "w1", "w2", "w3", "output"]
     assert attention == ["q_proj", "v_proj"]
     assert get_lora_module_names(attention, False, False) == attention
 
 
-def test_an_adapter_module_that_names_what_it_lacks() -> None:
+def test_an_adapter_module_that_names_what_it_lacks():
     class Wrong(nn.Linear):
         def adapter_params(self) -> list[str]:
             return ["lora_c"]
@@ -207,7 +207,7 @@ def test_an_adapter_module_that_names_what_it_lacks() -> None:
         get_adapter_params(nn.Sequential(Wrong(2, 2)))
 
 
-def test_validate_missing_and_unexpected() -> None:
+def test_validate_missing_and_unexpected():
     model = adapted(attn_modules=["q_proj"])
     keys = list(model.state_dict())
     own = list(get_adapter_params(model))
@@ -227,7 +227,7 @@ def test_validate_missing_and_unexpected() -> None:
         validate(lora_attn_modules=["v_proj"], base_missing=own)
 
 
-def test_an_output_projection_that_bounds_its_logits_takes_no_adapter() -> None:
+def test_an_output_projection_that_bounds_its_logits_takes_no_adapter():
     model = nn.ModuleDict({"output": CappedLinear(4, 8, softcap=3.0)})
     with pytest.raises(ConversionError, match="LoRA: 'output' is a CappedLinear, which computes more"):
         apply_conversions(model, [LoRA(target_modules=["output"])])

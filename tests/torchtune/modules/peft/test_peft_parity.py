@@ -48,7 +48,7 @@ def to_peft(model: TransformerDecoder, tensors: dict[str, Tensor]) -> dict[str, 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("everything", [False, True])
-def test_same_logits_and_gradients(tmp_path: Path, use_dora: bool, everything: bool) -> None:
+def test_same_logits_and_gradients(tmp_path, use_dora, everything):
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 

@@ -5,7 +5,6 @@ import io
 import os
 import random
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from torchtune.data import DataError, load_image
-from torchtune.data._images import as_pixels, open_image
+from torchtune.data._images import open_image, read_pixels
 from torchtune.models.clip import CLIPImageTransform
 from torchtune.models.clip._model_builders import clip_vit_224_transform
 from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD
@@ -45,7 +44,7 @@ def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def test_canvas_and_size_are_those_of_transformers() -> None:
+def test_canvas_and_size_are_those_of_transformers():
     rng = random.Random(0)
     canvases = find_supported_resolutions(4, TILE)
     assert {(h // TILE, w // TILE) for h, w in canvases} == set(get_all_supported_aspect_ratios(4))
@@ -70,7 +69,7 @@ def processed(image: Image.Image) -> tuple[torch.Tensor, list[int]]:
 
 
 @pytest.mark.parametrize(("size", "levels"), [((28, 56), 0), ((50, 20), 0), ((300, 70), 1), ((9, 31), 1)])
-def test_pixels_are_those_of_transformers(size: tuple[int, int], levels: int) -> None:
+def test_pixels_are_those_of_transformers(size, levels):
     """Exact where nothing is resized; else one of 255 levels apart, as Pillow's fixed point rounds otherwise."""
     image = photo(*size)
     transform = CLIPImageTransform(image_mean=CLIP_MEAN, image_std=CLIP_STD, tile_size=TILE, dtype=torch.float32)
@@ -84,7 +83,7 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int], levels: int) ->
     torch.testing.assert_close(in_floats, ours["image"], rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
 
 
-def test_one_tile_of_clip_is_filled() -> None:
+def test_one_tile_of_clip_is_filled():
     found = clip_vit_224_transform()({"image": torch.full((1, 10, 5), 255, dtype=torch.uint8), "row": 7})
     assert (found["image"].shape, found["image"].dtype, found["row"]) == ((1, 3, 224, 224), torch.bfloat16, 7)
     white, black = ((torch.tensor([v] * 3) - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD) for v in (1.0, 0.0))
@@ -92,7 +91,7 @@ def test_one_tile_of_clip_is_filled() -> None:
     torch.testing.assert_close(found["image"][0, :, 0, 112].float(), black, rtol=0, atol=0.01)
 
 
-def test_tiles_and_padding() -> None:
+def test_tiles_and_padding():
     image = torch.arange(48.0).view(1, 6, 8)
     tiles = tile_crop(image, 2)
     assert tiles.shape == (12, 1, 2, 2)
@@ -119,7 +118,7 @@ def test_tiles_and_padding() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[5, 9, 1, 2], [9, 1, 9, 9, 2, 3], [1, 9, 9], [9, 9, 9, 1, 9, 2], [1, 2]])
-def test_the_mask_is_that_of_transformers(tokens: list[int]) -> None:
+def test_the_mask_is_that_of_transformers(tokens):
     images = [torch.empty(1 + i % 3, 3, TILE, TILE) for i in range(tokens.count(9))]
     masks = VisionCrossAttentionMask(TILE, 14, 9)({"tokens": tokens, "encoder_input": {"images": images}})[
         "encoder_mask"
@@ -139,7 +138,7 @@ def test_the_mask_is_that_of_transformers(tokens: list[int]) -> None:
         )
 
 
-def test_images_are_read_upright_and_on_white(tmp_path: Path) -> None:
+def test_images_are_read_upright_and_on_white(tmp_path):
     image = photo(2, 3)
     image.save(tmp_path / "a.png")
     expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -155,12 +154,12 @@ def test_images_are_read_upright_and_on_white(tmp_path: Path) -> None:
     image.save(tmp_path / "turned.png", exif=exif)
     path = tmp_path / "turned.png"
     for turned in (path, Image.open(path), path.read_bytes()):
-        assert torch.equal(as_pixels(turned), expected.rot90(-1, (1, 2)))
+        assert torch.equal(read_pixels(turned), expected.rot90(-1, (1, 2)))
     deep = Image.fromarray(np.array([[0, 128, 257 * 100, 0xFFFF]], dtype=np.uint16))
-    assert as_pixels(deep)[0].tolist() == [[0, 0, 100, 255]]
+    assert read_pixels(deep)[0].tolist() == [[0, 0, 100, 255]]
 
 
-def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
     file = io.BytesIO()
     photo(40, 40).save(file, "PNG")
     (tmp_path / "half.png").write_bytes(file.getvalue()[:2000])
@@ -188,14 +187,14 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="an image must be a path, its bytes or a Pillow image, not int"):
         open_image({"path": 3})
     with pytest.raises(DataError, match=r"numbers from 0.5 to 0.5: save it with 8 or 16 bits"):
-        as_pixels(Image.new("F", (2, 2), 0.5))
+        read_pixels(Image.new("F", (2, 2), 0.5))
     with pytest.raises(DataError, match="must be from 0 to 1, not 0 to 255"):
         CLIPImageTransform()({"image": torch.tensor([0.0, 255.0]).expand(3, 1, 2)})
     with pytest.raises(DataError, match="not int"):
         CLIPImageTransform()({"image": 3})
 
 
-def test_a_format_that_another_program_reads_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_another_program_reads_is_not_opened(tmp_path, monkeypatch):
     """EPS is a program, which Pillow gives to Ghostscript."""
     Image.new("RGB", (4, 4)).save(tmp_path / "a.eps")
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")

@@ -12,7 +12,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     folder = tmp_path_factory.mktemp("matrix")
     write_checkpoint(folder / "model")
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    runs = Runs(folder, [item.callspec.params["cell"] for item in items])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-        yield Runs(folder, [item.callspec.params["cell"] for item in items])
+        yield runs
     torch._dynamo.reset()

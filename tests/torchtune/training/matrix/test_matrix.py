@@ -12,14 +12,13 @@ import torch
 from tests.torchtune.training.matrix.checks import (
     CELLS,
     REFUSED,
-    Runs,
     alike,
     check_refusal,
     check_run,
     label,
     parameters,
 )
-from tools.composition_table import DIMENSIONS, Cell, Refusal, plain, refusals, table
+from tools.composition_table import DIMENSIONS, plain, refusals, table
 
 ROOT = Path(__file__).parents[4]
 ALONE = [cell for cell in CELLS if cell["mesh"] == "one"]
@@ -52,12 +51,12 @@ def test_cells_have_every_pair_of_values_that_is_not_refused():
 
 
 @pytest.mark.parametrize("cell", parameters(ALONE))
-def test_trains_as_the_plainest_run_does(runs: Runs, cell: Cell):
+def test_trains_as_the_plainest_run_does(runs, cell):
     check_run(runs, cell)
 
 
 @pytest.mark.parametrize("cell", parameters([*{label(plain(cell)): plain(cell) for cell in CELLS}.values()]))
-def test_learns_what_adamw_does_in_full_precision(runs: Runs, cell: Cell):
+def test_learns_what_adamw_does_in_full_precision(runs, cell):
     """Quantised bases exactly what it learns from the rounded weights; others something like it."""
     base, found = cell["base"], runs.get(cell)
     # DoRA's magnitudes start as the lengths of the stored rows, which are not those of a weight rounded afterwards
@@ -75,7 +74,7 @@ def test_learns_what_adamw_does_in_full_precision(runs: Runs, cell: Cell):
 
 
 @pytest.mark.parametrize(("cell", "refusal"), REFUSED_ALONE, ids=[label(cell) for cell, _ in REFUSED_ALONE])
-def test_is_refused_in_one_sentence(runs: Runs, cell: Cell, refusal: Refusal):
+def test_is_refused_in_one_sentence(runs, cell, refusal):
     check_refusal(runs, cell, refusal)
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.torchtune.training.matrix.checks import CELLS, REFUSED, Runs, check_refusal, check_run, label, parameters
-from tools.composition_table import Cell, Refusal
+from tests.torchtune.training.matrix.checks import CELLS, REFUSED, check_refusal, check_run, label, parameters
 
 SPLIT = [cell for cell in CELLS if cell["mesh"] != "one"]
 REFUSED_SPLIT = [(cell, refusal) for cell, refusal in REFUSED if cell["mesh"] != "one"]
@@ -11,10 +10,10 @@ REFUSED_SPLIT = [(cell, refusal) for cell, refusal in REFUSED if cell["mesh"] !=
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", parameters(SPLIT))
-def test_trains_as_the_plainest_run_does(runs: Runs, cell: Cell):
+def test_trains_as_the_plainest_run_does(runs, cell):
     check_run(runs, cell)
 
 
 @pytest.mark.parametrize(("cell", "refusal"), REFUSED_SPLIT, ids=[label(cell) for cell, _ in REFUSED_SPLIT])
-def test_is_refused_in_one_sentence(runs: Runs, cell: Cell, refusal: Refusal):
+def test_is_refused_in_one_sentence(runs, cell, refusal):
     check_refusal(runs, cell, refusal)

@@ -4,10 +4,20 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtune.modules.optim import OptimizerMap
-from torchtune.training import GroupedOptimizer, MuonWithAdamW, get_cosine_schedule_with_warmup, setup_optimizer
+from torchtune.training import (
+    GroupedOptimizer,
+    MuonWithAdamW,
+    get_cosine_schedule_with_warmup,
+    prepare_optimizer,
+    setup_optimizer,
+)
 from torchtune.training.optim import _low_precision_optimizer
 from torchtune.utils import UserError
 
@@ -53,7 +63,7 @@ def test_what_stays_in_full_precision_is_said(caplog):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_states_of_few_bits_are_those_of_torchao(kind, base, monkeypatch):
     """Against torchao itself, with the same float32 weights; a code may differ where a value lies between two."""
-    monkeypatch.setattr(_low_precision_optimizer, "chunk_size", lambda device: 2048)  # pieces of a parameter
+    monkeypatch.setattr(_low_precision_optimizer, "piece_size", lambda device: 2048)  # pieces of a parameter
     theirs, ours = make_model(), make_model()
     start = [p.detach().clone() for p in theirs.parameters()]
     with torch.compiler.set_stance("force_eager"):
@@ -84,6 +94,33 @@ def test_states_of_few_bits_over_bfloat16_follow_float32(precision):
             continue  # too few to average the rounding
         moved, found = wanted.detach() - before.detach(), mine.detach().float() - before.detach()
         assert (found * moved).sum() / moved.square().sum() == pytest.approx(1, abs=0.1)  # nothing is rounded away
+
+
+def test_a_rank_without_elements_steps_and_resumes():
+    """Two rows over four ranks: the last ones have none, and the same entries in the checkpoint."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        mesh, model = init_device_mesh("cpu", (4,)), nn.Module()
+        layout = {"device_mesh": mesh, "placements": [Shard(0)], "shape": (2, 4096), "stride": (4096, 1)}
+        empty = torch.empty(0, 4096, dtype=torch.bfloat16)
+        model.weight = nn.Parameter(DTensor.from_local(empty, run_check=False, **layout))
+        make = low_bit("AdamW8bit")
+        optimizer = prepare_optimizer(make(model.parameters()), model, seed=0)
+        for _ in range(2):
+            model.weight.grad = DTensor.from_local(empty.clone(), run_check=False, **layout)
+            optimizer.step()
+        state = optimizer.state_dict()["state"]["weight"]
+        assert {key: tuple(value.shape) for key, value in state.items()} == {
+            "step": (),
+            **{f"{key} codes": (4, 4096) for key in ("exp_avg", "exp_avg_sq")},
+            **{f"{key} scale": (4, 16) for key in ("exp_avg", "exp_avg_sq")},
+        }
+        again = prepare_optimizer(make(model.parameters()), model, seed=0)
+        again.load_state_dict(optimizer.state_dict())
+        again.step()
+        assert again.state[model.weight]["step"] == 3
+    finally:
+        dist.destroy_process_group()
 
 
 MAKERS = {

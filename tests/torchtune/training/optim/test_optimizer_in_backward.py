@@ -7,7 +7,6 @@ from torch import nn
 
 from torchtune import training
 from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training.optim._stochastic_rounding import RandomBits
 from torchtune.utils import UserError
 
 PRECISIONS = ["param_dtype", "stochastic_rounding", "fp32_master"]
@@ -84,17 +83,19 @@ def test_parameters_round_independently():
     assert model[0].weight.grad is not None
 
 
-def test_nothing_of_a_step_outlives_it():
-    """Random bits of 4 bytes an element, kept by every parameter's optimizer, would outweigh 8-bit states."""
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_nothing_of_a_step_outlives_it(precision):
+    """Random bits or float32 gradients, kept by every parameter's optimizer, would outweigh 8-bit states."""
     model = torch.nn.Linear(64, 64).bfloat16()
-    optimizer = training.setup_optimizer(partial(torch.optim.SGD, lr=1e-3), model, in_backward=True)
+    factory = partial(torch.optim.SGD, lr=1e-3)
+    optimizer = training.setup_optimizer(factory, model, precision=precision, in_backward=True)
     model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
     held = [vars(part) for part in optimizer.optim_map.values()]
     assert len(held) == 2
     for attributes in held:
-        bits = [value for value in attributes.values() if isinstance(value, RandomBits)]
-        assert not bits
-        assert not attributes["_bits_of"]
+        assert not any(isinstance(value, torch.Tensor | torch.Generator) for value in attributes.values())
+        assert not attributes["_worker"].state
+        assert all(value.grad is None for state in attributes["state"].values() for value in state.values())
 
 
 def test_state_by_name_and_what_does_not_fit():

@@ -12,8 +12,7 @@ from torchtune.training import (
     prepare_optimizer,
     setup_optimizer,
 )
-from torchtune.training.optim._low_precision_optimizer import OptimizerStateError
-from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.training.optim._low_precision_optimizer import LowPrecisionOptimizer, OptimizerStateError
 from torchtune.utils import UserError
 
 assert OptimizerInBackwardWrapper  # the face exports it
@@ -43,9 +42,9 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 @torch.no_grad()
-def start_at_masters(reference: nn.Module, half: nn.Module, optimizer: MasterWeightsOptimizer) -> None:
+def start_at_masters(reference: nn.Module, half: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for mine, theirs in zip(reference.parameters(), half.parameters(), strict=True):
-        mine.copy_(optimizer._masters[theirs])
+        mine.copy_(optimizer.state[theirs]["master"])
 
 
 @pytest.mark.parametrize("name", EVERY_OPTIMIZER)
@@ -53,12 +52,12 @@ def test_master_weights_take_the_steps_of_float32(name):
     cls = getattr(torch.optim, name)
     reference, half = make_model(torch.float32, bias=name != "Muon"), make_model(torch.bfloat16, bias=name != "Muon")
     ours = prepare_optimizer(cls(half.parameters(), lr=1e-3), half, "fp32_master")
-    assert isinstance(ours, MasterWeightsOptimizer)
+    assert isinstance(ours, LowPrecisionOptimizer)
     start_at_masters(reference, half, ours)
     plain = cls(reference.parameters(), lr=1e-3)
     take_steps(reference, plain, range(6))
     take_steps(half, ours, range(6))
-    masters = torch.cat([ours._masters[p].double().flatten() for p in half.parameters()])
+    masters = torch.cat([ours.state[p]["master"].double().flatten() for p in half.parameters()])
     assert (masters - weights(reference)).abs().max() < 1e-6
     assert torch.equal(weights(half), masters.bfloat16().double())
 
@@ -75,7 +74,7 @@ def test_stochastic_rounding_is_float32_in_the_mean(name):
     def run(seed: int) -> torch.Tensor:
         half = make_model(torch.bfloat16, bias=name != "Muon")
         optimizer = prepare_optimizer(cls(half.parameters(), lr=2e-4), half, "stochastic_rounding", seed=seed)
-        assert isinstance(optimizer, StochasticRoundingOptimizer)
+        assert isinstance(optimizer, LowPrecisionOptimizer)
         take_steps(half, optimizer, range(8))
         return weights(half) - start
 
@@ -110,7 +109,7 @@ def test_master_weights_start_where_they_round_to_the_weights_and_nowhere_in_par
         model.weight.view(-1)[:4] = torch.tensor([0.0, -0.0, 1.0, float("inf")])
     before = model.weight.detach().clone()
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, "fp32_master", seed=0)
-    (master,) = optimizer._masters.values()
+    master = optimizer.state[model.weight]["master"]
     assert torch.equal(master.bfloat16(), before)
     low = master.view(torch.int32).bitwise_and(0xFFFF).view(-1)[4:].double()
     assert low.mean().item() == pytest.approx(2**15, rel=0.02)
@@ -142,7 +141,7 @@ def test_fused_and_plain_kernels_agree(fused):
     take_steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=False), range(4))
     take_steps(half, optimizer, range(4))
     assert optimizer.param_groups[0]["fused"] is fused
-    masters = torch.cat([optimizer._masters[p].double().flatten() for p in half.parameters()])
+    masters = torch.cat([optimizer.state[p]["master"].double().flatten() for p in half.parameters()])
     assert (masters - weights(reference)).abs().max() < 1e-6
 
 
@@ -163,11 +162,11 @@ def test_pieces_of_a_large_parameter_do_what_the_whole_does(name, precision, mon
         steps = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
         assert steps in ({3.0}, set())
         if precision == "fp32_master":
-            return torch.cat([optimizer._masters[p].flatten() for p in model.parameters()])
+            return torch.cat([optimizer.state[p]["master"].flatten() for p in model.parameters()])
         return weights(model)
 
     whole = run()
-    monkeypatch.setattr(_low_precision_optimizer, "chunk_size", lambda device: 1000)
+    monkeypatch.setattr(_low_precision_optimizer, "piece_size", lambda device: 1000)
     tolerance = 1e-7 if precision == "fp32_master" else 5e-3
     assert (run() - whole).abs().max() < tolerance
 

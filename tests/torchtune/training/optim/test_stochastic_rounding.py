@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
-from torchtune.training.optim._stochastic_rounding import RandomBits, chunk_size, round_stochastically_
+from torchtune.training.optim._stochastic_rounding import make_generator, round_stochastically_
+
+CPU = torch.device("cpu")
 
 
 def rounded(values: torch.Tensor, step: int = 0) -> torch.Tensor:
-    return round_stochastically_(values.clone(), RandomBits(seed=3, stream=1, step=step))
+    return round_stochastically_(values.clone(), make_generator(3, "weight", step, CPU))
 
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.1415926, 1e-30, -2.7e20, 0.1])
@@ -28,7 +30,6 @@ def test_mean_is_exact_and_variance_is_that_of_independent_draws(value):
 
 
 def test_sum_over_steps_has_the_variance_of_independent_steps():
-    """One window of the table serves many chunks and steps: they must not move together."""
     values = torch.full((2048,), 1.0 + 2**-9)
     steps = 600
     total = torch.zeros_like(values)
@@ -39,14 +40,12 @@ def test_sum_over_steps_has_the_variance_of_independent_steps():
     assert abs(total.mean().item()) < 5 * deviation / math.sqrt(len(values))
 
 
-def test_chunks_of_a_step_are_uncorrelated():
-    bits = RandomBits(seed=0, stream=0, step=1)
-    rows = torch.stack([bits.next(50_000, torch.device("cpu")).clone() for _ in range(12)]).double()
+def test_tensors_of_a_step_are_uncorrelated():
+    generator = make_generator(0, "weight", 1, CPU)
+    values = torch.full((12, 50_000), 1.0 + 2**-8)
+    rows = torch.stack([round_stochastically_(row, generator) for row in values]).double()
     correlation = torch.corrcoef(rows) - torch.eye(12)
     assert correlation.abs().max() < 6 / math.sqrt(50_000)
-    assert rows.mean().item() == pytest.approx(2**15, rel=0.01)
-    assert rows.min() >= 0
-    assert rows.max() < 2**16
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, 2.0**-133])
@@ -60,21 +59,20 @@ def test_nan_stays_nan():
     assert rounded(torch.full((1000,), math.nan)).isnan().all()
 
 
-def test_more_than_one_chunk():
-    count = chunk_size(torch.device("cpu")) + 1000
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 1001])
+def test_any_number_of_elements(count):
     result = rounded(torch.full((count,), 1.0 + 2**-9))
-    assert result.mean().item() == pytest.approx(1.0 + 2**-9, abs=1e-4)
-    assert set(result.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    assert set(result.tolist()) <= {1.0, 1.0 + 2**-7}
 
 
 def test_depends_on_seed_stream_and_step_alone():
     values = torch.randn(5000)
 
-    def once(*key: int) -> torch.Tensor:
-        return round_stochastically_(values.clone(), RandomBits(*key))
+    def once(*key) -> torch.Tensor:
+        return round_stochastically_(values.clone(), make_generator(*key, CPU))
 
-    first = once(1, 2, 3)
+    first = once(1, "a", 3)
     torch.manual_seed(77)
-    assert torch.equal(first, once(1, 2, 3))
-    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
+    assert torch.equal(first, once(1, "a", 3))
+    for other in ((2, "a", 3), (1, "b", 3), (1, "a", 4)):
         assert not torch.equal(first, once(*other))

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ def sleep_forever() -> None:
 def until_others_know() -> None:
     """Wait until this rank has shown that it is in step 3; it cannot any more when it is stopped."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
-    key = _watchdogs[0]._beats._key(int(os.environ["RANK"]))
+    key = _watchdogs[0]._heartbeats._key(int(os.environ["RANK"]))
     while not store.check([key]) or json.loads(store.get(key))["step"] < 2:
         time.sleep(0.05)
     note_fault()
@@ -178,6 +177,6 @@ def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
     return ""
 
 
-if __name__ == "__main__":
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    run_all({name: size for name, (size, *_) in RUNS.items()}, LIMITS, Path(sys.argv[1]), run, look, LASTING)
+    run_all({name: size for name, (size, *_) in RUNS.items()}, LIMITS, folder, run, look, LASTING)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.recipes.forker import environments, fork, import_rooms
-from tests.recipes.runs import after_each_step, class_of, load_recipe, write_config
+from tests.recipes.runs import after_each_step, class_of, load_recipe
 from torchtune.config import load_and_check
 
-SIZES = (2, 4, 8)
 NAME = "full_finetune_distributed"
 _steps: list[dict[str, Any]] = []
 _calls: Counter[str] = Counter()
@@ -62,59 +59,20 @@ def step_done() -> None:
     _bytes.clear()
 
 
-def torch_alone(size: int) -> int:
-    """Sockets that torch opens by itself, as it does by default, for one group and one mesh."""
-    dist.init_process_group("gloo")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1, size, 1, 1), mesh_dim_names=("a", "b", "c", "d"))
-    for group in (None, mesh["b"].get_group()):
-        value, whole = torch.ones(1), torch.empty(size)
-        dist.all_reduce(value, group=group)
-        dist.all_gather(list(whole.chunk(size)), value, group=group)
-    dist.barrier()
-    found = sockets()
-    dist.barrier()  # a rank that ended closes the sockets of those that have not counted
-    return found
-
-
-def rank(size: int, config: Path, module: Any, alone: bool) -> dict[str, Any]:
+def main(folder: Path) -> None:
     """One process of one run."""
     global _inherited
+    torch.set_num_threads(1)
     _inherited = sockets()
-    if alone:
-        return {"sockets": torch_alone(size)}
-    cfg = load_and_check(config, [f"output_dir={config.parent / f'output_{size}'}"], module.recipe_main)
+    size = os.environ["WORLD_SIZE"]
+    own = folder / f"{size}_{os.environ['RANK']}"
+    own.mkdir()
+    module = load_recipe(NAME, own, after_each_step(f"from {__name__} import step_done; step_done()"))
+    cfg = load_and_check(next(folder.glob("*.yaml")), [f"output_dir={folder}/output_{size}"], module.recipe_main)
     with Collectives():
         recipe = class_of(module)(cfg)
         recipe.setup(cfg)
         step_done()
         setup = _steps.pop()
         recipe.train()
-    return {"setup": setup, "steps": _steps}
-
-
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    import_rooms()
-    module = load_recipe(
-        NAME, folder, after_each_step("from tests.torchtune.training.parallel.messages import step_done; step_done()")
-    )
-    config = write_config(NAME, folder, folder / "output", batch_size=1, max_steps_per_epoch=3, clip_grad_norm=1.0)
-    for size in SIZES:
-        for alone in (False,) if size == SIZES[0] else (True, False):
-            pids = []
-            for environment in environments(size):
-                pid = fork()
-                pids.append(pid)
-                if pid == 0:
-                    os.environ.update(environment)
-                    found = rank(size, config, module, alone)
-                    name = f"{'torch' if alone else 'ours'}_{size}_{environment['RANK']}.json"
-                    (folder / name).write_text(json.dumps(found))
-                    os._exit(0)
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-            assert codes == [0] * size, codes
-
-
-if __name__ == "__main__":
-    sys.modules["tests.torchtune.training.parallel.messages"] = sys.modules["__main__"]
-    main(Path(sys.argv[1]))
+    (own / "counted.json").write_text(json.dumps({"setup": setup, "steps": _steps}))

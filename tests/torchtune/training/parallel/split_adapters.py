@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.torchtune.training.checkpointing import ranks
-from tests.torchtune.training.checkpointing.small import build, randomize_adapter, some_tokens
+from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import build, randomize_adapter, some_tokens
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer

@@ -2,14 +2,13 @@
 
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import torchtune.training.checkpointing._load as loading
+import torchtune.checkpoints._load_weights as loading
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.training.parallel.standing import note_fault, run_all
 from torchtune.config import load_and_check
@@ -96,7 +95,3 @@ def main(folder: Path) -> None:
             config,
         )
     run_all({name: size for name, (size, _) in RUNS.items()}, LIMITS, folder, run, look)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,15 +1,13 @@
 """Every composition trains as one process does on the same global batch: losses, norms and gradients."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.recipes.killing import launch
 from tests.tiny import write_checkpoint
-from tests.torchtune.training.checkpointing.small import write_folder
+from tests.torchtune.checkpoints.small import write_folder
 
 ROOT = Path(__file__).parents[4]
 
@@ -18,32 +16,24 @@ _SHARED = {"source": "shared keys"}  # its sharp attention magnifies rounding fr
 CASES = {
     "fsdp": (4, {"dp_shard": 4}, {}, {}),
     "fsdp keeps layers": (2, {"dp_shard": 2}, {"accumulation": 1}, {"reshard_after_forward": False}),
-    "fsdp embeddings apart": (2, {"dp_shard": 2}, {}, {"custom_sharded_layers": ["tok_embeddings", "output"]}),
     "fsdp untied, output apart": (2, {"dp_shard": 2}, {"tied": False}, {"custom_sharded_layers": ["output"]}),
     "fsdp lora": (2, {"dp_shard": 2}, {"adapter": "lora"}, {}),
     "fsdp dora": (2, {"dp_shard": 2}, {"adapter": "dora"}, {}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}, {}),
-    "replicate": (2, {"dp_replicate": 2}, {}, {}),
     "replicate lora": (2, {"dp_replicate": 2}, {"adapter": "lora"}, {}),
     "fsdp x tp": (4, {"dp_shard": 2, "tp": 2}, {"checkpointing": True, "accumulation": 2}, {}),
-    "fsdp x tp untied": (4, {"dp_shard": 2, "tp": 2}, {"tied": False}, {}),
     "fsdp x tp lora": (4, {"dp_shard": 2, "tp": 2}, {"adapter": "lora"}, {}),
     "fsdp x cp packed": (4, {"dp_shard": 2, "cp": 2}, {"packed": True}, {}),
-    "fsdp x cp lora": (4, {"dp_shard": 2, "cp": 2}, {"adapter": "lora"}, {}),
     "hsdp over cp": (4, {"dp_replicate": 2, "cp": 2}, {}, {}),
     "cp": (4, {"cp": 4}, {"packed": True}, {}),
     "cp x tp": (4, {"cp": 2, "tp": 2}, {}, {}),
     "copies x tp": (4, {"dp_replicate": 2, "tp": 2}, {}, {}),
     "tp": (2, {"tp": 2}, {}, {}),
-    "tp lora": (2, {"tp": 2}, {"adapter": "lora"}, {}),
     "fsdp experts": (2, {"dp_shard": 2}, {"source": "experts", "accumulation": 2, "checkpointing": True}, {}),
-    "fsdp experts lora": (2, {"dp_shard": 2}, {"source": "experts", "adapter": "lora"}, {}),
     "ep": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts", "accumulation": 2, "checkpointing": True}, {}),
-    "ep lora": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
     "ep x cp": (2, {"cp": 2, "ep": 2}, {"source": "biased experts", "packed": True}, {}),
     "fsdp x ep": (4, {"dp_shard": 4, "ep": 2}, {"source": "experts", "checkpointing": True}, {}),
     "hsdp x ep lora": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
-    "cp experts": (2, {"cp": 2}, {"source": "experts"}, {}),
     # One step: weights that differ by rounding may lie on either side of a tie of the grid.
     "fsdp quantisation-aware": (2, {"dp_shard": 2}, {"adapter": "qat", "steps": 1}, {}),
     "fsdp shared keys": (2, {"dp_shard": 2}, {**_SHARED, "accumulation": 2, "checkpointing": True}, {}),
@@ -53,22 +43,6 @@ CASES = {
 }
 # These train to the end of an epoch, where ranks are without work; the others for two steps.
 WHOLE_EPOCH = ("fsdp", "fsdp x cp packed", "tp", "ep", "fsdp accumulates")
-
-
-def launch(module: str, processes: int, folder: Path, **more: int) -> None:
-    """Run ``main(folder)`` of a module of the tests on several ranks, then those of ``more`` modules beside it."""
-    runs = [f"tests.torchtune.{module}", str(processes)]
-    for name, size in more.items():
-        runs += [f"tests.torchtune.{module.rpartition('.')[0]}.{name}", str(size)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.torchtune.training.parallel.fork_ranks", str(folder), *runs],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +67,8 @@ def outcomes(folder: Path) -> dict[str, dict[str, float]]:
                 steps = {} if name in WHOLE_EPOCH else {"steps": 2}
                 mine[name] = (sizes, {**steps, **settings}, options)
         (folder / f"cases_{processes}.json").write_text(json.dumps(mine))
-    launch("training.parallel.worker", 2, folder, worker=4, traffic=4)
+        launch("training.parallel.worker", processes, folder)
+    launch("training.parallel.traffic", 4, folder)
     return {
         name: each for n in (2, 4) for name, each in json.loads((folder / f"outcomes_{n}.json").read_text()).items()
     }
@@ -101,7 +76,7 @@ def outcomes(folder: Path) -> dict[str, dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_trains_as_one_process_does(outcomes: dict[str, dict[str, float]], name: str) -> None:
+def test_trains_as_one_process_does(outcomes, name):
     outcome = outcomes[name]
     assert outcome["loss"] < 1e-5
     assert outcome["norm"] < 1e-4  # up to 1.5e-5 of rounding in "cp shared keys", by the processor
@@ -119,7 +94,7 @@ SHOWN = {
 
 
 @pytest.mark.usefixtures("outcomes")
-def test_moves_no_more_bytes_than_the_formulas_say(folder: Path) -> None:
+def test_moves_no_more_bytes_than_the_formulas_say(folder):
     found, wanted = json.loads((folder / "traffic.json").read_text())
     for composition, bytes_moved in wanted.items():
         shared = {kind: found[composition][kind] for kind in bytes_moved}

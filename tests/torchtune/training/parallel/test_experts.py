@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from tests.torchtune.training.checkpointing import ranks
-from tests.torchtune.training.checkpointing.small import build, randomize_adapter, write_folder
+from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import build, randomize_adapter, write_folder
 from tests.torchtune.training.parallel.traffic import Traffic
 from torchtune.modules.conversion import run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.low_precision import QuantizeBase
@@ -92,7 +92,7 @@ def on_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_as_one_process(folder: Path, kind: str) -> None:
+def test_two_ranks_train_as_one_process(folder, kind):
     found, alone = torch.load(folder / f"{kind}.pt"), train(folder, kind, ParallelDims())
     for (loss, norm, moved), (loss_alone, norm_alone, _) in zip(found["steps"], alone["steps"], strict=True):
         assert abs(loss - loss_alone) <= 1e-6 * loss_alone
@@ -108,7 +108,7 @@ def test_two_ranks_train_as_one_process(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_one_process_resumes_what_two_have_saved(folder: Path, kind: str) -> None:
+def test_one_process_resumes_what_two_have_saved(folder, kind):
     store, model, optimizer = start(folder, kind, ParallelDims(), folder / f"{kind} 2")
     state = {"optimizer": optimizer, "progress": {"step": 0}}
     store.resume(store.find_resume_point(), model, state)

@@ -36,12 +36,12 @@ def _meshes(dims: ParallelDims, meshes: Mapping[str, str]) -> dict[str, tuple[st
     return {name: parameter.device_mesh.mesh_dim_names for name, parameter in model.named_parameters()}
 
 
-def test_by_default_everything_is_on_the_data_mesh(dims: ParallelDims) -> None:
+def test_by_default_everything_is_on_the_data_mesh(dims):
     assert get_spec("llama3").meshes == {}
     assert set(_meshes(dims, {}).values()) == {("dp_replicate", "dp_shard")}
 
 
-def test_modules_of_a_pattern_are_on_the_mesh_that_the_spec_names(dims: ParallelDims) -> None:
+def test_modules_of_a_pattern_are_on_the_mesh_that_the_spec_names(dims):
     found = _meshes(dims, {"layers.*.mlp": "dp_shard"})
     for name, mesh in found.items():
         assert mesh == (("dp_shard",) if ".mlp." in name else ("dp_replicate", "dp_shard")), name
@@ -60,6 +60,6 @@ def test_modules_of_a_pattern_are_on_the_mesh_that_the_spec_names(dims: Parallel
         ),
     ],
 )
-def test_what_a_spec_gets_wrong_is_named(dims: ParallelDims, meshes: Mapping[str, str], message: str) -> None:
+def test_what_a_spec_gets_wrong_is_named(dims, meshes, message):
     with pytest.raises(ParallelDimsError, match=message):
         _meshes(dims, meshes)

@@ -4,11 +4,11 @@ import torch
 from torchtune import training
 from torchtune.models import Description, build
 from torchtune.training import ParallelDims
-from torchtune.training.parallel._parallelize import check_split
+from torchtune.training.parallel._parallelize import check_parallelizable
 from torchtune.utils import UserError
 
 
-def test_the_rest_of_the_processes_shards() -> None:
+def test_the_rest_of_the_processes_shards():
     dims = ParallelDims(dp_replicate=2, dp_shard=-1, tp=2, cp=1, world_size=16)
     assert (dims.dp_shard, dims.data_size, dims.min_seq_len_divisor) == (4, 8, 2)
     assert dims.dp_enabled
@@ -34,12 +34,12 @@ def test_the_rest_of_the_processes_shards() -> None:
         ({"pp": 2, "world_size": 2}, "pipeline parallelism is not available"),
     ],
 )
-def test_what_does_not_fit_is_refused(sizes: dict[str, int], message: str) -> None:
+def test_what_does_not_fit_is_refused(sizes, message):
     with pytest.raises(UserError, match=message):
         ParallelDims(**sizes)
 
 
-def test_machines_that_were_told_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_were_told_different_numbers(monkeypatch):
     """The rendezvous is complete as soon as one of the machines says so."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "nobody", "MASTER_PORT": "0", "GROUP_WORLD_SIZE": "2"}
     for name, value in {**torchrun, "TORCHTUNE_NNODES": "3"}.items():
@@ -48,7 +48,7 @@ def test_machines_that_were_told_different_numbers(monkeypatch: pytest.MonkeyPat
         ParallelDims.start(torch.device("cpu"), dp_shard=-1)
 
 
-def test_one_process_changes_nothing() -> None:
+def test_one_process_changes_nothing():
     dims = ParallelDims()
     assert dims.sum(3, 2.5) == [3, 2.5]
     assert dims.any(True) is True
@@ -63,7 +63,7 @@ def test_one_process_changes_nothing() -> None:
         training.parallelize(model, dims, device=torch.device("cpu"), cpu_offload=True)
 
 
-def test_experts_take_their_ranks_from_the_shards() -> None:
+def test_experts_take_their_ranks_from_the_shards():
     dims = ParallelDims(dp_replicate=2, dp_shard=-1, cp=2, ep=4, world_size=16)
     assert (dims.dp_shard, dims.data_size, dims.non_data_parallel_size) == (4, 8, 2)
     assert dims.ep_enabled
@@ -77,16 +77,16 @@ def test_experts_take_their_ranks_from_the_shards() -> None:
         (6, r"expert_parallel_dim is 4: it must divide the 6 experts of 'layers\.0\.mlp\.experts'"),
     ],
 )
-def test_experts_that_cannot_be_distributed_are_named(experts: int, message: str) -> None:
+def test_experts_that_cannot_be_distributed_are_named(experts, message):
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "intermediate_dim": 8}
     mixture = {"num_experts": experts, "experts_per_token": 2, "expert_dim": 8} if experts else {}
     with torch.device("meta"):
         model = build(Description(vocab_size=8, max_seq_len=8, **sizes, **mixture))
     with pytest.raises(UserError, match=message):
-        check_split(model, ParallelDims(dp_shard=4, ep=4, world_size=4))
+        check_parallelizable(model, ParallelDims(dp_shard=4, ep=4, world_size=4))
 
 
-def test_layers_and_listed_modules_are_sharded_by_themselves() -> None:
+def test_layers_and_listed_modules_are_sharded_by_themselves():
     module = torch.nn.Linear(1, 1)
     assert training.get_shard_conditions("decoder.layers.3", module)
     assert training.get_shard_conditions("tok_embeddings", module, ["tok_embeddings"])
@@ -94,7 +94,7 @@ def test_layers_and_listed_modules_are_sharded_by_themselves() -> None:
     assert not training.get_shard_conditions("output", module)
 
 
-def test_plain_gradients_are_clipped_as_torch_does() -> None:
+def test_plain_gradients_are_clipped_as_torch_does():
     one, other = (torch.nn.Linear(3, 3) for _ in range(2))
     other.load_state_dict(one.state_dict())
     for model in (one, other):

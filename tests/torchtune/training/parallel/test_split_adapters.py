@@ -1,13 +1,12 @@
 """Adapters under tensor parallelism: losses, gradients and files are those of one device."""
 
-from pathlib import Path
-
 import peft
 import pytest
 import torch
 import transformers
 
-from tests.torchtune.training.checkpointing.small import (
+from tests.recipes.killing import launch
+from tests.torchtune.checkpoints.small import (
     build,
     load,
     logits,
@@ -15,7 +14,6 @@ from tests.torchtune.training.checkpointing.small import (
     write_folder,
 )
 from tests.torchtune.training.parallel.split_adapters import CASES, lora, loss_and_gradients
-from tests.torchtune.training.parallel.test_compositions import launch
 from torchtune.modules.peft import LoRA
 
 # Biases, because the magnitudes of DoRA scale everything but them.
@@ -23,7 +21,7 @@ SHAPE = ("Llama", {"attention_bias": True, "mlp_bias": True})
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
-def test_a_split_adapter_is_that_of_one_device(tmp_path: Path) -> None:
+def test_a_split_adapter_is_that_of_one_device(tmp_path):
     write_folder(tmp_path / "in", SHAPE, num_hidden_layers=2)
     wanted = {}
     for targets, dora in CASES:
@@ -38,12 +36,12 @@ def test_a_split_adapter_is_that_of_one_device(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(theirs), wanted[targets, dora], rtol=1e-4, atol=1e-4)
 
 
-def test_dropout_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_dropout_is_refused_before_the_run(tmp_path):
     from torchtune.modules.parallel._styles import ParallelError
     from torchtune.training import ParallelDims
-    from torchtune.training.parallel._parallelize import check_split
+    from torchtune.training.parallel._parallelize import check_parallelizable
 
     write_folder(tmp_path / "in", SHAPE, num_hidden_layers=2)
     model = build(tmp_path / "in", LoRA(4, 8, dropout=0.1, use_dora=True))
     with pytest.raises(ParallelError, match="set lora_dropout to 0"):
-        check_split(model, ParallelDims(tp=2, world_size=2))
+        check_parallelizable(model, ParallelDims(tp=2, world_size=2))

@@ -1,37 +1,29 @@
 """A rank that stalls before the loop or after it ends the run, and is named with what it was doing."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.recipes.killing import launch
 from tests.torchtune.training.parallel.stalls import RUNS
 from torchtune import training
 from torchtune.utils import Activity, doing, sign_of_life, watch_activity
-
-ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("stalls")
-    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("stalls.py")), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("training.parallel.stalls", 1, folder, RES_OPTIONS="timeout:1 attempts:1")
     return json.loads((folder / "ended.json").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_stall_outside_of_the_loop_is_told_and_ended(name: str, ended: dict[str, dict]) -> None:
+def test_a_stall_outside_of_the_loop_is_told_and_ended(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
-def test_what_is_done_has_a_name_and_comes_back() -> None:
+def test_what_is_done_has_a_name_and_comes_back():
     sign_of_life()  # nobody watches: nothing happens
     with watch_activity(activity := Activity(None, "set-up")):
         moves = activity.moves

@@ -1,77 +1,69 @@
 """Runs that stand still are ended, and say who keeps the others waiting."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.recipes.killing import launch
 from tests.torchtune.training.parallel.hangs import RUNS
 from torchtune import training
-from torchtune.training.supervise._heartbeats import Beat, explain, list_ranks
-from torchtune.training.supervise._lost_ranks import explain_loss
-
-ROOT = Path(__file__).parents[4]
+from torchtune.supervision._heartbeats import Beat, describe_stall, list_ranks
+from torchtune.supervision._lost_ranks import lost_rank_error
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("hangs")
     # torch's store looks up the name of everybody who connects; where names are served badly, not for long here.
-    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(Path(__file__).with_name("hangs.py")), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("training.parallel.hangs", 1, folder, RES_OPTIONS="timeout:1 attempts:1")
     return json.loads((folder / "ended.json").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_every_process_that_can_ends_and_says_who_is_behind(name: str, ended: dict[str, dict]) -> None:
+def test_every_process_that_can_ends_and_says_who_is_behind(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_in_words():
     assert list_ranks([1]) == "rank 1"
     assert list_ranks({3, 0}) == "ranks 0 and 3"
     assert list_ranks([0, 1, 2, 5]) == "ranks 0-2 and 5"
     assert list_ranks(range(1000)) == "ranks 0-999"
 
 
-def test_who_is_behind() -> None:
+def test_who_is_behind():
     ahead, behind = Beat(step=6, phase="training", moves=20, waits=True), Beat(step=5, phase="validation", moves=18)
-    text = explain({0: ahead, 1: behind, 2: ahead}, set(), 100.0)
+    text = describe_stall({0: ahead, 1: behind, 2: ahead}, set(), 100.0)
     assert text.startswith(
         "Rank 1 has not moved for 100 s, validation after step 5, while ranks 0 and 2 wait in step 7"
     )
     # A process that is silent is named whatever the others do, one that has finished is not.
-    assert explain({0: behind, 1: ahead}, {1}, 0.0).startswith("Rank 1 has given no sign of life")
+    assert describe_stall({0: behind, 1: ahead}, {1}, 0.0).startswith("Rank 1 has given no sign of life")
     finished = Beat(step=9, moves=30, left="finished")
-    assert explain({0: finished, 1: behind}, set(), 0.0).startswith("Rank 1 has not moved")
+    assert describe_stall({0: finished, 1: behind}, set(), 0.0).startswith("Rank 1 has not moved")
     # All at the same place, as where a device does not answer: nobody is made up.
-    assert explain({0: behind, 1: behind}, set(), 0.0).startswith("Ranks 0 and 1 have not moved")
+    assert describe_stall({0: behind, 1: behind}, set(), 0.0).startswith("Ranks 0 and 1 have not moved")
 
 
-def test_a_lost_rank_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_and_what_to_do(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     beat = Beat(step=6, phase="training", machine="machine 1 (b)")
-    lost = explain_loss({3: beat, 2: beat}, "a:1")
+    lost = lost_rank_error({3: beat, 2: beat}, "a:1")
     assert str(lost).startswith("Ranks 2 and 3 on machine 1 (b) are gone, last seen in step 7: ")
     assert (lost.exit_code, "resume_from_checkpoint=True" in str(lost)) == (75, True)
     mistake = replace(beat, left="DataError", words="x.jsonl has shrunk: put it back.")
-    failed = explain_loss({2: mistake}, "a:1")
+    failed = lost_rank_error({2: mistake}, "a:1")
     assert str(failed) == "Rank 2 on machine 1 (b) ended with DataError, in step 7: x.jsonl has shrunk: put it back."
-    assert (failed.exit_code, failed.is_told) == (2, False)
+    assert (failed.exit_code, failed.is_reported) == (2, False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    gone = explain_loss(None, "a:1")
+    gone = lost_rank_error(None, "a:1")
     assert str(gone).startswith("Machine 0, which serves the store of all ranks at a:1, does not answer: ")
     assert "torchrun starts all ranks again" in str(gone)
 
 
-def test_no_time_limit_watches_nothing() -> None:
+def test_no_time_limit_watches_nothing():
     activity = training.Throughput().activity
     with training.Watchdog(activity, training.ParallelDims(), None):
         pass
@@ -79,7 +71,7 @@ def test_no_time_limit_watches_nothing() -> None:
         training.Watchdog(activity, training.ParallelDims(), 0)
 
 
-def test_errors_pass_through() -> None:
+def test_errors_pass_through():
     activity = training.Throughput().activity
     with pytest.raises(KeyError), training.Watchdog(activity, training.ParallelDims(), 60.0):
         raise KeyError("x")

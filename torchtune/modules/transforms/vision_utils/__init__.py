@@ -1,1 +1,1 @@
-"""Functions that resize, pad and tile images; each is in a module of its own name."""
+"""Functions that resize, pad and tile images, each in a module of the same name."""

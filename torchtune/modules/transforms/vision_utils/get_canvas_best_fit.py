@@ -1,13 +1,13 @@
-"""The canvas of tiles that an image fits best."""
+"""Choice of the tile canvas for an image."""
 
 import torch
 
 
 def find_supported_resolutions(max_num_tiles: int, tile_size: int) -> list[tuple[int, int]]:
-    """All canvases of at most ``max_num_tiles`` square tiles.
+    """Return the sizes of all canvases of at most ``max_num_tiles`` square tiles.
 
     Args:
-        max_num_tiles: most tiles of a canvas.
+        max_num_tiles: maximum number of tiles in a canvas.
         tile_size: side of a tile, in pixels.
 
     Returns:
@@ -28,14 +28,14 @@ def find_supported_resolutions(max_num_tiles: int, tile_size: int) -> list[tuple
 def get_canvas_best_fit(
     image: torch.Tensor, possible_resolutions: torch.Tensor, resize_to_max_canvas: bool
 ) -> tuple[int, int]:
-    """The canvas in which an image is enlarged least or, if it is larger than all of them, reduced least.
+    """Return the canvas that upscales the image least or, if none is large enough, downscales it least.
 
-    Of several, the one of the smallest area.
+    Ties go to the smallest area.
 
     Args:
         image: ``[..., height, width]``.
         possible_resolutions: ``[n, 2]``, (height, width) of the canvases, in pixels.
-        resize_to_max_canvas: choose the canvas in which the image is enlarged most instead.
+        resize_to_max_canvas: choose the canvas with the largest scale instead.
 
     Returns:
         (height, width) in pixels.

@@ -1,4 +1,4 @@
-"""The size of an image within a canvas."""
+"""Size of an image within a canvas."""
 
 import math
 
@@ -6,12 +6,12 @@ import math
 def get_inscribed_size(
     image_size: tuple[int, int], target_size: tuple[int, int], max_size: int | None
 ) -> tuple[int, int]:
-    """The largest size of an image within a canvas that keeps its aspect ratio.
+    """Return the largest size of an image within a canvas at the same aspect ratio.
 
     Args:
         image_size: (height, width) of the image.
         target_size: (height, width) of the canvas.
-        max_size: an image is not enlarged beyond it on either side; ``None``: up to the canvas.
+        max_size: upper limit in pixels for upscaled sides; ``None`` upscales up to the canvas.
 
     Returns:
         (height, width), at least 1 each.

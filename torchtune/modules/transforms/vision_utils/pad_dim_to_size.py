@@ -10,10 +10,10 @@ def pad_dim_to_size(input: torch.Tensor, size: int, dim: int, *, fill: float = 0
     """Pad a dimension at its end.
 
     Args:
-        input: any shape.
-        size: of the dimension after padding.
-        dim: which one.
-        fill: value of the padding.
+        input: tensor of any shape.
+        size: size of the dimension after padding.
+        dim: dimension to pad.
+        fill: padding value.
 
     Raises:
         DataError: the dimension is longer than ``size``.

@@ -1,4 +1,4 @@
-"""Resizing without distortion."""
+"""Resizing at a constant aspect ratio."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _MODES = {"nearest": "nearest-exact", "nearest-exact": "nearest-exact", "bilinea
 
 
 def resampling_mode(resample: Any) -> str:
-    """The mode of ``F.interpolate`` of a name or of torchvision's InterpolationMode. Raises :class:`DataError`."""
+    """Return the ``F.interpolate`` mode of a name or torchvision ``InterpolationMode``; raise DataError if unknown."""
     name = str(getattr(resample, "value", resample)).lower()
     if name not in _MODES:
         raise DataError(f"resample must be one of {', '.join(_MODES)}, not '{name}'.")
@@ -22,9 +22,9 @@ def resampling_mode(resample: Any) -> str:
 def resize_with_pad(
     image: torch.Tensor, target_size: tuple[int, int], resample: Any, max_size: int | None = None
 ) -> torch.Tensor:
-    """Resize an image to fit into a canvas, without distortion; pad on the right and below with zeros.
+    """Resize an image to fit a canvas at the same aspect ratio; pad with zeros on the right and at the bottom.
 
-    uint8 images are resized in fixed point, as Pillow does: at most one level apart from it (bilinear).
+    uint8 images are resized in fixed point, as in Pillow; bilinear results differ from it by at most one level.
 
     Args:
         image: ``[c, height, width]``.
@@ -33,7 +33,7 @@ def resize_with_pad(
         max_size: see :func:`get_inscribed_size`.
 
     Returns:
-        ``[c, target_height, target_width]`` in the dtype of the image.
+        ``[c, target_height, target_width]``, same dtype as the image.
 
     Raises:
         DataError: ``resample`` is unknown.

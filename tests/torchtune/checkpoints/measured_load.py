@@ -1,0 +1,82 @@
+"""Loads and saves a model and prints the peak of its resident memory at every stage, in MiB: run as a program.
+
+One process imports everything, and forks the ranks: their memory begins with what it has.
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.torchtune.checkpoints.ranks import shard
+from torchtune.models import from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer
+from torchtune.training.parallel._shards import my_shard
+
+
+def status(field: str) -> float:
+    """A size of ``/proc/self/status``, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise KeyError(field)
+
+
+def measure(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size: int) -> None:
+    """Write resident memory before, and its peak after loading, saving, and saving merged; a file a rank."""
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+        if how != "tp":  # torch splits none but its own linear layers
+            apply_conversions(model, [LoRA(rank=2, alpha=4, apply_to_mlp=True)])
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{output}_store", rank=rank, world_size=size)
+        shard(model, how)
+    store = FullModelHFCheckpointer(str(folder), output_dir=str(output))
+    gc.collect()
+    found = {"before": max(status("VmRSS"), status("VmHWM"))}
+    store.load_model(model)
+    held = [my_shard(parameter)[1] for parameter in model.parameters()]
+    found["model"] = sum(p.numel() * p.element_size() for p in held) / 2**20
+    found["loaded"] = status("VmHWM")
+    model.requires_grad_(False)  # the base alone would lose a trained adapter, and is refused
+    store.save("step_1", model, max_shard_bytes=shard_bytes)
+    found["saved"] = status("VmHWM")
+    store.save("step_2", model)
+    found["one file"] = status("VmHWM")
+    if how != "tp":
+        store.save("step_3", model, contents=("adapter", "merged"), max_shard_bytes=shard_bytes)
+        found["merged"] = status("VmHWM")
+    Path(f"{output}_{rank}.json").write_text(json.dumps(found))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def main(folder: Path, output: Path, shard_bytes: int, ways: dict[str, int]) -> None:
+    """Measure each way, one after another, in as many ranks as it has."""
+    for how, size in ways.items():
+        pids = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    measure(folder, output / how, shard_bytes, how, rank, size)
+                    status = 0
+                except BaseException:  # noqa: BLE001 - whatever it is, the child must end here and say so
+                    traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(status)
+            pids.append(pid)
+        for pid in pids:
+            assert os.waitpid(pid, 0)[1] == 0, how
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -1,0 +1,211 @@
+"""Every setting of an adapter's file is understood as peft understands it, or refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import torchtune
+from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import (
+    build,
+    hf_model,
+    load,
+    logits,
+    randomize_adapter,
+    read,
+    same_bits,
+    write_folder,
+)
+from torchtune.checkpoints import CheckpointError
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+PEFT = ["q_proj", "o_proj", "down_proj"]
+OURS = ["q_proj", "output_proj", "w2"]
+
+
+def trained_by_peft(folder: Path, shape: str = "llama", **settings: Any) -> nn.Module:
+    """An adapter that has moved away from its start, saved by peft; the model that it makes of it when it loads it."""
+    torch.manual_seed(5)
+    wanted = LoraConfig(r=4, lora_alpha=6, **({"target_modules": PEFT} | settings))
+    model = get_peft_model(hf_model(shape), wanted)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1 + 0.5 * torch.rand_like(parameter)).add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return PeftModel.from_pretrained(hf_model(shape), folder).eval()
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(read(path) | settings))
+
+
+def lora(dora: bool = False) -> LoRA:
+    return LoRA(4, 6, target_modules=OURS, use_dora=dora)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "pissa", "olora", "OLoRA"])
+def test_ways_to_start(init: bool | str, dora: bool, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    theirs = trained_by_peft(source, init_lora_weights=init, use_dora=dora)
+    model = load(source, lora(dora))
+    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
+def test_adapters_out_of_the_base_are_saved_and_merged(shape: str, init: str, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape)
+    trained_by_peft(tmp_path / "peft", shape, init_lora_weights=init)
+    checkpointer = FullModelHFCheckpointer(
+        str(source), output_dir=str(tmp_path / "out"), adapter_checkpoint=str(tmp_path / "peft")
+    )
+    made = [build(source, lora()) for _ in range(2)]
+    for model in made:
+        checkpointer.load_model(model)
+    randomize_adapter(made[0])  # trained on
+    expected = logits(made[0].eval())
+    assert (expected - logits(made[1].eval())).abs().max() > 0.1
+
+    step = checkpointer.save("step_1", made[0], state={"progress": {}}, contents="adapter")
+    in_peft = PeftModel.from_pretrained(hf_model(shape), step)
+    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    checkpointer.resume(checkpointer.find_resume_point(), made[1], {"progress": {}})
+    assert same_bits(dict(made[1].state_dict()), dict(made[0].state_dict()))  # the base is changed once
+
+    epoch = checkpointer.save("epoch_0", made[0], contents=("adapter", "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(epoch)
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    apart = PeftModel.from_pretrained(hf_model(shape), epoch / "adapter")
+    torch.testing.assert_close(logits(apart), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(CheckpointError, match=f"its base lacks what the adapter started with .*'{init}'"):
+        checkpointer.save("epoch_1", made[0].requires_grad_(False))
+
+
+def sharded(folder: Path) -> None:
+    model = ranks.shard(build(folder / "in", lora()), "fsdp")
+    FullModelHFCheckpointer(str(folder / "in")).load_model(model)
+    alone = load(folder / "in", lora())
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(ranks.whole(model.get_parameter(name)), parameter.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_base_of_sharded_models_is_changed_alike(tmp_path: Path) -> None:
+    trained_by_peft(write_folder(tmp_path / "in"), init_lora_weights="pissa")
+    ranks.run(2, [sharded], tmp_path)
+
+
+def test_an_adapter_out_of_another_base(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    trained_by_peft(tmp_path / "pissa", init_lora_weights="pissa")
+    trained_by_peft(tmp_path / "plain")
+    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path), adapter_checkpoint=str(tmp_path / "plain"))
+    model = build(source, lora())
+    store.load_model(model)
+    store.save("step_1", model, state={"progress": {}}, contents="adapter")
+    FullModelHFCheckpointer(str(source), adapter_checkpoint=str(tmp_path / "pissa")).load_model(model)
+    with pytest.raises(CheckpointError, match="adapter of the kind pissa already"):
+        store.resume(store.find_resume_point(), model, {"progress": {}})
+
+
+def test_a_fused_projection_has_no_start_of_its_own(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "phi3")
+    trained_by_peft(source, "phi3", target_modules=["qkv_proj"], init_lora_weights="pissa")
+    with pytest.raises(CheckpointError, match=r"'pissa' cannot be expressed for 'layers\.0\.attn\.q_proj"):
+        load(source, LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("init_lora_weights", how) for how in ("pissa_niter_4", "loftq", "corda", "lora_ga", "mica", "new")),
+        ("alora_invocation_tokens", [1, 2]),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("layer_replication", [[0, 2], [1, 3]]),
+        ("rank_pattern", {"q_proj": 2}),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("modules_to_save", ["lm_head"]),
+        ("fan_in_fan_out", True),
+        ("use_qalora", True),
+        ("arrow_config", {"top_k": 2}),
+        ("a_setting_of_next_year", 0.5),
+    ],
+)
+def test_settings_that_would_change_the_sum(key: str, value: Any, tmp_path: Path) -> None:
+    """The tensors would fit, and the model would compute something else."""
+    source = write_folder(tmp_path / "in")
+    trained_by_peft(source)
+    change(source, **{key: value})
+    with pytest.raises(CheckpointError, match=rf"adapter_config\.json: {key} = .*cannot be expressed.*\.$"):
+        load(source, lora())
+
+
+def test_eva_is_over_when_the_adapter_is_saved(tmp_path: Path) -> None:
+    """It looks at data before training, and at nothing on load."""
+    source = write_folder(tmp_path / "in")
+    trained_by_peft(source)
+    change(source, init_lora_weights="eva", eva_config={"rho": 2.0})
+    theirs = PeftModel.from_pretrained(hf_model("llama"), source).eval()
+    torch.testing.assert_close(logits(load(source, lora())), logits(theirs), atol=1e-4, rtol=1e-4)
+
+
+def test_settings_that_change_nothing(tmp_path: Path) -> None:
+    """Which layers there are is said by the tensors; what a newer release has switched off is off."""
+    source = write_folder(tmp_path / "in")
+    theirs = trained_by_peft(source, target_modules=["q_proj"], layers_to_transform=[1, 2], exclude_modules=["k_proj"])
+    change(source, a_setting_of_next_year=None, another=False, lora_dropout=0.3, peft_version="9.0", loftq_config={})
+    model = load(source, LoRA(4, 6, target_modules=["layers.[12].attn.q_proj"]))
+    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-4, rtol=1e-4)
+
+
+def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
+    """Each one switched on, to something that is not its default, is refused or among those that were looked at."""
+    source = write_folder(tmp_path / "in")
+    trained_by_peft(source)
+    settings = read(source / "adapter_config.json")
+    assert settings.keys() >= {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config"}
+    passed = set()
+    for key in settings.keys() - {"r", "lora_alpha", "use_dora", "peft_type"}:
+        change(source, **{**settings, key: "something"})
+        try:
+            load(source, lora())
+        except CheckpointError as error:
+            assert key in str(error)  # noqa: PT017 - which of both happens is what is looked at
+            continue
+        passed.add(key)
+    assert passed == {
+        *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"),
+        *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core"),
+        *("qalora_group_size", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("ensure_weight_tying", "target_parameters"),
+    }
+
+
+@pytest.mark.parametrize(
+    "value", ["4", None, [4], {"a": 1}, 10**400, float("nan")], ids=["text", "null", "list", "object", "huge", "nan"]
+)
+@pytest.mark.parametrize("key", ["r", "lora_alpha", "use_dora", "use_rslora"])
+def test_settings_of_the_wrong_type(key: str, value: Any, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "base")
+    model, _ = torchtune.load(source, adapter=lora(), device="cpu")
+    saved = torchtune.save(model, tmp_path / "adapter")
+    change(saved, **{key: value})
+    with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} is .*, where .* is expected: correct it"):
+        torchtune.load(saved, device="cpu")
+    with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} is .*, where .* is expected: correct it"):
+        load(source, lora(), adapter_checkpoint=str(saved))

@@ -1,0 +1,388 @@
+"""Adapters in PEFT's files: what we write gives the same logits in peft, what peft writes gives them with us."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.torchtune.checkpoints.small import (
+    build,
+    hf_model,
+    load,
+    logits,
+    randomize_adapter,
+    read,
+    same_bits,
+    some_tokens,
+    stored,
+    write_folder,
+)
+from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._adapter import adapter_conversion
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.training import FullModelHFCheckpointer
+
+pytestmark = [
+    # peft asks transformers under an older name, and saves the base's output layer too where that has an adapter.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+
+# What is adapted: our arguments, and PEFT's target_modules.
+TARGETS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "attention": ({"attn_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),
+    "mlp": ({"attn_modules": ["k_proj"], "apply_to_mlp": True}, ["k_proj", "gate_proj", "down_proj", "up_proj"]),
+    "patterns": (
+        {"target_modules": ["layers.[12].attn.k_proj", "layers.0.mlp.w2"]},
+        ["model.layers.1.self_attn.k_proj", "model.layers.2.self_attn.k_proj", "model.layers.0.mlp.down_proj"],
+    ),
+}
+WITH_OUTPUT = ({"attn_modules": ["q_proj"], "apply_to_output": True}, ["q_proj", "lm_head"])
+
+
+def adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in get_adapter_params(model).items()}
+
+
+KINDS = pytest.mark.parametrize("option", ["", "use_dora", "use_rslora"], ids=["lora", "dora", "rslora"])
+
+
+@KINDS
+@pytest.mark.parametrize("targets", [*TARGETS, "output"])
+@pytest.mark.parametrize("shape", ["llama", "qwen2", "qwen3"])
+def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Path) -> None:
+    ours, theirs = {**TARGETS, "output": WITH_OUTPUT}[targets]
+    source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
+    conversion = LoRA(rank=4, alpha=6, **kind, **ours)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, conversion)
+    checkpointer.load_model(model)
+    base = logits(hf_model(shape))
+    torch.testing.assert_close(logits(model.eval()), base, atol=1e-4, rtol=1e-4)  # it changes nothing yet
+    randomize_adapter(model)
+    expected = logits(model)
+    assert (expected - base).abs().max() > 0.1
+
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    assert not list(saved.glob("model*"))
+    settings = read(saved / "adapter_config.json")
+    assert sorted(settings["target_modules"]) == sorted(theirs)
+    assert (settings["r"], settings["lora_alpha"]) == (4, 6)
+    assert {name for name in ("use_dora", "use_rslora") if settings[name]} == kind.keys()
+    assert settings["base_model_name_or_path"] == str(source)
+    in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
+    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+
+    in_peft.save_pretrained(tmp_path / "peft")
+    shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
+    again = load(source, LoRA(rank=4, alpha=6, **kind, **ours))
+    assert same_bits(adapters(again), adapters(model))
+    assert torch.equal(logits(again), expected)
+    assert torch.equal(logits(load(source, adapter_conversion(build(source), source))), expected)
+    folder = checkpointer.save("epoch_1", model, contents=("adapter", "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+# peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize(("dropout", "use_rslora"), [(0.0, False), (0.1, False), (0.0, True)])
+def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: bool, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "qwen3_moe")
+    conversion = LoRA(
+        rank=4, alpha=6, dropout=dropout, use_rslora=use_rslora, attn_modules=["q_proj"], apply_to_mlp=True
+    )
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, conversion)
+    checkpointer.load_model(model)
+    base = logits(hf_model("qwen3_moe"))
+    torch.testing.assert_close(logits(model.eval()), base, atol=1e-4, rtol=1e-4)
+    randomize_adapter(model)
+    expected = logits(model)
+    assert (expected - base).abs().max() > 0.1
+
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    settings = read(saved / "adapter_config.json")
+    assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    assert settings["lora_dropout"] == 0  # peft refuses to load any other
+    assert (settings["lora_alpha"], settings["use_rslora"]) == (6, use_rslora)
+    in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
+    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+
+    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    shutil.copytree(saved, source, dirs_exist_ok=True)
+    again = load(source, conversion)
+    assert same_bits(adapters(again), adapters(model))
+    (report,) = apply_conversions(build(source), [conversion])
+    assert ("files say lora_dropout 0" in str(report)) == (dropout > 0)
+    plain = build(source, LoRA(2, 4, dropout=dropout)).conversions[0]
+    assert plain.peft_config(build(source))["lora_dropout"] == dropout
+
+
+def test_experts_as_they_were_before_lora(tmp_path: Path) -> None:
+    source, conversion = write_folder(tmp_path / "in", "qwen3_moe"), LoRA(4, 6, apply_to_mlp=True)
+    model, plain = build(source, conversion), build(source)
+    conversion.revert(model)
+    assert str(model) == str(plain)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+@KINDS
+@pytest.mark.parametrize("shape", ["phi3", "glm4"])
+def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path: Path) -> None:
+    """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""
+    source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
+    fused = ["qkv_proj"] if shape == "phi3" else ["q_proj", "k_proj", "v_proj"]
+    torch.manual_seed(5)
+    wanted = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=[*fused, "gate_up_proj", "down_proj"],
+        init_lora_weights=False,
+        **kind,
+    )
+    theirs = get_peft_model(hf_model(shape), wanted).eval()
+    theirs.save_pretrained(tmp_path / "peft")
+    conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, **kind)
+    shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
+    torch.testing.assert_close(logits(load(source, conversion)), logits(theirs), atol=1e-4, rtol=1e-4)
+
+    model = build(source, conversion)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    checkpointer.load_model(model)
+    randomize_adapter(model)  # the parts differ now
+    expected = logits(model.eval())
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
+    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    in_peft.save_pretrained(source)
+    again = load(source, conversion)
+    assert same_bits(adapters(again), adapters(model))
+    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
+    """The adapters of the other parts stay zero: here, in peft, and after training."""
+    source = write_folder(tmp_path / "in", "phi3")
+    conversion = LoRA(4, 6, attn_modules=["q_proj", "v_proj"], use_dora=dora)
+    model = build(source, conversion)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    checkpointer.load_model(model)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[3] for name in trained} == {"q_proj", "v_proj"}
+    others = {name: value.clone() for name, value in adapters(model).items() if name not in trained}
+    assert others
+    optimizer = torch.optim.SGD(trained.values(), lr=30.0)
+    for _ in range(2):  # B first, then A
+        model(some_tokens()).square().mean().backward()
+        optimizer.step()
+    assert same_bits({name: value for name, value in adapters(model).items() if name in others}, others)
+    assert not any(value.any() for name, value in others.items() if "lora_b" in name)
+    expected = logits(model.eval())
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    assert not torch.allclose(expected, logits(load(source)), atol=1e-3)
+    torch.testing.assert_close(
+        logits(PeftModel.from_pretrained(hf_model("phi3"), saved)), expected, atol=1e-4, rtol=1e-4
+    )
+    shutil.copytree(saved, source, dirs_exist_ok=True)
+    again = load(source, conversion)
+    assert same_bits(adapters(again), adapters(model))
+    assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == list(trained)
+
+
+def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "phi3")
+    wanted = LoraConfig(r=12, lora_alpha=12, target_modules=["qkv_proj"], init_lora_weights=False)
+    get_peft_model(hf_model("phi3"), wanted).save_pretrained(source)
+    settings = read(source / "adapter_config.json")
+    settings |= {"r": 4, "lora_alpha": 4, "rank_pattern": {"qkv_proj": 12}, "alpha_pattern": {"qkv_proj": 12}}
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="is not made of one for each of its parts"):
+        load(source, LoRA(4, 4, attn_modules=["q_proj", "k_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize("shape", ["llama_tied", "qwen3"])
+def test_peft_made_it(shape: str, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape)
+    torch.manual_seed(5)
+    wanted = LoraConfig(
+        r=3, lora_alpha=9, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False, use_dora=True
+    )
+    theirs = get_peft_model(hf_model(shape), wanted).eval()
+    theirs.save_pretrained(source)
+    model = load(source, LoRA(3, 9, target_modules=["q_proj", "output_proj", "w3"], use_dora=True))
+    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
+def test_merged_export(shape: str, dora: bool, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, LoRA(4, 8, apply_to_mlp=True, use_dora=dora))
+    checkpointer.load_model(model)
+    randomize_adapter(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    saved = checkpointer.save("epoch_0", model, contents=("adapter", "merged"), max_shard_bytes=40_000)
+    assert same_bits(before, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    # Loaders would take an adapter beside the merged weights for theirs and count it twice.
+    assert not list(saved.glob("adapter_*"))
+    merged = AutoModelForCausalLM.from_pretrained(saved)
+    torch.testing.assert_close(logits(merged), logits(model.eval()), atol=1e-4, rtol=1e-4)
+    apart = PeftModel.from_pretrained(hf_model(shape), saved / "adapter")
+    torch.testing.assert_close(logits(apart), logits(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter only", "merged"])
+@pytest.mark.parametrize("shape", ["llama", "qwen3_tied"])
+def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape, torch.bfloat16)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    made = [build(source, LoRA(4, 8, use_dora=True), dtype=torch.bfloat16) for _ in range(2)]
+    for model in made:
+        checkpointer.load_model(model)
+    randomize_adapter(made[0])
+    state = {"progress": {"global_step": 3}}
+    checkpointer.save("step_3", made[0], state=state, contents=("adapter", "merged") if merge else "adapter")
+    found = {"progress": {}}
+    checkpointer.resume(checkpointer.find_resume_point(), made[1], found)
+    assert found == state
+    assert same_bits(dict(made[0].state_dict()), dict(made[1].state_dict()))
+    trained = get_adapter_params(made[1])
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    assert {p.dtype for name, p in made[1].named_parameters() if name not in trained} == {torch.bfloat16}
+    folder = tmp_path / "out" / "step_3"
+    files = load_file((folder / "adapter" if merge else folder) / "adapter_model.safetensors")
+    in_peft = PeftModel.from_pretrained(hf_model(shape, torch.bfloat16), folder / "adapter" if merge else folder)
+    assert same_bits(get_peft_model_state_dict(in_peft), files)  # which keeps them in float32 as well
+
+
+def test_older_adapter_file(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    model = load(source, LoRA(4, 8))
+    randomize_adapter(model)
+    torch.save(adapters(model), source / "adapter_model.pt")
+    again = load(source, LoRA(4, 8), adapter_checkpoint="adapter_model.pt")
+    assert same_bits(adapters(again), adapters(model))
+    # Older releases wrote it beside the weights that they had merged it into: it must not count twice unasked.
+    with pytest.raises(CheckpointError, match="adapter_checkpoint"):
+        load(source, LoRA(4, 8))
+    assert torch.equal(load(source).tok_embeddings.weight, model.tok_embeddings.weight)
+
+
+def test_magnitudes_follow_the_weights(tmp_path: Path) -> None:
+    """Made before there were weights, they must be the lengths of the rows that were loaded."""
+    source = write_folder(tmp_path / "in")
+    with_meta = load(source, LoRA(4, 8, use_dora=True))
+    real = build(source).to_empty(device="cpu")
+    for parameter in real.parameters():
+        torch.nn.init.normal_(parameter)
+    apply_conversions(real, [LoRA(4, 8, use_dora=True)])
+    FullModelHFCheckpointer(str(source)).load_model(real)
+    for model in (with_meta, real):
+        layer = model.layers[1].attn.q_proj
+        torch.testing.assert_close(layer.magnitude, layer.weight.norm(dim=1))
+
+
+def _write_adapter(source: Path, tmp_path: Path, conversion: LoRA) -> None:
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, conversion)
+    checkpointer.load_model(model)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    for path in saved.glob("adapter_*"):
+        shutil.copyfile(path, source / path.name)
+
+
+@pytest.mark.parametrize(
+    ("conversion", "words"),
+    [
+        (LoRA(8, 8, attn_modules=["q_proj"]), ["adapter_config.json", "4", "8"]),
+        (LoRA(4, 16, attn_modules=["q_proj"]), ["adapter_config.json", "alpha", "8", "16"]),
+        (LoRA(4, 8, attn_modules=["q_proj", "v_proj"]), ["adapter_model.safetensors", "v_proj"]),
+        (LoRA(4, 8, attn_modules=["v_proj"]), ["adapter_model.safetensors", "q_proj"]),
+        (LoRA(4, 8, attn_modules=["q_proj"], use_dora=True), ["adapter_"]),
+    ],
+    ids=["rank", "alpha", "too few layers", "other layers", "dora"],
+)
+def test_adapter_that_does_not_fit(conversion: LoRA, words: list[str], tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    _write_adapter(source, tmp_path, LoRA(4, 8, attn_modules=["q_proj"]))
+    with pytest.raises(CheckpointError) as caught:
+        load(source, conversion)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert message.count(". ") == 0
+    assert message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_rslora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("peft_type", "IA3")],
+)
+def test_setting_that_changes_the_sum(key: str, value: Any, tmp_path: Path) -> None:
+    """The tensors would fit, and the model would compute something else."""
+    source = write_folder(tmp_path / "in")
+    _write_adapter(source, tmp_path, LoRA(4, 8))
+    config = source / "adapter_config.json"
+    config.write_text(json.dumps(read(config) | {key: value}))
+    with pytest.raises(CheckpointError) as caught:
+        load(source, LoRA(4, 8))
+    assert key in str(caught.value) or str(value) in str(caught.value)
+
+
+def test_cut_or_foreign_adapter(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    _write_adapter(source, tmp_path, LoRA(4, 8))
+    path = source / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        load(source, LoRA(4, 8))
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name.replace("layers.0", "layers.9"): tensors[name].clone()}, path)
+    with pytest.raises(CheckpointError, match=r"layers\.9"):
+        load(source, LoRA(4, 8))
+    (source / "adapter_config.json").write_text("{")
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        load(source, LoRA(4, 8))
+
+
+def test_folder_with_an_adapter_alone(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    _write_adapter(source, tmp_path, LoRA(4, 8))
+    with pytest.raises(CheckpointError, match=r"base model") as caught:
+        FullModelHFCheckpointer(str(tmp_path / "out" / "epoch_0")).load_model(build(source, LoRA(4, 8)))
+    assert "epoch_0" in str(caught.value)
+
+
+def test_base_of_an_adapter_is_named(tmp_path: Path) -> None:
+    """`tune download` notes where the base came from: others find it there, not in a folder of this machine."""
+    source = write_folder(tmp_path / "in")
+    (source / "original_repo_id.json").write_text('{"repo_id": "org/model"}')
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, LoRA(4, 8))
+    checkpointer.load_model(model)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    assert read(saved / "adapter_config.json")["base_model_name_or_path"] == "org/model"
+
+
+def test_base_of_a_model_whose_adapter_is_frozen(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, LoRA(4, 8))
+    checkpointer.load_model(model)
+    randomize_adapter(model)
+    assert same_bits(stored(checkpointer.save("epoch_0", model.requires_grad_(False))), stored(source))

@@ -1,0 +1,231 @@
+"""Checkpoints that are missing, damaged, or of another model: one sentence with file, tensor, shapes and a way out."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.torchtune.checkpoints.small import SIZES, build, write_folder
+from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles
+from torchtune.models import from_hf_config
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2 import qwen2
+from torchtune.training import FullModelHFCheckpointer
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("sharded"), max_shard_size="50KB")
+    assert len(list(folder.glob("model-*.safetensors"))) >= 3
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[[Path], Path]:
+    return lambda folder: Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def refusal(folder: Path, model: nn.Module | None = None, **options: Any) -> str:
+    """What loading a folder says; the folder's own model by default."""
+    with pytest.raises(CheckpointError) as caught:
+        FullModelHFCheckpointer(str(folder), **options).load_model(build(folder) if model is None else model)
+    text = str(caught.value)
+    assert "\n" not in text, text
+    assert text.endswith("."), text
+    return text
+
+
+def some_shard(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[1]
+
+
+def test_no_folder(single: Path, tmp_path: Path) -> None:
+    text = refusal(tmp_path / "nowhere", build(single))
+    assert f"no folder {tmp_path / 'nowhere'}" in text
+    assert "tune download" in text
+
+
+def test_no_weights(single: Path, tmp_path: Path) -> None:
+    assert "holds no weights" in refusal(tmp_path, build(single))
+
+
+def test_named_file_is_missing(single: Path) -> None:
+    text = refusal(single, checkpoint_files=["model-00001-of-00002.safetensors"])
+    assert "model-00001-of-00002.safetensors" in text
+    assert "the folder holds model.safetensors" in text
+
+
+@pytest.mark.parametrize("files", [[], {"filename_format": "model-{}.safetensors", "max_filename": "00002"}])
+def test_wrong_checkpoint_files(single: Path, files: Any) -> None:
+    assert "checkpoint_files" in refusal(single, checkpoint_files=files)
+
+
+def test_mixed_formats(sharded: Path, copy: Callable) -> None:
+    folder = copy(sharded)
+    torch.save({}, folder / "more.bin")
+    text = refusal(folder, checkpoint_files=[some_shard(folder).name, "more.bin"])
+    assert ".bin, .safetensors" in text
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_missing_shard(sharded: Path, copy: Callable, listed: bool) -> None:
+    folder = copy(sharded)
+    names = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    some_shard(folder).unlink()
+    text = refusal(folder, checkpoint_files=names if listed else None)
+    assert names[1] in text
+    assert ("check checkpoint_dir" if listed else "download the checkpoint again") in text
+
+
+def test_missing_shard_without_index(sharded: Path, copy: Callable) -> None:
+    folder = copy(sharded)
+    shard = some_shard(folder)
+    lost = set(load_file(shard))
+    shard.unlink()
+    (folder / INDEX).unlink()
+    text = refusal(folder)
+    assert "lacks the tensor" in text
+    assert any(f"'{name}'" in text for name in lost)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": 3}'])
+def test_damaged_index(sharded: Path, copy: Callable, content: str) -> None:
+    folder = copy(sharded)
+    (folder / INDEX).write_text(content)
+    assert INDEX in refusal(folder)
+
+
+@pytest.mark.parametrize("left", [0, 4, 100, 0.5, 0.999])
+def test_truncated_shard(sharded: Path, copy: Callable, left: float) -> None:
+    folder = copy(sharded)
+    shard = some_shard(folder)
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(left * len(content)) if left < 1 else left])
+    text = refusal(folder)
+    assert str(shard) in text
+    assert "again" in text
+
+
+def test_garbage(single: Path, copy: Callable) -> None:
+    folder = copy(single)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+    assert "is not a whole safetensors file" in refusal(folder)
+
+
+def test_lacking_and_unknown_tensors(single: Path, copy: Callable) -> None:
+    folder = copy(single)
+    tensors = load_file(folder / "model.safetensors")
+    removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    text = refusal(folder)
+    assert "lacks the tensor 'model.layers.1.mlp.up_proj.weight'" in text
+    assert str(folder) in text
+    save_file(
+        {**tensors, "model.layers.1.mlp.up_proj.weight": removed, "model.layers.1.extra": removed.clone()},
+        folder / "model.safetensors",
+    )
+    assert "'model.layers.1.extra' has no place" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"vocab_size": 400}, ["lm_head.weight", "[320, 32]", "[400, 32]", "vocabulary of 320"]),
+        ({"intermediate_size": 64}, ["mlp.down_proj.weight", "[32, 48]", "[32, 64]"]),
+        ({"hidden_size": 64}, ["lm_head.weight", "[320, 32]", "[320, 64]"]),
+        ({"num_hidden_layers": 4}, ["lacks the tensor 'model.layers.3.", "4 layers"]),
+        ({"num_hidden_layers": 2}, ["'model.layers.2.", "has no place", "2 layers"]),
+        ({"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4}, ["4 heads (2 of", "8 (4)"]),
+        ({"tie_word_embeddings": True}, ["differs", "tie_word_embeddings=False"]),
+    ],
+)
+def test_other_sizes(single: Path, tmp_path: Path, sizes: dict, words: list[str]) -> None:
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = from_hf_config(tmp_path)
+    text = refusal(single, model)
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_other_family(single: Path) -> None:
+    options = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 256}
+    with torch.device("meta"):
+        model = qwen2(vocab_size=320, intermediate_dim=48, **options)
+    text = refusal(single, model)
+    assert "LlamaForCausalLM" in text
+    assert "'qwen2'" in text
+
+
+def test_architecture_that_nobody_knows(single: Path, copy: Callable) -> None:
+    folder = copy(single)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["SomethingNew"]}))
+    assert "SomethingNew" in refusal(folder, build(single))
+
+
+def test_model_without_a_spec(single: Path) -> None:
+    assert "carries no ModelSpec" in refusal(single, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("model_type", "fine"), [("LLAMA3", True), ("LLAMA3_2", True), ("QWEN3", False)])
+def test_model_type_is_checked(single: Path, model_type: str, fine: bool) -> None:
+    if fine:
+        FullModelHFCheckpointer(str(single), model_type=model_type).load_model(build(single))
+    else:
+        assert "model_type: QWEN3" in refusal(single, model_type=model_type)
+
+
+def test_unknown_model_type(single: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model_type: 'LLAMA9' is none of .*LLAMA3"):
+        FullModelHFCheckpointer(str(single), model_type="LLAMA9")
+
+
+def test_what_no_shape_shows_is_warned_of(single: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A builder with another rotary base fits every tensor and computes something else."""
+    with torch.device("meta"):
+        model = llama3_2(
+            vocab_size=320, num_layers=3, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=256,
+            intermediate_dim=48, norm_eps=1e-6, tie_word_embeddings=False,
+        )  # fmt: skip
+    logger = logging.getLogger("torchtune")
+    logger.addHandler(caplog.handler)
+    try:
+        FullModelHFCheckpointer(str(single)).load_model(model)
+    finally:
+        logger.removeHandler(caplog.handler)
+    text = caplog.text
+    assert "rope_base = 10000.0" in text
+    assert "500000" in text
+    assert "rope_scaling" in text
+    assert "norm_eps" not in text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "largest", "words"),
+    [("model-{}-of.safetensors", "2", "twice"), ("m-{}-{}", "two", "digits"), ("m-{}-{}", 2, "digits")],
+)
+def test_patterns_of_shards(pattern: str, largest: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        FormattedCheckpointFiles(pattern, largest)
+
+
+def test_names_of_shards() -> None:
+    files = FormattedCheckpointFiles.from_dict({"filename_format": "m-{}-of-{}.bin", "max_filename": "0003"})
+    assert files.build_checkpoint_filenames() == [f"m-000{n}-of-0003.bin" for n in (1, 2, 3)]
+    with pytest.raises(CheckpointError, match="filename_format and max_filename"):
+        FormattedCheckpointFiles.from_dict({"filename_format": "m-{}-of-{}.bin"})

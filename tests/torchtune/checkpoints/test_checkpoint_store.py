@@ -1,0 +1,220 @@
+"""A store of several models: trained ones in one checkpoint, frozen ones recorded, and what a resume refuses."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.torchtune.checkpoints.small import SIZES, build, read, same_bits, some_tokens, write_folder
+from torchtune import config
+from torchtune.checkpoints import CheckpointError, verify_checkpoint
+from torchtune.modules import TransformerDecoder, classifier_model
+from torchtune.modules.peft import LoRA
+from torchtune.training import CheckpointStore, FullModelHFCheckpointer, ModelSource
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a policy and a reference model (equal sizes, other weights) and of a value model."""
+    folder = tmp_path_factory.mktemp("sources")
+    found = {
+        "policy": write_folder(folder / "policy", "llama", seed=0),
+        "reference": write_folder(folder / "reference", "llama", seed=1),
+        "value": folder / "value",
+    }
+    settings = transformers.Qwen2Config(**SIZES, num_labels=1)
+    torch.manual_seed(2)
+    transformers.Qwen2ForSequenceClassification(settings).save_pretrained(found["value"])
+    return found
+
+
+def value_model() -> TransformerDecoder:
+    with torch.device("meta"):
+        return classifier_model(
+            1,
+            "torchtune.models.qwen2.qwen2",
+            vocab_size=SIZES["vocab_size"],
+            num_layers=SIZES["num_hidden_layers"],
+            num_heads=SIZES["num_attention_heads"],
+            num_kv_heads=SIZES["num_key_value_heads"],
+            embed_dim=SIZES["hidden_size"],
+            intermediate_dim=SIZES["intermediate_size"],
+            max_seq_len=256,
+            rope_base=10_000.0,
+        )
+
+
+def make_store(sources: dict[str, Path], output_dir: Path) -> CheckpointStore:
+    return CheckpointStore({name: {"checkpoint_dir": path} for name, path in sources.items()}, output_dir)
+
+
+def load_both(store: CheckpointStore, *conversions: Any) -> dict[str, TransformerDecoder]:
+    models = {"policy": build(store.source().checkpoint_dir, *conversions), "value": value_model()}
+    for name, model in models.items():
+        store.load_model(model, name=name)
+    return models
+
+
+def train(models: dict[str, TransformerDecoder]) -> torch.optim.Optimizer:
+    """One step of one optimizer over both models."""
+    trained = [p for model in models.values() for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    sum(model(some_tokens()).float().square().mean() for model in models.values()).backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_two_trained_models_resume_and_load_elsewhere(sources: dict[str, Path], tmp_path: Path) -> None:
+    store = make_store(sources, tmp_path / "run")
+    models = load_both(store)
+    optimizer = train(models)
+    with pytest.raises(CheckpointError, match="trains a parameter that is in none of the models"):
+        store.save("step_0", models["policy"], state={"optimizer": optimizer, "progress": {}})
+    saved = store.save("step_1", models, state={"optimizer": optimizer, "progress": {"step": 1}})
+    assert verify_checkpoint(saved)
+    assert read(saved / "value" / "config.json")["architectures"] == ["Qwen2ForSequenceClassification"]
+
+    again = make_store(sources, tmp_path / "run")
+    resumed = load_both(again)
+    trained = [p for model in resumed.values() for p in model.parameters()]
+    other = torch.optim.AdamW(trained, lr=0.1)
+    again.resume(again.find_resume_point(), resumed, {"optimizer": other, "progress": {}})
+    for name, model in models.items():
+        assert same_bits(model.state_dict(), resumed[name].state_dict()), name
+    for mine, theirs in zip(optimizer.param_groups[0]["params"], trained, strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
+
+    in_transformers = transformers.AutoModelForSequenceClassification.from_pretrained(saved / "value").eval()
+    with torch.no_grad():
+        ours = models["value"].eval()(some_tokens())[:, -1]
+        theirs = in_transformers(some_tokens()).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(CheckpointError, match="the checkpoint has a trained model 'value', this run has none"):
+        again.resume(again.find_resume_point(), resumed["policy"], {"optimizer": other, "progress": {}})
+    # A run that starts from this checkpoint carries the small files of the policy, not those of the value model.
+    next_run = FullModelHFCheckpointer(str(saved), output_dir=str(tmp_path / "next"))
+    assert not (next_run.save("epoch_0", models["policy"]) / "value").exists()
+
+
+def test_each_model_has_its_contents(sources: dict[str, Path], tmp_path: Path) -> None:
+    store = make_store(sources, tmp_path / "run")
+    models = load_both(store, LoRA(rank=2, alpha=4))
+    optimizer = train(models)
+    state = {"optimizer": optimizer, "progress": {}}
+    contents = {"policy": "adapter", "value": "model"}
+    with pytest.raises(CheckpointError, match="'value'"):
+        store.save("step_1", models, contents={"policy": "adapter"}, state=state)
+    with pytest.raises(CheckpointError, match="checkpoints would hold the adapter alone"):
+        store.save("step_1", models, contents="adapter", state=state)
+    store.check_contents(models, contents=contents)
+    saved = store.save("step_1", models, contents=contents, state=state)
+    assert (saved / "adapter_model.safetensors").is_file()
+    assert not (saved / "model.safetensors").exists()
+    assert (saved / "value" / "model.safetensors").is_file()
+    resumed = load_both(store, LoRA(rank=2, alpha=4))
+    store.resume(store.find_resume_point(), resumed, {"optimizer": train(resumed), "progress": {}})
+    for name, model in models.items():
+        assert same_bits(model.state_dict(), resumed[name].state_dict()), name
+
+
+def test_merged_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+    store = make_store({"policy": sources["policy"]}, tmp_path / "run")
+    model = build(sources["policy"], LoRA(rank=2, alpha=4))
+    store.load_model(model)
+    with pytest.raises(CheckpointError, match="a resume needs the adapter"):
+        store.save("epoch_0", model, contents="merged", state={"progress": {}})
+    saved = store.save("epoch_0", model, contents="merged")
+    assert not (saved / "adapter").exists()
+    assert (saved / "model.safetensors").is_file()
+    for wrong in ("all", ("model", "adapter"), (), ("model", "merged")):
+        with pytest.raises(CheckpointError, match="cannot be saved: choose"):
+            store.save("epoch_1", model, contents=wrong)
+
+
+def test_a_frozen_model_must_stay_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
+    def start(reference: Path | None) -> FullModelHFCheckpointer:
+        checkpointer = FullModelHFCheckpointer(str(sources["policy"]), output_dir=str(tmp_path / "run"))
+        if reference is not None:
+            node = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(reference)}
+            checkpointer.add_source("reference", config.instantiate(node))
+        return checkpointer
+
+    checkpointer = start(sources["reference"])
+    policy, reference = build(sources["policy"]), build(sources["reference"])
+    checkpointer.load_model(policy)
+    checkpointer.load_model(reference, name="reference")
+    assert not same_bits(policy.state_dict(), reference.state_dict())
+    saved = checkpointer.save("step_1", policy, state={"progress": {}})
+    assert not (saved / "reference").exists()
+    moved = shutil.copytree(sources["reference"], tmp_path / "moved")
+    assert start(moved).find_resume_point().path == saved
+    for other, what in ((sources["policy"], "differ"), (None, "this run has none")):
+        with pytest.raises(CheckpointError, match=what) as caught:
+            start(other).find_resume_point()
+        assert "'reference' model" in str(caught.value)
+    (saved / "state" / "models.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"models\.json was changed|models\.json has 2 bytes"):
+        start(moved).find_resume_point()
+
+
+def test_an_adapter_resumes_on_its_base_weights_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+    def start(base: Path) -> FullModelHFCheckpointer:
+        return FullModelHFCheckpointer(str(base), output_dir=str(tmp_path / "run"))
+
+    checkpointer = start(sources["policy"])
+    policy = build(sources["policy"], LoRA(rank=2, alpha=4))
+    checkpointer.load_model(policy)
+    saved = checkpointer.save("step_1", policy, contents="adapter", state={"progress": {}})
+    moved = shutil.copytree(sources["policy"], tmp_path / "moved")
+    (moved / "adapter_model.safetensors").write_bytes(b"")  # no base weights
+    point = start(moved).find_resume_point()
+    assert point.path == saved
+    for resume in (
+        lambda other: other.find_resume_point(),
+        lambda other: other.check_resume(None),
+        lambda other: other.resume(point, policy, {"progress": {}}),
+    ):
+        with pytest.raises(CheckpointError, match="its adapter was trained on the weights in") as caught:
+            resume(start(sources["reference"]))
+        assert all(str(sources[name]) in str(caught.value) for name in ("policy", "reference"))
+
+
+def test_sources_are_checked(sources: dict[str, Path], tmp_path: Path) -> None:
+    store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"'reference' has no source \(there are: policy\)"):
+        store.load_model(build(sources["policy"]), name="reference")
+    for name, source, what in (
+        ("policy", store, "already has a model 'policy'"),
+        ("state", store, "cannot be called 'state'"),
+        ("reference", str(sources["reference"]), "is a str"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            store.add_source(name, source)
+
+
+class Asked(LoRA):
+    """Counts how often it is asked which parameters are its own, and how weights are stored."""
+
+    calls = 0
+
+    def owned_parameters(self, model: nn.Module) -> set[str]:
+        self.calls += 1
+        return super().owned_parameters(model)
+
+    def stored_weights(self, model: nn.Module) -> dict[str, Any]:
+        self.calls += 1
+        return super().stored_weights(model)
+
+
+def test_a_save_asks_a_conversion_once(sources: dict[str, Path], tmp_path: Path) -> None:
+    conversion = Asked(rank=2, alpha=4)
+    store = make_store({"policy": sources["policy"]}, tmp_path / "run")
+    store.load_model(model := build(sources["policy"], conversion))
+    conversion.calls = 0
+    store.save("epoch_0", model, contents=("adapter", "merged"), state={"progress": {}})
+    assert conversion.calls == 2
+    store.close()

@@ -1,0 +1,211 @@
+"""Quantised checkpoints that the package compressed-tensors writes read as it decompresses them, or are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
+
+from tests.torchtune.checkpoints.small import hf_model, load, read, write_folder
+from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._compressed_tensors import CompressedFiles
+
+INT, FLOAT = ({"type": kind, "num_bits": 8, "symmetric": True, "dynamic": False} for kind in ("int", "float"))
+INT4 = {**INT, "num_bits": 4, "strategy": "group", "group_size": 32}
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest value that each scale covers."""
+    if args.strategy == "tensor":
+        return weight.min(), weight.max()
+    rows, columns = args.block_structure or (1, args.group_size or weight.shape[1])
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return blocks.amin((1, 3)), blocks.amax((1, 3))
+
+
+def write(folder: Path, weights: dict[str, Any], storage: str, inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Write a small model as the library stores it; return its parameters as the library decompresses them."""
+    model, args = hf_model("llama", **SIZES), QuantizationArgs(**weights)
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=args, input_activations=None if inputs is None else QuantizationArgs(**inputs)
+    )
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format=storage)
+    apply_quantization_config(model, config)
+    for layer in model.modules():
+        if not hasattr(layer, "weight_scale"):
+            continue
+        if (second := getattr(layer, "weight_global_scale", None)) is not None:
+            second.data = generate_gparam(layer.weight.min(), layer.weight.max())
+        scale, zero = calculate_qparams(*ranges(layer.weight.data, args), args, global_scale=second)
+        layer.weight_scale.data = scale.reshape(layer.weight_scale.shape).to(layer.weight_scale.dtype)
+        if hasattr(layer, "weight_zero_point"):
+            layer.weight_zero_point.data = zero.reshape(layer.weight_scale.shape).to(layer.weight_zero_point.dtype)
+        if hasattr(layer, "input_scale"):
+            layer.input_scale.data.fill_(0.5)
+        layer.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    compressor.decompress_model(model)
+    return {name: value.data for name, value in model.named_parameters() if name.endswith(".weight")}
+
+
+def change(folder: Path, scales: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: scales(tensor).contiguous() for name, tensor in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# name -> weights, storage, change of the scales
+READ: dict[str, tuple[dict[str, Any], str, Callable[[torch.Tensor], torch.Tensor] | None]] = {
+    "fp8, a scale [1]": ({**FLOAT, "strategy": "tensor"}, "float-quantized", None),
+    "fp8, a scale []": ({**FLOAT, "strategy": "tensor"}, "float-quantized", lambda scale: scale.view(())),
+    "fp8, scales [n, 1]": ({**FLOAT, "strategy": "channel"}, "float-quantized", None),
+    "fp8, scales [n]": ({**FLOAT, "strategy": "channel"}, "float-quantized", lambda scale: scale.view(-1)),
+    "fp8, blocks": ({**FLOAT, "strategy": "block", "block_structure": [16, 32]}, "float-quantized", None),
+    "fp8, blocks cut off": ({**FLOAT, "strategy": "block", "block_structure": [20, 40]}, "float-quantized", None),
+    "int8, a scale [1]": ({**INT, "strategy": "tensor"}, "int-quantized", None),
+    "int8, scales [n, 1]": ({**INT, "strategy": "channel"}, "int-quantized", None),
+    "int4, groups": (INT4, "pack-quantized", None),
+    "int4, rows": ({**INT, "num_bits": 4, "strategy": "channel"}, "pack-quantized", None),
+    "int4, groups by importance": ({**INT4, "actorder": "weight"}, "pack-quantized", None),
+    "int8, packed": ({**INT4, "num_bits": 8}, "pack-quantized", None),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_weights_are_those_that_the_library_decompresses(name: str, tmp_path: Path) -> None:
+    weights, storage, scales = READ[name]
+    inputs = {**FLOAT, "strategy": "tensor"} if "a scale" in name and "fp8" in name else None
+    wanted = write(tmp_path, weights, storage, inputs)
+    if scales is not None:
+        change(tmp_path, scales)
+    files = CompressedFiles([tmp_path / "model.safetensors"])
+    assert set(files.names()) == wanted.keys()  # scales of activations are not tensors of the model
+    for weight, value in wanted.items():
+        assert torch.equal(files.read(weight), value), weight
+        if value.dim() == 2:
+            assert files.shape(weight) == tuple(value.shape)
+            part = (slice(5, 27), slice(7, 50))
+            assert torch.equal(files.read(weight, part), value[part]), weight
+    assert torch.equal(load(tmp_path).layers[1].mlp.w2.weight, wanted["model.layers.1.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "storage", "says"),
+    [
+        ({**INT4, "symmetric": False}, "pack-quantized", "config_groups.group_0.weights.symmetric is False"),
+        ({**INT4, "num_bits": 3}, "pack-quantized", "config_groups.group_0.weights.num_bits is 3"),
+        (
+            {**FLOAT, "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn},
+            "nvfp4-pack-quantized",
+            "format is 'nvfp4-pack-quantized'",
+        ),
+        (
+            {**FLOAT, "num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+            "mxfp4-pack-quantized",
+            "format is 'mxfp4-pack-quantized'",
+        ),
+    ],
+    ids=["zero points", "3 bits", "nvfp4", "mxfp4"],
+)
+def test_other_formats_are_refused_by_field_and_value(
+    weights: dict[str, Any], storage: str, says: str, tmp_path: Path
+) -> None:
+    write(tmp_path, weights, storage)
+    with pytest.raises(CheckpointError) as caught:
+        CompressedFiles([tmp_path / "model.safetensors"])
+    assert f"config.json: quantization_config.{says}, which cannot be read: use the checkpoint" in str(caught.value)
+
+    config = read(tmp_path / "config.json")
+    config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* cannot be read"):  # the tensors say it, too
+        CompressedFiles([tmp_path / "model.safetensors"]).read("model.layers.0.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("quant_method", "modelopt"),
+        ("format", "marlin-24"),
+        ("format", 4),
+        ("transform_config", {"config_groups": {"R1": {}}}),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("sparsity_config", [1]),
+        ("config_groups", [1]),
+        ("config_groups.group_0", None),
+        ("config_groups.group_0.format", "nvfp4-pack-quantized"),
+        ("config_groups.group_0.weights", "int4"),
+        ("config_groups.group_0.weights.type", "float"),
+        ("config_groups.group_0.weights.num_bits", "4"),
+        ("config_groups.group_0.weights.strategy", "tensor_group"),
+        ("config_groups.group_0.weights.actorder", "group"),
+        ("config_groups.group_0.weights.block_structure", [0, 128]),
+        ("config_groups.group_0.weights.block_structure", "128x128"),
+    ],
+)
+def test_a_value_that_is_not_meant(path: str, value: Any, tmp_path: Path) -> None:
+    write_packed(tmp_path)
+    config = read(tmp_path / "config.json")
+    place, _, key = path.rpartition(".")
+    node = config["quantization_config"]
+    for part in place.split(".") if place else ():
+        node = node[part]
+    node[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        CompressedFiles([tmp_path / "model.safetensors"])
+    message = str(caught.value)
+    assert f"quantization_config.{path}" in message
+    assert repr(value) in message or isinstance(value, list | dict)
+    assert message.count(". ") == 0
+
+
+def write_packed(folder: Path) -> None:
+    write(folder, INT4, "pack-quantized")
+
+
+@pytest.mark.parametrize(
+    ("ending", "tensor", "says"),
+    [
+        (".weight_scale", torch.ones(3), r"'[^']+\.weight_scale' \[3\] of torch.float32 does not fit the shape"),
+        (".weight_scale", torch.ones(64, 7), r"\[64, 7\] of torch.float32 does not fit"),
+        (".weight_scale", torch.ones(64, 2, dtype=torch.uint8), "of torch.uint8 does not fit"),
+        (".weight_packed", torch.zeros(64, 32, dtype=torch.uint8), "32 columns of torch.uint8 for the 64"),
+        (".weight_g_idx", torch.arange(64), r"there is '[^']+\.weight_g_idx'"),
+        (".weight_shape", None, r"there is no '[^']+\.weight_shape'"),
+    ],
+    ids=["three scales", "seven groups", "scales in bytes", "packed in bytes", "order of columns", "no shape"],
+)
+def test_tensors_that_do_not_fit(ending: str, tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+    write_packed(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.0.self_attn.q_proj{ending}"
+    tensors = {key: value for key, value in tensors.items() if key != name} | ({} if tensor is None else {name: tensor})
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path)
+
+
+def test_a_checkpoint_that_is_not_quantised_is_not_read_so(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"q_proj.weight' holds 32 columns of torch.float32 for the 32 of a quan"):
+        load(tmp_path)

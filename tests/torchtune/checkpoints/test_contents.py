@@ -1,0 +1,111 @@
+"""Whatever is trained is written, or the save is refused with the name of what would be lost."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torchtune.checkpoints.small import build, write_folder
+from torchtune.checkpoints import CheckpointError
+from torchtune.modules.conversion import ConversionReport, Phase
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer
+
+MERGED = ("adapter", "merged")
+
+
+class Scaled:
+    """A conversion from outside, whose parameters stand in no layout; it says that they are its own, or does not."""
+
+    phase: ClassVar[Phase] = Phase.KERNEL
+
+    def __init__(self, *, claims: bool) -> None:
+        if claims:
+            self.is_own_key = lambda name: name.endswith("gain")
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        model.norm.gain = nn.Parameter(torch.ones(4))
+        return ConversionReport("Scaled", num_parameters=4)
+
+
+def unfreeze(model: nn.Module, name: str) -> None:
+    model.get_parameter(name).requires_grad_(True)
+
+
+def refused(model: nn.Module, folder: Path, **contents: Any) -> str:
+    """Both the save and the check before training refuse; the message, one sentence."""
+    store = FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / "out"))
+    with pytest.raises(CheckpointError) as caught:
+        store.save("epoch_0", model, **contents)
+    assert not list((folder / "out").glob("*"))
+    message = str(caught.value)
+    if "state" not in contents and contents.get("contents") != MERGED:
+        with pytest.raises(CheckpointError) as before:
+            store.check_contents(model, **contents)
+        assert str(before.value) == message
+    assert message.count(". ") == 0
+    assert message.endswith(".")
+    return message
+
+
+def test_base_alone_loses_an_adapter(tmp_path: Path) -> None:
+    model = build(write_folder(tmp_path / "in"), LoRA(4, 8, attn_modules=["q_proj"]))
+    message = refused(model, tmp_path)
+    assert "'layers.0.attn.q_proj.lora_a.weight' (and 5 more) is trained" in message
+    assert "lora_finetune_single_device" in message
+    assert 'contents="adapter"' in message
+
+
+def test_adapter_alone_loses_the_base(tmp_path: Path) -> None:
+    model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
+    unfreeze(model, "norm.scale")
+    message = refused(model, tmp_path, contents="adapter")
+    assert "'norm.scale' is trained" in message
+    assert "full_finetune_single_device" in message
+    # A resume reads the adapter, whatever else is written.
+    assert "'norm.scale'" in refused(model, tmp_path, contents=MERGED, state={"progress": {}})
+
+
+@pytest.mark.parametrize(
+    ("claims", "contents", "reason"),
+    [
+        (False, {}, "'norm.gain' has no name in Hugging Face's format"),
+        (False, {"contents": "adapter"}, "'norm.gain' is trained, but checkpoints would hold only what has a name"),
+        (False, {"contents": MERGED}, "'norm.gain' has no name in Hugging Face's format"),
+        (True, {}, "'norm.gain' is trained, but checkpoints would hold the base weights alone"),
+        (True, {"contents": MERGED}, "give its conversion a method merged(name, weight, model)"),
+    ],
+)
+def test_parameters_without_a_layout(claims: bool, contents: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    lora = [LoRA(4, 8)] if contents else []
+    model = build(write_folder(tmp_path / "in"), Scaled(claims=claims), *lora)
+    unfreeze(model, "norm.gain")
+    message = refused(model, tmp_path, **contents)
+    assert reason in message
+    assert claims or "owned_parameters(model)" in message
+
+
+def test_an_adapter_that_cannot_be_merged(tmp_path: Path) -> None:
+    conversion = LoRA(4, 8)
+    model = build(write_folder(tmp_path / "in"), conversion)
+
+    class Foreign:
+        phase, is_own_key, peft_config = conversion.phase, conversion.is_own_key, conversion.peft_config
+
+    model.conversions = [Foreign()]
+    assert "merged weights" in refused(model, tmp_path, contents=MERGED)
+
+
+def test_what_moves_without_a_gradient_is_trained(tmp_path: Path) -> None:
+    model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
+
+    class Mover:
+        phase = Phase.OBJECTIVE
+
+        def moves(self, key: str) -> bool:
+            return key == "norm.scale"
+
+    model.conversions = [*model.conversions, Mover()]
+    assert "'norm.scale' is trained" in refused(model, tmp_path, contents="adapter")

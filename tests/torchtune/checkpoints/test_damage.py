@@ -1,0 +1,180 @@
+"""Damage that happens after a save: it is found before it is trained on, and a run that nobody watches goes on."""
+
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torchtune.checkpoints.small import build, load, write_folder
+from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
+from torchtune.training import FullModelHFCheckpointer
+from torchtune.utils import UserError
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> nn.Module:
+    return load(source)
+
+
+@pytest.fixture
+def run(source: Path, model: nn.Module, tmp_path: Path) -> FullModelHFCheckpointer:
+    """A run with the checkpoints step_1 and step_2."""
+    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "run"))
+    for step in (1, 2):
+        state = {"momentum": {"x": torch.full((1000,), float(step))}, "progress": {"seed": 1, "global_step": step}}
+        store.save(f"step_{step}", model, state=state)
+    store.close()
+    return store
+
+
+def flip(path: Path) -> None:
+    """Turn one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 1
+    path.write_bytes(content)
+
+
+def no_object(path: Path) -> None:
+    path.write_text("[]")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "bit in weights": ("model.safetensors", flip, "was changed since it was saved"),
+    "bit in state": ("state/rank_0.safetensors", flip, "was changed since it was saved"),
+    "bit in index": ("state/state.json", flip, "was changed since it was saved"),
+    "cut": ("model.safetensors", lambda path: os.truncate(path, 1000), "has 1,000 bytes instead of"),
+    "gone": ("state/rank_0.safetensors", Path.unlink, "is missing"),
+    "marker": (".complete", no_object, "is damaged"),
+    "marker of wrong types": (".complete", lambda p: p.write_text('{"saves": [1], "resumable": 3}'), "is damaged"),
+    "marker that leaves": (".complete", lambda p: p.write_text(p.read_text().replace("model.", "../m.")), "is damaged"),
+    "marker of infinite saves": (".complete", lambda p: p.write_text('{"saves": 1e999, "resumable": true}'), "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_checkpoint_before_takes_over(
+    run: FullModelHFCheckpointer, source: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    name, harm, words = DAMAGES[kind]
+    harm(run.output_dir / "step_2" / name)
+    caplog.clear()
+    point = run.find_resume_point()
+    assert point.path.name == "step_1"
+    (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)
+    assert words in said
+    assert f"step_2/{name}" in said
+    again, state = build(source), {"momentum": {}, "progress": {}}
+    run.load_model(again)
+    run.resume(point, again, state)
+    assert bool((state["momentum"]["x"] == 1).all())
+    # … and the run writes it anew
+    run.save("step_2", again, state=state)
+    run.close()
+    assert run.find_resume_point().path.name == "step_2"
+
+
+def test_none_is_whole(run: FullModelHFCheckpointer) -> None:
+    for step in (1, 2):
+        flip(run.output_dir / f"step_{step}" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"step_1.*no checkpoint before it.*begins anew\.$"):
+        run.find_resume_point()
+
+
+def test_what_a_user_may_change(run: FullModelHFCheckpointer) -> None:
+    """A resume does not need it; `verify` tells."""
+    path = run.output_dir / "step_2" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert run.find_resume_point().path.name == "step_2"
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        verify_checkpoint(run.output_dir / "step_2")
+
+
+def tune(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torchtune._cli.tune", "checkpoint", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_verify(run: FullModelHFCheckpointer) -> None:
+    """All of a run: one is whole, one has two damaged files, one was saved by an earlier release."""
+    folder = run.output_dir
+    shutil.copytree(folder / "step_1", folder / "step_3")
+    marker = json.loads((folder / "step_3" / ".complete").read_text())
+    (folder / "step_3" / ".complete").write_text(json.dumps(marker | {"crc32": {}, "saves": 3}))
+    flip(folder / "step_2" / "model.safetensors")
+    (folder / "step_2" / "tokenizer.json").unlink()
+    done = tune("verify", folder)
+    assert done.returncode == 2
+    whole = [path for path in (folder / "step_1").rglob("*") if path.is_file() and path.name != ".complete"]
+    size = sum(path.stat().st_size for path in whole)
+    assert done.stdout == f"{folder / 'step_1'} is whole: {len(whole)} files, {size:,} bytes.\n"
+    damaged, old, last = done.stderr.splitlines()
+    assert damaged.startswith(
+        f"error: {folder / 'step_2'} is damaged: {folder / 'step_2'}/model.safetensors was changed"
+    )
+    assert f"{folder / 'step_2'}/tokenizer.json is missing" in damaged
+    assert "without checksums" in old
+    assert last == f"error: 2 of 3 checkpoints of {folder} cannot be relied on."
+    with pytest.raises(CheckpointError, match=r"is no folder: give a checkpoint \(epoch_N or step_N\)"):
+        checkpoints_in(folder / "nowhere")
+
+
+def test_a_limit_of_file_sizes(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    """`ulimit -f`: the system refuses the write with EFBIG."""
+    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"larger than a file may be.*ulimit -f.*\.$"):
+            store.save("step_1", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", [".", "run"])
+def test_a_link_that_leads_nowhere(source: Path, tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "link" / below))
+    with pytest.raises(CheckpointError, match=r"link is a link to .*gone, which is not there: .*\.$"):
+        store.check_output_dir(resume=False)
+
+
+def test_a_save_in_progress_of_another_process(run: FullModelHFCheckpointer, source: Path) -> None:
+    """While somebody saves, or holds the folder for a run, what looks like leftovers is left alone."""
+    half = run.output_dir / ".step_3.0123abcd.tmp"
+    half.mkdir()
+    code = (
+        "import sys; from pathlib import Path; from torchtune.utils import FolderLock\n"
+        "FolderLock(Path(sys.argv[1])).acquire(); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(run.output_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        for act in (run.find_resume_point, run.lock_output_dir, lambda: run.save("step_3", load(source))):
+            with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on .*\.$"):
+                act()
+        assert half.exists()
+    assert run.find_resume_point().path.name == "step_2"
+    assert not half.exists()
+
+
+def test_the_folder_is_removed_between_saves(run: FullModelHFCheckpointer, model: nn.Module) -> None:
+    run.lock_output_dir()
+    shutil.rmtree(run.output_dir)
+    run.save("step_3", model, state={"progress": {}})
+    run.close()
+    assert [path.name for path in run.output_dir.iterdir()] == ["step_3"]

@@ -1,0 +1,221 @@
+"""Which directories count, which one a run goes on from, which are removed, and what is never overwritten."""
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torchtune.checkpoints.small import build, load, write_folder
+from torchtune.checkpoints import CheckpointError
+from torchtune.training import FullModelHFCheckpointer
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> nn.Module:
+    return load(source)
+
+
+def checkpointer(source: Path, output: Path, **options) -> FullModelHFCheckpointer:
+    return FullModelHFCheckpointer(str(source), output_dir=str(output), **options)
+
+
+def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, *, resumable: bool = True) -> Path:
+    step = int(name.partition("_")[2])
+    folder = store.save(name, model, state={"progress": {"seed": 1, "global_step": step}} if resumable else None)
+    store.close()  # old ones are removed meanwhile
+    return folder
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        function(*args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.endswith(".")
+    return text
+
+
+def test_a_new_folder_may_be_used(source: Path, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path / "new" / "run")
+    store.check_output_dir(resume=False)
+    store.check_output_dir(resume=True)
+    assert store.find_resume_point() is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("a file")
+    text = refusal(checkpointer(source, tmp_path / "notes" / "run").check_output_dir, resume=False)
+    assert str(tmp_path / "notes") in text
+    assert "choose another output_dir" in text
+
+
+def test_logs_alone_are_no_run(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    checkpointer(source, tmp_path).check_output_dir(resume=False)
+
+
+def test_a_run_is_not_overwritten(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    save(store, "step_2", model)
+    text = refusal(store.check_output_dir, resume=False)
+    assert "step_2" in text
+    assert "resume_from_checkpoint=True" in text
+    assert "another output_dir" in text
+    store.check_output_dir(resume=True)
+
+
+@pytest.mark.parametrize("below", ["", "out", "a/b"])
+def test_the_source_is_not_written_into(source: Path, below: str) -> None:
+    text = refusal(checkpointer(source, source / below).check_output_dir, resume=False)
+    assert "inside checkpoint_dir" in text
+
+
+def test_a_file_is_no_folder(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refusal(checkpointer(source, tmp_path / "file").check_output_dir, resume=False)
+
+
+def test_output_dir_is_needed_to_save(source: Path, model: nn.Module) -> None:
+    assert "output_dir" in refusal(FullModelHFCheckpointer(str(source)).save, "step_1", model)
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keep_at_least_one(source: Path, tmp_path: Path, keep: int) -> None:
+    assert "at least 1" in refusal(checkpointer, source, tmp_path, keep_last_n_checkpoints=keep)
+
+
+def test_newest_by_time_not_by_number(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    for name in ("step_9", "step_10", "epoch_0"):
+        save(store, name, model)
+        assert store.find_resume_point().path.name == name
+    assert store.find_resume_point().progress == {"seed": 1, "global_step": 0}
+
+
+def test_last_n_are_kept(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path, keep_last_n_checkpoints=2)
+    for step in (8, 9, 10, 11):
+        save(store, f"step_{step}", model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11"]
+    store.store.keep_last_n_checkpoints = 1
+    save(store, "epoch_0", model)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]
+
+
+def test_kept_by_default(source: Path, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of epochs, three of steps; what an earlier release has kept is not taken away. It is said once."""
+    store = checkpointer(source, tmp_path)
+    old = save(store, "step_0", model)
+    marker = json.loads((old / ".complete").read_text())
+    (old / ".complete").write_text(json.dumps({key: marker[key] for key in ("saves", "resumable", "files")}))
+    for number in range(1, 6):
+        save(store, f"step_{number}", model)
+        save(store, f"epoch_{number}", model)
+    left = [f"epoch_{number}" for number in range(1, 6)] + ["step_0", "step_3", "step_4", "step_5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert sum("the last 3 are kept" in record.getMessage() for record in caplog.records) <= 1
+    store.store.keep_last_n_checkpoints = 100
+    save(store, "step_6", model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "step_6"]
+
+
+def test_without_a_marker_it_does_not_count(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path, keep_last_n_checkpoints=1)
+    save(store, "step_1", model)
+    newer = save(store, "step_2", model)
+    (newer / ".complete").rename(newer / "elsewhere")
+    assert "nothing to resume" in refusal(store.find_resume_point)
+    # … but what is there is not written over either
+    assert "already holds a run" in refusal(store.check_output_dir, resume=False)
+    save(store, "step_3", model)
+    assert store.find_resume_point().path.name == "step_3"
+    assert newer.exists(), "only complete checkpoints are pruned"
+
+
+def test_damaged_marker(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    (save(store, "step_1", model) / ".complete").write_text("")
+    assert ".complete" in refusal(store.find_resume_point)
+
+
+def test_finished_run(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    save(store, "step_1", model)
+    save(store, "step_2", model, resumable=False)
+    assert "finished (step_2)" in refusal(store.find_resume_point)
+
+
+def test_leftovers_are_cleared(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    save(store, "step_1", model)
+    for name in (".step_2.0123abcd.tmp", ".step_1.0123abcd.old.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".notes.tmp").write_text("mine")
+    assert store.find_resume_point().path.name == "step_1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "step_1"]
+
+
+def test_killed_between_the_two_renames(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    save(store, "step_1", model).rename(tmp_path / ".step_1.0123abcd.old.tmp")
+    (tmp_path / ".step_1.89abcdef.tmp").mkdir()
+    assert store.find_resume_point().path.name == "step_1"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_failing_save_leaves_nothing(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    save(store, "step_1", model)
+    with pytest.raises(CheckpointError, match=r"'progress/what'"):
+        store.save("step_2", model, state={"progress": {"what": object()}})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("name", ["best", "step_", "../step_1", "step_1/x"])
+def test_names_of_checkpoints(source: Path, model: nn.Module, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="epoch_N or step_N"):
+        checkpointer(source, tmp_path).save(name, model)
+
+
+def test_everything_of_a_checkpoint(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    folder = save(checkpointer(source, tmp_path), "step_1", model)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        ".complete",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "state/rank_0.safetensors",
+        "state/state.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    marker = json.loads((folder / ".complete").read_text())
+    needed = ("model.safetensors", "state/rank_0.safetensors", "state/state.json")
+    assert marker.pop("files") == {name: (folder / name).stat().st_size for name in needed}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".complete"]
+    sums = {str(path.relative_to(folder)): f"{zlib.crc32(path.read_bytes()):08x}" for path in files}
+    assert marker == {"saves": 1, "resumable": True, "crc32": sums}
+    modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert len(modes) == 1, "all files have the permissions of the user's umask"
+
+
+def test_state_of_the_base_is_not_inherited(source: Path, model: nn.Module, tmp_path: Path) -> None:
+    """A second stage of training starts from a checkpoint of the first."""
+    first = save(checkpointer(source, tmp_path / "first"), "step_1", model)
+    second = checkpointer(first, tmp_path / "second")
+    again = build(first)
+    second.load_model(again)
+    folder = second.save("step_1", again)
+    assert not (folder / "state").exists()
+    assert "finished" in refusal(second.find_resume_point)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

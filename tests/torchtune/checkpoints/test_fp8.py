@@ -1,0 +1,138 @@
+"""float8 weights with scales: what the format says in float64, what transformers makes of them, and DeepSeek V3."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from tests.torchtune.checkpoints.small import load, logits, read, stored, write_folder
+from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._fp8 import Fp8Files
+from torchtune.checkpoints._open_source import open_source
+from torchtune.models import ModelError, from_hf_config
+from torchtune.training import FullModelHFCheckpointer
+
+DEEPSEEK = (
+    "DeepseekV3",
+    {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"moe_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"qk_rope_head_dim": 8, "num_key_value_heads": 4, "num_hidden_layers": 2, "rope_interleave": True},
+)
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], blocks: list[int] | None = None) -> Path:
+    """A folder of tensors, with the size of blocks in its config."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": blocks}}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Every float8 but NaN, in disorder."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return codes.masked_fill(codes % 128 == 127, 0).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("shape", [(11, 10), (3, 11, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path: Path, shape: tuple, dtype: object) -> None:
+    values = random(*shape)
+    scales = torch.rand(*shape[:-2], 3, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
+    path = written(tmp_path / "a", {"w": values, "w_scale_inv": scales, "w.activation_scale": torch.ones(1)}, [4, 8])
+    spread = scales.double().repeat_interleave(4, -2)[..., :11, :].repeat_interleave(8, -1)[..., :10]
+    expected = (values.double() * spread).float().bfloat16()
+    source = open_source([path])
+    assert source.names() == ["w"]
+    assert source.shape("w") == shape
+    assert torch.equal(source.read("w"), expected)
+    for rows, columns in [((0, 11), (3, 9)), ((3, 5), (0, 10)), ((5, 6), (7, 10)), ((8, 11), (8, 9))]:
+        part = (*([slice(1, 3)] if len(shape) > 2 else []), slice(*rows), slice(*columns))
+        assert torch.equal(source.read("w", part), expected[part])
+
+
+@pytest.mark.parametrize(("shape", "scale"), [((6, 5), ()), ((6, 5), (1,)), ((2, 6, 5), (2,)), ((2, 6, 5), (2, 1, 1))])
+def test_one_scale_for_a_whole_matrix(tmp_path: Path, shape: tuple, scale: tuple) -> None:
+    values, scales = random(*shape), torch.rand(scale)
+    source = Fp8Files([written(tmp_path / "a", {"w": values, "w_scale_inv": scales})])
+    expected = values.double() * scales.double().view(*shape[:-2], 1, 1)
+    assert torch.equal(source.read("w"), expected.float().bfloat16())
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    ones = torch.ones(9, 6)
+    path = written(tmp_path / "a", {"w": random(9, 6), "w_scale_inv": torch.ones(2, 1)}, [4, 8])
+    with pytest.raises(
+        CheckpointError, match=r"'w_scale_inv' has the shape \[2, 1\], where blocks of 4 x 8 of \[9, 6\]"
+    ):
+        Fp8Files([path]).read("w")
+    with pytest.raises(CheckpointError, match=r"'w' has scales, but its dtype is torch.float32, not a float8"):
+        Fp8Files([written(tmp_path / "b", {"w": ones, "w_scale_inv": ones[:1, :1].clone()})]).read("w")
+    with pytest.raises(CheckpointError, match=r"holds 'w_scale_inv', but no file holds 'w'"):
+        Fp8Files([written(tmp_path / "c", {"w_scale_inv": ones})])
+    with pytest.raises(CheckpointError, match=r"weight_block_size = \[4\], where two sizes"):
+        Fp8Files([written(tmp_path / "d", {"w": ones}, [4])])
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small DeepSeek V3 as it is published: matrices of layers in float8, and a layer of multi-token prediction."""
+    folder = write_folder(tmp_path_factory.mktemp("deepseek"), DEEPSEEK, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("layers.1", "layers.2"): t.clone() for name, t in tensors.items() if "layers.1" in name}
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64, dtype=torch.bfloat16)
+    for name, tensor in list(tensors.items()):
+        if name.endswith("proj.weight") or "proj_with" in name:
+            blocks = tensor.float().unflatten(0, (-1, 8)).unflatten(-1, (-1, 8))
+            scale = blocks.abs().amax((1, 3)) / 448
+            tensors[name] = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = read(folder / "config.json")
+    said = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8]}
+    more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
+    config |= {"quantization_config": said, "num_nextn_predict_layers": 1, **more}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(published: Path, tmp_path: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        published, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    ).eval()
+    model = load(published, dtype=torch.bfloat16)
+    saved = FullModelHFCheckpointer(str(published), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    config = read(saved / "config.json")
+    assert "quantization_config" not in config
+    weights, source = stored(saved), open_source([published / "model.safetensors"])
+    assert weights.keys() == set(source.names())
+    assert all(torch.equal(weights[name], source.read(name)) for name in weights if "layers.2." in name)
+    assert {tensor.dtype for name, tensor in weights.items() if "scale" not in name and "bias" not in name} == {
+        torch.bfloat16
+    }
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).eval()
+    for (name, parameter), other in zip(theirs.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+    torch.testing.assert_close(logits(load(published)), logits(again.float()), atol=1e-4, rtol=1e-4)
+
+
+def test_a_scheme_that_is_not_known_is_refused_by_name(published: Path, tmp_path: Path) -> None:
+    config = read(published / "config.json")
+    minimax = {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": minimax}))
+    with torch.device("meta"):
+        assert from_hf_config(tmp_path).description == from_hf_config(published).description
+    for scheme in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "fmt": "e3m4"}):
+        for unread in ({**config, "quantization_config": scheme}, _composite(scheme)):
+            (tmp_path / "config.json").write_text(json.dumps(unread))
+            with pytest.raises(ModelError, match=r"has quantization_config = \{'quant_method'"), torch.device("meta"):
+                from_hf_config(tmp_path)
+
+
+def _composite(scheme: dict) -> dict:
+    text = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "intermediate_size": 8}
+    return {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "quantization_config": scheme}

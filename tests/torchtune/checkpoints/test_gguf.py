@@ -1,0 +1,192 @@
+"""GGUF files: as a folder that transformers loads, read directly, damaged."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.torchtune.checkpoints.gguf_files import write_gguf
+from tests.torchtune.checkpoints.small import logits, read, same_bits, stored
+from torchtune.checkpoints import CheckpointError, GGUFFile, gguf_to_hf
+from torchtune.models import build
+from torchtune.modules import TransformerDecoder
+from torchtune.training import FullModelHFCheckpointer
+
+
+def on_meta(path: Path) -> TransformerDecoder:
+    """Our model of a GGUF file."""
+    file = GGUFFile(path)
+    with torch.device("meta"):
+        return build(file.description, file.spec)
+
+
+@pytest.mark.parametrize("quantization", ["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0", "Q5_1"])
+@pytest.mark.parametrize("shape", ["llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3"])
+def test_folder_for_transformers(shape: str, quantization: str, tmp_path: Path) -> None:
+    made = write_gguf(tmp_path / "x.gguf", shape, quantization)
+    folder = gguf_to_hf(made.path, tmp_path / "hf", torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(again) is type(made.hf)
+    assert again.config.tie_word_embeddings == made.hf.config.tie_word_embeddings
+    assert again.generation_config.eos_token_id == 2
+    assert (again.config.bos_token_id, again.config.eos_token_id, again.config.pad_token_id) == (1, 2, 0)
+    torch.testing.assert_close(logits(again), logits(made.hf), atol=1e-5, rtol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == (
+        "<|im_start|>hi<|im_end|>"
+    )
+
+
+def test_default_is_bf16(tmp_path: Path) -> None:
+    made = write_gguf(tmp_path / "x.gguf", quantization="Q8_0")
+    folder = gguf_to_hf(made.path, tmp_path / "hf")
+    assert {tensor.dtype for tensor in stored(folder).values()} == {torch.bfloat16}
+    assert read(folder / "config.json")["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
+def test_read_directly(shape: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    made = write_gguf(tmp_path / "in" / "x.gguf", shape, "Q8_0")
+    (tmp_path / "in" / "holiday.txt").write_text("no part of the model")
+    checkpointer = FullModelHFCheckpointer(str(tmp_path / "in"), ["x.gguf"], output_dir=str(tmp_path / "out"))
+    model = on_meta(made.path)
+    checkpointer.load_model(model)
+    torch.testing.assert_close(logits(model.eval()), logits(made.hf), atol=1e-4, rtol=1e-4)
+    saved = checkpointer.save("epoch_0", model)
+    folder = gguf_to_hf(made.path, tmp_path / "hf", torch.float32)
+    assert same_bits(stored(saved), stored(folder))
+    files = {path.name for path in folder.iterdir()}
+    assert {path.name for path in saved.iterdir()} == files | {".complete"}
+    for name in files - {"model.safetensors"}:
+        assert read(saved / name) == read(folder / name), name
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(saved)), logits(made.hf), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_llama3_scaling(tmp_path: Path) -> None:
+    """llama.cpp keeps Llama 3.1's scaling as one divisor a frequency."""
+    import gguf
+
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    written = gguf.GGUFWriter.write_header_to_file
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=scaling, max_position_embeddings=256)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500_000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+
+    def with_frequencies(self: Any) -> None:
+        self.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+        written(self)
+
+    gguf.GGUFWriter.write_header_to_file = with_frequencies
+    try:
+        made = write_gguf(tmp_path / "x.gguf", rope_parameters=scaling, max_position_embeddings=20_000)
+    finally:
+        gguf.GGUFWriter.write_header_to_file = written
+    again = AutoModelForCausalLM.from_pretrained(gguf_to_hf(made.path, tmp_path / "hf", torch.float32))
+    assert again.config.rope_parameters["rope_type"] == "llama3"
+    positions = torch.arange(19_000, 19_024).expand(2, -1)
+    tokens = torch.randint(3, 320, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            again(tokens, position_ids=positions).logits,
+            made.hf(tokens, position_ids=positions).logits,
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+def refused(path: Path, output: Path) -> str:
+    """The message with which a file is refused, both ways of reading it."""
+    with pytest.raises(CheckpointError) as caught:
+        gguf_to_hf(path, output)
+    assert not output.exists()
+    with pytest.raises(CheckpointError, match=path.name):
+        FullModelHFCheckpointer(str(path.parent), [path.name]).load_model(on_meta(path))
+    return str(caught.value)
+
+
+def test_cut_anywhere(tmp_path: Path) -> None:
+    made = write_gguf(tmp_path / "x.gguf", quantization="Q4_1", num_hidden_layers=1)
+    content = made.path.read_bytes()
+    rng = random.Random(0)
+    cuts = [0, 1, 3, 4, 7, 8, 23, 24, 25, len(content) - 1, *(rng.randrange(len(content)) for _ in range(60))]
+    path = tmp_path / "cut.gguf"
+    for cut in cuts:
+        path.write_bytes(content[:cut])
+        message = refused(path, tmp_path / "hf")
+        assert "cut.gguf" in message
+        assert "\n" not in message
+
+
+def test_flipped_bytes(tmp_path: Path) -> None:
+    """Whatever the header says, the answer is a result or one sentence."""
+    made = write_gguf(tmp_path / "x.gguf", num_hidden_layers=1)
+    content = made.path.read_bytes()
+    start = content.index(b"output_norm.weight") + 400
+    rng = random.Random(0)
+    path = tmp_path / "flipped.gguf"
+    messages = []
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(min(start, len(content)))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            gguf_to_hf(path, tmp_path / "hf")
+        except CheckpointError as error:
+            messages.append(str(error))
+    assert len(messages) > 5
+    assert all("flipped.gguf" in message for message in messages)
+
+
+def test_no_gguf_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(random.Random(0).randbytes(5000))
+    assert "x.gguf" in refused(path, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"no file .*gone\.gguf"):
+        gguf_to_hf(tmp_path / "gone.gguf", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
+    ],
+)
+def test_what_cannot_be_expressed(extra: dict[str, Any], words: str, tmp_path: Path) -> None:
+    pre = None if "tokenizer.ggml.pre" in extra else "smollm"
+    made = write_gguf(tmp_path / "x.gguf", pre=pre, extra=extra)
+    with pytest.raises(CheckpointError, match=words):
+        gguf_to_hf(made.path, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_several_files(tmp_path: Path) -> None:
+    made = write_gguf(tmp_path / "a.gguf")
+    write_gguf(tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match=r"a\.gguf.*checkpoint_files|checkpoint_files.*one"):
+        FullModelHFCheckpointer(str(tmp_path)).load_model(on_meta(made.path))
+
+
+def test_other_model_than_the_file(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_gguf(tmp_path / "in" / "x.gguf")
+    other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match="layers"):
+        FullModelHFCheckpointer(str(tmp_path / "in"), ["x.gguf"]).load_model(on_meta(other.path))

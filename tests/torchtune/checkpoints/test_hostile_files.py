@@ -1,0 +1,178 @@
+"""Crafted files of weights: refused in one sentence that names the file, before anything large is made of them."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.torchtune.checkpoints.small import build, write_folder
+from tests.work import at_most
+from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._gguf import GGUFFile
+from torchtune.checkpoints._sources import resolve_files
+from torchtune.models import from_hf_config
+from torchtune.training import FullModelHFCheckpointer
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture
+def folder(single: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(single, tmp_path / "copy"))
+
+
+def _refusal(action: Any) -> str:
+    with pytest.raises(CheckpointError) as caught, at_most(2 * 10**6, mib=64):
+        action()
+    text = str(caught.value)
+    assert "\n" not in text, text
+    assert len(text) < 1000, text
+    return text
+
+
+def _load(folder: Path, model: Any = None) -> str:
+    return _refusal(lambda: FullModelHFCheckpointer(str(folder)).load_model(model or build(folder)))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": [1, 2]}, "weight_map"),
+        ({"weight_map": {"a": 3}}, "weight_map"),
+        ({"weight_map": {"a": ["model.safetensors"]}}, "weight_map"),
+        ({"weight_map": {"a": None}}, "weight_map"),
+        ({"weight_map": {}}, "weight_map"),
+        ({"weight_map": "model.safetensors"}, "weight_map"),
+        ([], "list"),
+        ({"weight_map": {"a": "../../etc/passwd"}}, "'../../etc/passwd', which is no file of this folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd', which is no file of this folder"),
+        ({"weight_map": {"a": "x/../../y.safetensors"}}, "no file of this folder"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "no file of this folder"),
+        ({"weight_map": {"a": "x" * 5000}}, "no file of this folder"),
+        ({"weight_map": {"a": "."}}, "lacks"),
+    ],
+)
+def test_an_index_of_wrong_types_or_of_files_elsewhere(folder: Path, index: Any, words: str) -> None:
+    (folder / INDEX).write_text(json.dumps(index))
+    text = _load(folder)
+    assert words in text, text
+
+
+def test_an_index_nested_without_end(folder: Path) -> None:
+    (folder / INDEX).write_text("[" * 200_000)
+    assert INDEX in _load(folder)
+
+
+def test_files_that_are_links_are_read_as_the_cache_of_the_hub_has_them(folder: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "blobs" / "0123"
+    blob.parent.mkdir()
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)
+    FullModelHFCheckpointer(str(folder)).load_model(build(folder))
+
+
+@pytest.mark.parametrize("content", [struct.pack("<Q", 2**63), struct.pack("<Q", 2**40) + b"{}", b"\xff" * 9])
+def test_a_header_longer_than_its_file(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    assert "is not a whole safetensors file" in _load(folder)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**62]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": "1", "data_offsets": {}},
+    ],
+)
+def test_a_header_of_absurd_tensors(folder: Path, entry: dict[str, Any]) -> None:
+    header = json.dumps({"lm_head.weight": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    assert "is not a whole safetensors file" in _load(folder)
+
+
+def test_a_config_of_a_model_that_no_memory_holds(folder: Path) -> None:
+    """Its sizes are compared with those of the file before anything is allocated."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 2**20, "intermediate_size": 2**22, "head_dim": 2**14, "vocab_size": 2**28}
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+    assert "1048576" in _load(folder, model)
+
+
+def test_shards_by_the_billion() -> None:
+    files = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "99999999999"}
+    assert "max_filename" in _refusal(lambda: resolve_files(Path("/nowhere"), files))
+
+
+def _text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def _gguf(metadata: bytes = b"", tensors: bytes = b"", *, entries: int = 1, count: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, count, entries) + metadata + tensors
+
+
+_KEY = _text(b"general.architecture")
+_TENSOR = _text(b"token_embd.weight")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _gguf(_KEY + struct.pack("<IIQ", 9, 4, 2**40)),  # an array of 2^40 numbers
+        _gguf(_KEY + struct.pack("<IIQ", 9, 8, 2**40)),  # of texts
+        _gguf(_KEY + struct.pack("<IIQ", 9, 0, 2**23 - 1)),  # longer than the file
+        _gguf(_KEY + struct.pack("<IQ", 8, 2**60)),  # a text
+        _gguf(struct.pack("<Q", 2**63)),  # a key
+        _gguf(_KEY + struct.pack("<IIQ", 9, 9, 1) * 400),  # arrays in arrays
+        _gguf(_KEY + struct.pack("<I", 99)),  # a kind that there is not
+        _gguf(entries=2**60),
+        _gguf(entries=0, count=2**60),
+        _gguf(tensors=_TENSOR + struct.pack("<I", 2**31), entries=0, count=1),
+        _gguf(tensors=_TENSOR + struct.pack("<IQQIQ", 2, 2**62, 2**62, 0, 0), entries=0, count=1),
+        _gguf(tensors=_TENSOR + struct.pack("<IQIQ", 1, 4, 0, 2**62), entries=0, count=1),
+        b"GGUF",
+        b"GGUF" + b"\xff" * 64,
+        b"",
+    ],
+)
+def test_a_gguf_file_that_announces_more_than_it_holds(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    assert f"{path} is not a whole GGUF file" in _refusal(lambda: GGUFFile(path))
+
+
+def test_gguf_sizes_that_no_model_has(tmp_path: Path) -> None:
+    import gguf
+
+    path = tmp_path / "model.gguf"
+    for key, value in {
+        "embedding_length": 2**31 - 2,
+        "block_count": 2**31 - 1,
+        "feed_forward_length": 2**31 - 1,
+    }.items():
+        writer = gguf.GGUFWriter(path, "llama")
+        sizes = {"embedding_length": 8, "block_count": 1, "feed_forward_length": 8, "context_length": 8, key: value}
+        for name, size in {**sizes, "attention.head_count": 2}.items():
+            writer.add_uint32(f"llama.{name}", size)
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_tensor("token_embd.weight", np.zeros((4, 8), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        assert str(path) in _refusal(lambda: GGUFFile(path).description)

@@ -1,0 +1,297 @@
+"""What copied recipes call, and what older releases wrote."""
+
+import inspect
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.torchtune.checkpoints.small import (
+    load,
+    logits,
+    randomize_adapter,
+    read,
+    same_bits,
+    stored,
+    write_folder,
+)
+from torchtune import training
+from torchtune.checkpoints import (
+    CheckpointError,
+    FullModelHFCheckpointer,
+    FullModelMetaCheckpointer,
+    FullModelTorchTuneCheckpointer,
+    get_largest_iter_folder,
+    safe_torch_load,
+    update_state_dict_for_classifier,
+)
+from torchtune.modules.peft import LoRA, get_adapter_state_dict, get_merged_lora_ckpt
+
+STATE = {
+    "optimizer": {"state": {"norm.scale": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]},
+    "seed": 7,
+    "epochs_run": 1,
+    "total_epochs": 2,
+    "max_steps_per_epoch": None,
+    "steps_run": 5,
+    "dataloader": {},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("source"))
+
+
+def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheckpointer:
+    """As official YAML of older releases builds it."""
+    return FullModelHFCheckpointer(
+        checkpoint_dir=str(source),
+        checkpoint_files=["model.safetensors"],
+        model_type="LLAMA3",
+        output_dir=str(output),
+        **options,
+    )
+
+
+def hf_logits(folder: Path) -> torch.Tensor:
+    return logits(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+def test_the_dict_is_the_models(source: Path, tmp_path: Path) -> None:
+    loaded = checkpointer(source, tmp_path).load_checkpoint()
+    assert loaded.keys() == {"model"}
+    assert same_bits(loaded["model"], load(source).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("shape", "model_type"), [("qwen3_tied", None), ("llama_tied", None), ("phi3", "PHI3_MINI"), ("llama", "REWARD")]
+)
+def test_names_of_other_families(shape: str, model_type: str | None, tmp_path: Path) -> None:
+    """A ``model_type`` of older configs need not be the name of a family."""
+    folder = write_folder(tmp_path / "source", shape)
+    loaded = FullModelHFCheckpointer(str(folder), model_type=model_type).load_checkpoint()["model"]
+    assert same_bits(loaded, load(folder).state_dict())
+
+
+def test_there_and_back(source: Path, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path)
+    loaded = store.load_checkpoint()["model"]
+    store.save_checkpoint({"model": loaded}, epoch=0)
+    assert same_bits(stored(tmp_path / "epoch_0"), stored(source))
+    assert torch.equal(hf_logits(tmp_path / "epoch_0"), hf_logits(source))
+    store.save_checkpoint({"model": loaded}, epoch=0, step=12, dir_prefix="step", max_shard_size="0.05MB")
+    assert len(list((tmp_path / "step_12").glob("model-*.safetensors"))) > 1
+    assert same_bits(stored(tmp_path / "step_12"), stored(source))
+    assert torch.equal(hf_logits(tmp_path / "step_12"), hf_logits(source))
+
+
+@pytest.mark.parametrize("size", ["5", "GB", "five GB", "-1GB"])
+def test_size_that_is_none(source: Path, tmp_path: Path, size: str) -> None:
+    with pytest.raises(CheckpointError, match="max_shard_size"):
+        checkpointer(source, tmp_path).save_checkpoint({"model": {}}, epoch=0, max_shard_size=size)
+
+
+def test_resume_of_full_training(source: Path, tmp_path: Path) -> None:
+    store = checkpointer(source, tmp_path, keep_last_n_checkpoints=1)
+    model = store.load_checkpoint()["model"]
+    for epoch in (9, 10):
+        changed = {name: tensor + epoch for name, tensor in model.items()}
+        store.save_checkpoint({"model": changed, **STATE}, epoch=epoch, intermediate_checkpoint=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_10"]
+    loaded = checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()
+    assert same_bits(loaded.pop("model"), changed)
+    assert loaded == STATE
+
+
+def lora_state(source: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """An adapted model, its merged weights and its adapter with settings, as recipes of older releases made them."""
+    model = load(source, LoRA(rank=4, alpha=8, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True))
+    randomize_adapter(model)
+    adapter = get_adapter_state_dict(model.state_dict())
+    merged = get_merged_lora_ckpt({k: v.clone() for k, v in model.state_dict().items()}, rank=4, alpha=8)
+    config = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj", "w1", "w2", "w3"],
+        "peft_type": "LORA",
+    }
+    return model, merged, {"adapter": adapter, "adapter_config": config}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_adapter(source: Path, tmp_path: Path) -> None:
+    model, merged, adapter = lora_state(source)
+    store = checkpointer(source, tmp_path)
+    store.save_checkpoint({"model": merged, **adapter, **STATE}, epoch=0, intermediate_checkpoint=True)
+    folder = tmp_path / "epoch_0" / "adapter"
+    assert read(folder / "adapter_config.json")["base_model_name_or_path"] == str(source.resolve())
+    base = transformers.AutoModelForCausalLM.from_pretrained(source)
+    theirs = peft.PeftModel.from_pretrained(base, folder).eval()
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-4, rtol=0)
+    # transformers adds an adapter that lies beside the weights: the merged ones would get it twice
+    torch.testing.assert_close(hf_logits(tmp_path / "epoch_0"), logits(model), atol=1e-4, rtol=0)
+
+    loaded = checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()
+    assert same_bits(loaded["adapter"], adapter["adapter"])
+    assert same_bits(loaded["model"], load(source).state_dict()), "the base, not the merged weights"
+    assert loaded["epochs_run"] == 1
+
+
+def test_adapter_alone(source: Path, tmp_path: Path) -> None:
+    _, _, adapter = lora_state(source)
+    store = checkpointer(source, tmp_path)
+    store.save_checkpoint({**adapter}, epoch=0, adapter_only=True)
+    assert not list((tmp_path / "epoch_0").glob("model*"))
+    with pytest.raises(CheckpointError, match="needs an adapter"):
+        store.save_checkpoint({"model": {}}, epoch=1, adapter_only=True)
+
+
+def older_run(source: Path, output: Path) -> tuple[nn.Module, Path]:
+    """What an older release left: merged weights, adapter and state in epoch_0, without a marker."""
+    model, merged, adapter = lora_state(source)
+    store = checkpointer(source, output)
+    for epoch in (0, 1):
+        state = {**STATE, "epochs_run": epoch + 1}
+        store.save_checkpoint({"model": merged, **adapter, **state}, epoch=epoch, intermediate_checkpoint=True)
+        (output / f"epoch_{epoch}" / ".complete").unlink()
+    return model, output / "epoch_1"
+
+
+def test_an_older_run_can_be_resumed_by_an_older_recipe(source: Path, tmp_path: Path) -> None:
+    older_run(source, tmp_path)
+    assert checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()["epochs_run"] == 2
+
+
+def test_an_older_adapter_can_be_trained_on(source: Path, tmp_path: Path) -> None:
+    model, folder = older_run(source, tmp_path)
+    conversion = LoRA(rank=4, alpha=8, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True)
+    again = load(source, conversion, adapter_checkpoint=str(folder))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_older_run_is_neither_resumed_nor_overwritten(source: Path, tmp_path: Path) -> None:
+    older_run(source, tmp_path)
+    store = checkpointer(source, tmp_path)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        store.check_output_dir(resume=False)
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        store.find_resume_point()
+
+
+def test_nothing_to_resume(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint with a recipe_state\.pt"):
+        checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_meta(tied: bool, tmp_path: Path) -> None:
+    ours = load(write_folder(tmp_path / "hf", "llama_tied" if tied else "llama")).state_dict()
+    theirs = {
+        name.replace(".attn.q_proj", ".attention.wq")
+        .replace(".attn.k_proj", ".attention.wk")
+        .replace(".attn.v_proj", ".attention.wv")
+        .replace(".attn.output_proj", ".attention.wo")
+        .replace(".mlp.", ".feed_forward.")
+        .replace("sa_norm.scale", "attention_norm.weight")
+        .replace("mlp_norm.scale", "ffn_norm.weight")
+        .replace("norm.scale", "norm.weight"): tensor
+        for name, tensor in ours.items()
+    }
+    theirs["output.weight"] = theirs.get("output.weight", theirs["tok_embeddings.weight"])
+    (tmp_path / "meta").mkdir()
+    torch.save(theirs, tmp_path / "meta" / "consolidated.00.pth")
+    store = FullModelMetaCheckpointer(
+        str(tmp_path / "meta"), ["consolidated.00.pth"], "LLAMA3_2" if tied else "LLAMA3", str(tmp_path / "output")
+    )
+    assert same_bits(store.load_checkpoint()["model"], ours)
+    store.save_checkpoint({"model": ours, **STATE}, epoch=0, intermediate_checkpoint=True)
+    assert same_bits(safe_torch_load(tmp_path / "output" / "epoch_0" / "model-00001-of-00001.bin"), theirs)
+    store.should_load_recipe_state = True
+    loaded = store.load_checkpoint()
+    assert same_bits(loaded["model"], ours)
+    assert loaded["seed"] == 7
+    # where an older release kept its state
+    shutil.move(tmp_path / "output" / "epoch_0" / "recipe_state.pt", tmp_path / "output" / "recipe_state.pt")
+    (tmp_path / "output" / "recipe_state").mkdir()
+    shutil.move(tmp_path / "output" / "recipe_state.pt", tmp_path / "output" / "recipe_state" / "recipe_state.pt")
+    assert store.load_checkpoint()["seed"] == 7
+
+
+def test_our_own_names(source: Path, tmp_path: Path) -> None:
+    ours = load(source).state_dict()
+    (tmp_path / "tune").mkdir()
+    torch.save(ours, tmp_path / "tune" / "model.pt")
+    store = FullModelTorchTuneCheckpointer(
+        str(tmp_path / "tune"), checkpoint_files=["model.pt"], model_type="LLAMA3", output_dir=str(tmp_path / "output")
+    )
+    assert same_bits(store.load_checkpoint(weights_only=True)["model"], ours)
+    adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, 2)}
+    store.save_checkpoint({"model": ours, "adapter": adapter, **STATE}, epoch=3, intermediate_checkpoint=True)
+    store.should_load_recipe_state = True
+    loaded = store.load_checkpoint()
+    assert same_bits(loaded["model"], ours)
+    assert same_bits(loaded["adapter"], adapter)
+
+
+def test_signatures_are_those_of_older_releases() -> None:
+    """Order and names of what was positional; new arguments come after a star."""
+    common = ["checkpoint_dir", "checkpoint_files", "model_type", "output_dir", "adapter_checkpoint"]
+    common += ["recipe_checkpoint", "resume_from_checkpoint"]
+    expected = {
+        FullModelHFCheckpointer: [*common, "safe_serialization", "should_load_recipe_state"],
+        FullModelMetaCheckpointer: [*common, "should_load_recipe_state"],
+        FullModelTorchTuneCheckpointer: [*common, "should_load_recipe_state"],
+    }
+    for cls, names in expected.items():
+        parameters = inspect.signature(cls).parameters.values()
+        assert [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD] == names
+    assert inspect.signature(FullModelHFCheckpointer).parameters["enable_dcp"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_keys_of_the_dict() -> None:
+    keys = "MODEL OPT ADAPTER SEED EPOCHS TOTAL_EPOCHS MAX_STEPS STEPS DATALOADER VAL_DATALOADER RNG".split()
+    assert [getattr(training, f"{key}_KEY") for key in keys] == [
+        "model",
+        "optimizer",
+        "adapter",
+        "seed",
+        "epochs_run",
+        "total_epochs",
+        "max_steps_per_epoch",
+        "steps_run",
+        "dataloader",
+        "val_dataloader",
+        "rng_state",
+    ]
+    assert training.ADAPTER_CONFIG == "adapter_config"
+    assert training.ModelType.LLAMA3_2.value == "llama3_2"
+
+
+def test_largest_folder(tmp_path: Path) -> None:
+    assert get_largest_iter_folder(tmp_path) is None
+    assert get_largest_iter_folder(tmp_path / "nowhere") is None
+    for name in ("epoch_2", "epoch_10", "step_300", "epoch_x"):
+        (tmp_path / name).mkdir()
+    assert get_largest_iter_folder(tmp_path) == "epoch_10"
+    assert get_largest_iter_folder(tmp_path, r"^step_(\d+)") == "step_300"
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("rows", [2, 7])
+def test_classifier(rows: int, force: bool) -> None:
+    own = nn.Parameter(torch.ones(2, 3))
+    state = {"output.weight": torch.zeros(rows, 3), "output.bias": torch.zeros(rows), "norm.scale": torch.ones(3)}
+    update_state_dict_for_classifier(state, [("output.weight", own)], force_override=force)
+    assert state.keys() == {"output.weight", "norm.scale"}
+    assert (state["output.weight"] is own) is (force or rows == 7)
+
+
+def test_no_classifier() -> None:
+    with pytest.raises(CheckpointError, match=r"no output\.weight"):
+        update_state_dict_for_classifier({}, [("norm.scale", nn.Parameter(torch.ones(1)))])

@@ -1,0 +1,105 @@
+"""MXFP4 weights: what the format says in float64, what transformers makes of them, and gpt-oss trained from them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.torchtune.checkpoints.small import build, hf_model, load, logits, read, stored, write_folder
+from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._mxfp4 import Mxfp4Files, dequantize_mxfp4
+from torchtune.training import FullModelHFCheckpointer
+
+
+def packed(*shape: int, low: int = 110, high: int = 140) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks ``[*shape, 16]`` and scales ``[*shape]``."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
+
+
+def element(code: int) -> float:
+    """The number of a four-bit code: a sign, two bits of exponent (bias 1), one of mantissa; no infinities."""
+    sign, exponent, mantissa = -1 if code >> 3 else 1, code >> 1 & 3, code & 1
+    return sign * (mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+
+
+def test_every_code_and_scale_means_what_the_format_says() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    blocks = codes.repeat(250, 1).view(250, 16, 16)
+    scales = torch.arange(2, 252, dtype=torch.uint8)[:, None].repeat(1, 16)
+    found = dequantize_mxfp4(blocks, scales)
+    table = torch.tensor([[element(code & 15), element(code >> 4)] for code in range(256)], dtype=torch.float64)
+    expected = table.flatten() * (2.0 ** (scales[:, :1].double() - 127))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.double().view(250, 512), expected)
+    assert torch.equal(torch.signbit(found.view(250, 512)), torch.signbit(expected))
+
+
+def test_equals_what_transformers_makes_of_it() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = packed(3, 10, 2)
+    theirs = convert_moe_packed_tensors(blocks, scales)  # [e, in, out]
+    assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), theirs)
+
+
+def test_any_part_is_the_part_of_the_whole(tmp_path: Path) -> None:
+    blocks, scales = packed(3, 10, 4)
+    save_file({"a.experts.w_blocks": blocks, "b": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"a.experts.w_scales": scales}, tmp_path / "2.safetensors")
+    source = Mxfp4Files([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])
+    assert sorted(source.names()) == ["a.experts.w", "b"]
+    assert source.shape("a.experts.w") == (3, 128, 10)
+    whole = source.read("a.experts.w")
+    assert torch.equal(whole, dequantize_mxfp4(blocks, scales).transpose(1, 2))
+    for box in [(1, 3, 0, 128, 0, 10), (0, 1, 37, 99, 2, 9), (2, 3, 32, 64, 0, 1), (0, 3, 127, 128, 9, 10)]:
+        part = tuple(slice(*ends) for ends in zip(box[::2], box[1::2], strict=True))
+        assert torch.equal(source.read("a.experts.w", part), whole[part])
+    with pytest.raises(CheckpointError, match=r"but no file 'a.experts.w_scales'"):
+        Mxfp4Files([tmp_path / "1.safetensors"])
+
+
+def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
+    """A small gpt-oss with experts in MXFP4, as it is published, and the model that it means."""
+    write_folder(folder, "gpt_oss", torch.bfloat16)
+    model = hf_model("gpt_oss", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight, key = getattr(layer.mlp.experts, name), f"model.layers.{number}.mlp.experts.{name}"
+            experts, rows, columns = weight.shape
+            blocks, scales = packed(experts, columns, rows // 32, low=122, high=126)
+            tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            del tensors[key]
+            weight.data.copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = read(folder / "config.json")
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, model
+
+
+def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path: Path) -> None:
+    source, theirs = quantized_folder(tmp_path / "in")
+    model = load(source, dtype=torch.bfloat16)
+    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    weights = stored(saved)
+    assert all(torch.equal(weights[name], parameter) for name, parameter in theirs.named_parameters())
+    assert "quantization_config" not in read(saved / "config.json")
+    exact = logits(AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval())
+    torch.testing.assert_close(logits(load(source, dtype=torch.float32)), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_packed_must_fit_the_model(tmp_path: Path) -> None:
+    source, _ = quantized_folder(tmp_path / "in")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][:, :-1].contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    message = rf"'{name}' has the shape \[4, 64, 31\] where the model needs \[4, 64, 32\]"
+    with pytest.raises(CheckpointError, match=message):
+        FullModelHFCheckpointer(str(source)).load_model(build(source))

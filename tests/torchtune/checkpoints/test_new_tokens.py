@@ -1,0 +1,142 @@
+"""New rows of the vocabulary beside an adapter are trained, saved as peft saves them, merged and resumed."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.torchtune.checkpoints.small import build, hf_model, load, read, same_bits, write_folder
+from torchtune.checkpoints import CheckpointError
+from torchtune.modules.conversion import ConversionError
+from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer, fit_vocabulary, setup_optimizer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+ROWS, OLD = 328, 320
+LORA = LoRA(4, 8, attn_modules=["q_proj", "v_proj"], use_dora=True)
+
+
+def tokens() -> torch.Tensor:
+    """[2, 24] ids, some of them new."""
+    return torch.randint(3, ROWS, (2, 24), generator=torch.Generator().manual_seed(2)).index_fill_(
+        1, torch.tensor([1, 20]), ROWS - 1
+    )
+
+
+def grown(store: FullModelHFCheckpointer, source: Path, **options: Any) -> nn.Module:
+    model = build(source, LORA, **options)
+    store.load_model(model)
+    fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return setup_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.5), model)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    loss = loss_fn(model(tokens()[:, :-1]), tokens()[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.skip_output_layer = False
+    return loss.item()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    out = model(tokens())
+    return (out if isinstance(out, torch.Tensor) else out.logits).float()
+
+
+def base_of_peft(shape: str) -> nn.Module:
+    model = hf_model(shape)
+    model.resize_token_embeddings(ROWS, mean_resizing=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
+def test_new_rows_are_trained_saved_and_resumed(shape: str, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape)
+    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model, resumed = grown(store, source), grown(store, source)
+    start = logits(model.eval())
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = optimizer_of(model.train())
+    for _ in range(3):
+        step(model, optimizer)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    outputs = [] if shape.endswith("tied") else ["output.new_rows"]
+    assert {name for name in moved if "lora" not in name and "magnitude" not in name} == {
+        "tok_embeddings.new_rows",
+        *outputs,
+    }
+    expected = logits(model.eval())
+    assert (expected - start).abs().max() > 0.1
+
+    saved = store.save("step_3", model, state={"optimizer": optimizer, "progress": {}}, contents="adapter")
+    assert read(saved / "config.json")["vocab_size"] == ROWS
+    names = ["embed_tokens", *(["lm_head"] if outputs else [])]
+    ids = list(range(OLD, ROWS))
+    assert read(saved / "adapter_config.json")["trainable_token_indices"] == dict.fromkeys(names, ids)
+    in_peft = PeftModel.from_pretrained(base_of_peft(shape), saved)
+    torch.testing.assert_close(logits(in_peft.eval()), expected, atol=1e-4, rtol=1e-4)
+    files, theirs = load_file(saved / "adapter_model.safetensors"), get_peft_model_state_dict(in_peft)
+    assert same_bits({name: theirs[name] for name in files}, files)  # it adds whole embeddings whose size has changed
+
+    again = optimizer_of(resumed)
+    store.resume(store.find_resume_point(), resumed, {"optimizer": again, "progress": {}})
+    assert same_bits(dict(resumed.state_dict()), dict(model.state_dict()))
+    assert step(resumed.train(), again) == step(model.train(), optimizer)
+    assert same_bits(dict(resumed.state_dict()), dict(model.state_dict()))
+
+    expected = logits(model.eval())
+    merged = store.save("epoch_0", model, contents=("adapter", "merged"))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-4, rtol=1e-4)
+    apart = PeftModel.from_pretrained(base_of_peft(shape), merged / "adapter")
+    torch.testing.assert_close(logits(apart.eval()), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(load(merged)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
+def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape: str, tmp_path: Path) -> None:
+    """autograd of a model whose embedding is trained whole, in float64, is the reference."""
+    source = write_folder(tmp_path / "in", shape)
+    ours = load(source, LoRA(4, 8)).double()
+    whole = load(source).double()
+    for model in (ours, whole):
+        fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
+        loss = nn.functional.cross_entropy(model(tokens()[:, :-1]).double().flatten(0, 1), tokens()[:, 1:].flatten())
+        loss.backward()
+    paths = ["tok_embeddings"] if shape.endswith("tied") else ["tok_embeddings", "output"]
+    for path in paths:
+        rows = ours.get_parameter(f"{path}.new_rows").grad
+        torch.testing.assert_close(rows, whole.get_parameter(f"{path}.weight").grad[OLD:], atol=1e-6, rtol=1e-5)
+        assert ours.get_parameter(f"{path}.weight").grad is None
+
+
+def test_what_cannot_be_had(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    model = load(source, LoRA(4, 8, apply_to_output=True))
+    with pytest.raises(ConversionError, match="a LoRALinear or has a bias: leave out the adapter of the output"):
+        fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
+    assert model.tok_embeddings.weight.shape[0] == OLD
+    # An adapter with new rows is no plain one: the base in the folder has none for them.
+    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    saved = store.save("step_1", grown(store, source), contents="adapter")
+    other = FullModelHFCheckpointer(str(source), adapter_checkpoint=str(saved))
+    with pytest.raises(CheckpointError, match=r"trainable_token_indices = .* cannot be expressed"):
+        other.load_model(build(source, LORA))

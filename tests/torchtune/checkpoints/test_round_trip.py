@@ -1,0 +1,206 @@
+"""Folders of transformers through our model and back: the same bits, loaded by transformers again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.torchtune.checkpoints.small import (
+    SHAPES,
+    build,
+    load,
+    logits,
+    read,
+    same_bits,
+    stored,
+    write_folder,
+)
+from torchtune.training import FullModelHFCheckpointer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape, dtype)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, dtype=dtype)
+    checkpointer.load_model(model)
+    saved = checkpointer.save("epoch_0", model)
+    assert same_bits(stored(source), stored(saved))
+    theirs, again = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (source, saved))
+    assert again.dtype == dtype
+    assert same_bits(dict(theirs.state_dict()), dict(again.state_dict()))
+    # In float32: what bfloat16 rounds away may send a token to another expert.
+    exact = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    ours = build(saved, dtype=torch.float32)
+    FullModelHFCheckpointer(str(saved)).load_model(ours)
+    torch.testing.assert_close(logits(ours.eval()), logits(exact), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
+def test_shards(shape: str, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", shape, max_shard_size="30KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 3
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source)
+    checkpointer.load_model(model)
+    saved = checkpointer.save("epoch_0", model, max_shard_bytes=40_000)
+    files = sorted(saved.glob("model*.safetensors"))
+    index = read(saved / "model.safetensors.index.json")
+    tensors = stored(saved)
+    assert len(files) > 3
+    assert index["weight_map"].keys() == tensors.keys()
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    largest = max(t.numel() * t.element_size() for t in tensors.values())
+    assert max(file.stat().st_size for file in files) < max(40_000, largest) + 20_000
+    assert same_bits(stored(source), tensors)
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(source)), logits(AutoModelForCausalLM.from_pretrained(saved))
+    )
+    whole = checkpointer.save("epoch_1", model)
+    assert [file.name for file in whole.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_real_model_is_loaded_in_place(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    meta = load(source)
+    with torch.device("cpu"):
+        model = build(source).to_empty(device="cpu")
+    before = model.tok_embeddings.weight
+    FullModelHFCheckpointer(str(source)).load_model(model)
+    assert model.tok_embeddings.weight is before
+    assert same_bits(model.state_dict(), meta.state_dict())
+
+
+def test_dtype_of_the_model_holds(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    model = load(source, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("step_1", model)
+    assert {tensor.dtype for tensor in stored(saved).values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(saved, dtype="auto").dtype == torch.bfloat16
+
+
+def test_listed_and_formatted_files(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", max_shard_size="30KB")
+    names = sorted(path.name for path in source.glob("model-*.safetensors"))
+    expected = load(source).state_dict()
+    count = names[0].removesuffix(".safetensors").rpartition("-")[2]
+    formatted = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": count}
+    (source / "model.safetensors.index.json").unlink()
+    for files in (list(reversed(names)), formatted):
+        assert same_bits(load(source, checkpoint_files=files).state_dict(), expected)
+
+
+def test_what_is_carried(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "LICENSE").write_text("licence")
+    (source / "modeling_custom.py").write_text("x = 1")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    carried = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "modeling_custom.py",
+        "additional_chat_templates/tool.jinja",
+    }
+    for left in (
+        ".gitattributes",
+        ".cache/huggingface/download/x.json",
+        "pytorch_model.bin",
+        "extra.safetensors",
+        "extra.gguf",
+        "pytorch_model.bin.index.json",
+        "epoch_0/config.json",
+        "step_7/tokenizer.json",
+        "torchtune_config.yaml",
+        "adapter_config.json",
+        "state/state.json",
+        "state/state.safetensors",
+        "adapter/adapter_config.json",
+        "recipe_state.pt",
+    ):
+        path = source / left
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    with (source / "large.json").open("wb") as file:
+        file.truncate(101 * 2**20)
+    checkpointer = FullModelHFCheckpointer(str(source), ["model.safetensors"], output_dir=str(tmp_path / "out"))
+    model = build(source)
+    checkpointer.load_model(model)
+    saved = checkpointer.save("epoch_0", model)
+    files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    assert files == carried | {"config.json", "model.safetensors", ".complete"}
+    for name in carried:
+        assert (saved / name).read_bytes() == (source / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(saved).eos_token == "<|im_end|>"
+    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == 2
+
+
+def test_config_says_what_is_saved(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "qwen2_tied")
+    config = read(source / "config.json") | {"task_specific_params": {"kept": True}}
+    (source / "config.json").write_text(json.dumps(config))
+    model = load(source, dtype=torch.bfloat16)
+    with torch.no_grad():
+        grown = torch.cat([model.tok_embeddings.weight, torch.zeros(8, 32, dtype=torch.bfloat16)])
+    model.tok_embeddings.weight = torch.nn.Parameter(grown)
+    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    written = read(saved / "config.json")
+    assert (written["vocab_size"], written["dtype"], written["task_specific_params"]) == (
+        328,
+        "bfloat16",
+        {"kept": True},
+    )
+    assert {key: value for key, value in written.items() if key not in ("vocab_size", "dtype")} == {
+        key: value for key, value in config.items() if key not in ("vocab_size", "dtype")
+    }
+    assert AutoModelForCausalLM.from_pretrained(saved).get_input_embeddings().weight.shape == (328, 32)
+
+
+def test_folder_without_config_gets_one(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "qwen3")
+    model = load(source)
+    (source / "config.json").unlink()
+    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_a_save_does_not_need_the_source(tmp_path: Path) -> None:
+    """A long run must not fail at its end because somebody tidied up the folder of the base model."""
+    source = write_folder(tmp_path / "in")
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source)
+    checkpointer.load_model(model)
+    for path in source.iterdir():
+        path.unlink()
+    source.rmdir()
+    saved = checkpointer.save("epoch_0", model)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model.eval()), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_an_earlier_checkpoint_as_base(tmp_path: Path) -> None:
+    """A checkpoint in the middle of a run is a model folder too; its training state is not passed on."""
+    source = write_folder(tmp_path / "in")
+    first = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "first"))
+    model = build(source)
+    first.load_model(model)
+    middle = first.save("step_1", model, state={"progress": {"step": 1}}, cfg={"recipe": "x"})
+    second = FullModelHFCheckpointer(str(middle), output_dir=str(tmp_path / "second"))
+    again = build(middle)
+    second.load_model(again)
+    saved = second.save("step_2", again, state={"progress": {"step": 2}})
+    assert second.find_resume_point().progress == {"step": 2}
+    last = second.save("epoch_0", again)
+    assert same_bits(stored(source), stored(last))
+    assert not (last / "state").exists()
+    assert not (saved / "torchtune_config.yaml").exists()

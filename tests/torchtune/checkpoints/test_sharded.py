@@ -1,0 +1,130 @@
+"""Sharded models in several processes: what is loaded and saved does not depend on how they are sharded."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import build, load, randomize_adapter, stored, write_folder
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer
+
+SIZES = {"vocab_size": 322, "num_hidden_layers": 1}  # uneven: the last of four ranks has fewer rows
+ADAPTERS = {"none": None, "lora": {"use_dora": False}, "dora": {"use_dora": True}}
+
+
+def conversions(adapter: str, shape: str) -> list[LoRA]:
+    options = ADAPTERS[adapter]
+    mlp = shape == "qwen3_moe"
+    modules = ["q_proj", "v_proj"]
+    return [] if options is None else [LoRA(rank=2, alpha=4, attn_modules=modules, apply_to_mlp=mlp, **options)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def same_as_alone(how: str, shape: str, adapter: str, **options: Any) -> Callable[[Path], None]:
+    """Load and save sharded: the values and the files of one process."""
+
+    def case(folder: Path) -> None:
+        source, alone = folder / shape, folder / f"{shape} {adapter} {sorted(options)}"
+        model = ranks.shard(build(source, *conversions(adapter, shape)), how)
+        store = FullModelHFCheckpointer(
+            str(source), output_dir=str(folder / f"{case.__name__} {dist.get_world_size()}")
+        )
+        torch.manual_seed(4 + dist.get_rank())  # ranks draw as rank 0 does
+        drawn = torch.rand(1).item()
+        torch.manual_seed(4 + dist.get_rank())
+        store.load_model(model)
+        assert dist.get_rank() == 0 or torch.rand(1).item() == drawn
+        expected = torch.load(alone / "model.pt")
+        assert {name for name, _ in model.named_parameters()} == expected.keys()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(ranks.whole(parameter), expected[name]), f"{case.__name__}: {name}"
+        randomize_adapter(model)
+        saved = store.save("step_1", model, **options)
+        assert files(saved) == files(alone / "step_1"), case.__name__
+
+    case.__name__ = f"{how} {shape} {adapter} {sorted(options)}"
+    return case
+
+
+KINDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "none", {}),
+    ("qwen2_tied", "none", {"max_shard_bytes": 30_000}),
+    ("llama", "lora", {"contents": ("adapter", "merged")}),
+    ("llama", "dora", {"contents": ("adapter", "merged"), "max_shard_bytes": 40_000}),
+    ("llama", "dora", {"contents": "adapter"}),
+    ("qwen3_moe", "none", {"max_shard_bytes": 30_000}),
+    ("qwen3_moe", "lora", {"contents": ("adapter", "merged")}),
+]
+# Numbers of KINDS for each mesh: on two ranks every kind on every mesh that can have it.
+MESHES = {
+    2: {"fsdp": range(7), "tp": (0, 1), "whole": range(5), "ours": range(5)},
+    4: {"fsdp": (1, 3, 6), "hsdp": (2, 5), "tp": (1,), "fsdp_tp": (0,), "ours": (2, 4), "experts": (5, 6)},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, and for each kind what one process makes of them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    for shape in {shape for shape, _, _ in KINDS}:
+        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES)
+    for shape, adapter, options in KINDS:
+        alone = folder / f"{shape} {adapter} {sorted(options)}"
+        torch.manual_seed(4)
+        model = load(folder / shape, *conversions(adapter, shape))
+        alone.mkdir()
+        torch.save({name: parameter.detach() for name, parameter in model.named_parameters()}, alone / "model.pt")
+        randomize_adapter(model)
+        FullModelHFCheckpointer(str(folder / shape), output_dir=str(alone)).save("step_1", model, **options)
+        assert stored(alone / "step_1") or options.get("contents") == "adapter"
+    return folder
+
+
+@pytest.mark.parametrize("size", MESHES)
+def test_any_mesh_reads_and_writes_the_same_files(folder: Path, size: int) -> None:
+    cases = []
+    for how, numbers in MESHES[size].items():
+        for shape, adapter, options in (KINDS[number] for number in numbers):
+            cases.append(same_as_alone(how, shape, adapter, **options))
+    ranks.run(size, cases, folder)
+
+
+def one_writer_of_each_file(folder: Path) -> None:
+    """What every process opens to write: no file of tensors is opened by two, and all have something to do."""
+    opened: set[str] = set()
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            opened.add(os.path.basename(str(arguments[0])))
+
+    model = ranks.shard(build(folder / "llama"), "fsdp")
+    store = FullModelHFCheckpointer(str(folder / "llama"), output_dir=str(folder / "writers"))
+    store.load_model(model)
+    state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "progress": {}}
+    sys.addaudithook(note)
+    for behind in (False, True):
+        opened.clear()
+        saved = store.save("step_1", model, state=state, max_shard_bytes=30_000, async_save=behind)
+        store.close()
+        found: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(found, {name for name in opened if name.endswith(".safetensors")})
+        written = sorted(name for names in found for name in names)
+        assert written == sorted(path.name for path in saved.rglob("*.safetensors"))
+        assert len(written) > 2 * dist.get_world_size()
+        assert all(len([name for name in names if name.startswith("model-")]) >= 2 for names in found), found
+        assert [f"rank_{rank}.safetensors" in names for rank, names in enumerate(found)] == [True] * len(found)
+        dist.barrier()
+
+
+def test_no_file_is_written_by_two(folder: Path) -> None:
+    ranks.run(2, [one_writer_of_each_file], folder)

@@ -1,0 +1,94 @@
+"""Whole configs: those that are shipped are accepted, damaged ones are read or refused."""
+
+import ast
+import functools
+import importlib.util
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.torchtune.config.assets import typed_recipe
+from torchtune import config
+from torchtune.config import ConfigError, _unread
+
+ASSETS = Path(__file__).parent / "assets"
+SEED = 20
+
+FIXTURES = [(ASSETS / "typed.yaml", typed_recipe), (ASSETS / "torch_parts.yaml", typed_recipe)]
+
+
+def _shipped() -> list[tuple[Path, str]]:
+    from torchtune._recipe_registry import get_all_recipes
+
+    return [(each.path, str(recipe.path)) for recipe in get_all_recipes() for each in recipe.configs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_read_once() -> Iterator[None]:
+    """What a recipe's source reads is found out once, not for each of its configs."""
+    known: dict[int, tuple[dict, object]] = {}
+
+    def source(tree: ast.Module, names: dict) -> object:
+        if id(names) not in known:
+            known[id(names)] = (names, original(tree, names))
+        return known[id(names)][1]
+
+    original = _unread._Source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_unread, "_Source", source)
+        yield
+
+
+@functools.cache
+def _load(path: str) -> object:
+    spec = importlib.util.spec_from_file_location(f"_mutated_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    importlib.sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", [path for path, _ in FIXTURES], ids=lambda path: path.name)
+def test_an_untouched_fixture_is_accepted(path):
+    config.load_and_check(path, [], typed_recipe.recipe_main)
+
+
+@pytest.mark.parametrize(("path", "recipe"), _shipped(), ids=lambda value: Path(value).stem)
+def test_an_untouched_shipped_config_is_accepted(path, recipe):
+    config.load_and_check(path, [], _load(recipe).recipe_main)
+
+
+OVERRIDES = (
+    "a.b=c", "dataset.0=3", "model=x.y", "~dataset.0", "optimizer.betas.1=${x}", "=", "~", "a=", "..=1",
+    "dataset.9.x=1", "prompt.user=[",
+    "model._component_=", "output_dir=${output_dir}", "--x", "dataset_val.0.x=1", "x={a: b}",
+)  # fmt: skip
+
+
+def _damage(text: str, rng: random.Random) -> str:
+    """Letters put in, left out, lines swapped: what is left need not be YAML."""
+    for _ in range(rng.randrange(1, 4)):
+        at, letter = rng.randrange(len(text)), rng.choice("{}[]:,&*!|>'\"%@`#-?\n \t${}.~=01aé\\_")
+        lines = text.split("\n")
+        one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+        lines[one], lines[other] = lines[other], lines[one]
+        text = rng.choice(
+            (text[:at] + letter + text[at:], text[:at] + text[at + rng.randrange(1, 8) :], "\n".join(lines))
+        )
+    return text
+
+
+def test_damaged_files_are_refused_or_read_but_never_crash(tmp_path):
+    rng = random.Random(SEED)
+    for _ in range(200):
+        source, recipe = rng.choice(FIXTURES)
+        path = tmp_path / "damaged.yaml"
+        path.write_text(_damage(source.read_text(), rng), encoding="utf-8")
+        mistakes: list[str] = []
+        try:
+            config.load_and_check(path, rng.sample(OVERRIDES, rng.randrange(2)), recipe.recipe_main)
+        except ConfigError as error:
+            mistakes = [str(mistake) for mistake in error.errors]
+        assert all(mistake and "\n" not in mistake for mistake in mistakes), mistakes

@@ -1,0 +1,128 @@
+"""Many rows are prepared by several processes, and nothing shows of it."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtune.data import DataError
+from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
+from torchtune.datasets._processes import in_parts, workers
+
+COUNT = 2500
+
+
+def write(path: Path, bad: int = 0) -> str:
+    draw = np.random.default_rng(0)
+    with path.open("w") as file:
+        for n in range(COUNT):
+            words = " ".join(draw.choice(["red", "blue", "cat", "12"], draw.integers(1, 9)))
+            turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
+            file.write(json.dumps({"messages": turns[:1] if n >= COUNT - bad else turns}) + "\n")
+    return str(path)
+
+
+def build(tokenizer: Any, source: str, count: int, monkeypatch: pytest.MonkeyPatch, cache: Path) -> SFTDataset:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(cache))
+    with workers(count):
+        return chat_dataset(tokenizer, source=source, conversation_column="messages", conversation_style="openai")
+
+
+def test_any_number_of_processes_writes_the_same(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "rows.jsonl")
+    one, two = (build(tokenizer, source, count, monkeypatch, tmp_path / str(count)) for count in (1, 2))
+    assert len(one) == len(two) == COUNT
+    assert one.fingerprint == two.fingerprint
+    assert all(one[i] == two[i] for i in range(0, COUNT, 97))
+    with pytest.raises(DataError, match=rf"rows {COUNT - 3}, {COUNT - 2}, {COUNT - 1}: a conversation needs at least"):
+        build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
+
+
+class TwoPartError(Exception):
+    """Cannot be unpickled, as its constructor takes two arguments."""
+
+    def __init__(self, what: str, where: int) -> None:
+        super().__init__(f"{what} in row {where}")
+
+
+def test_any_error_of_a_transform_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
+
+    def work(start: int, rows: Any) -> int:
+        if start:
+            raise TwoPartError("no text", start)
+        return start
+
+    with workers(2), pytest.raises(RuntimeError, match="TwoPartError: no text in row 256"):
+        list(in_parts(range(400), work))
+
+
+def test_without_processes_the_one_that_is_there_does_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
+    fork, left = os.fork, iter(range(2))
+
+    def limited() -> int:
+        if next(left, None) is None:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with workers(4):
+        assert list(in_parts(range(600), lambda start, rows: (start, len(rows)))) == [(0, 256), (256, 256), (512, 88)]
+    assert "4 processes cannot be started to work on rows (no more processes): this one does it alone" in caplog.text
+    assert next(left, None) is None
+    assert not multiprocessing.active_children()  # at exit they are waited for
+
+
+@pytest.mark.parametrize("builder", [kto_dataset, prompt_dataset, preference_dataset])
+def test_so_do_datasets_of_answers_and_prompts(
+    builder: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
+    rows = [
+        {"prompt": "x" * (n % 7 + 1), "completion": "ab", "chosen": "ab", "rejected": "ba", "label": n % 3 == 0}
+        for n in range(600)
+    ]
+    found, processes = [], []
+    for count in (1, 2):
+        monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / str(count)))
+        with workers(count), monkeypatch.context() as patch:
+            patch.setattr(
+                "torchtune.datasets._processes.ProcessPoolExecutor",
+                lambda count, *args: processes.append(count) or ProcessPoolExecutor(count, *args),
+            )
+            found.append(builder(tokenizer, source=rows))
+    assert processes == [2]
+    assert found[0].fingerprint == found[1].fingerprint
+    assert all(found[0][i] == found[1][i] for i in (0, 255, 256, 599))
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    def work(start: int, rows: Any) -> int:
+        if start > 1000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start
+
+    with workers(2), pytest.raises(DataError, match=r"killed, most likely because memory ran out.*--workers 1"):
+        list(in_parts(range(COUNT), work))
+
+
+def test_an_error_of_a_transform_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path))
+
+    def broken(row: Mapping[str, Any]) -> Any:
+        return {"tokens": [1, 2], "mask": [True, False]} if row["n"] < 1000 else row["no such key"]
+
+    with workers(2), pytest.raises(KeyError, match="no such key"):
+        SFTDataset(source=[{"n": n} for n in range(COUNT)], message_transform=dict, model_transform=broken)
+    assert not list((tmp_path / "rows").rglob("*.arrow"))

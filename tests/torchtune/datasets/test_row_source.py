@@ -1,0 +1,207 @@
+"""Where rows come from, and what is said when they cannot be read."""
+
+import csv
+import gzip
+import json
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune.data import DataError
+from torchtune.datasets import chat_dataset, instruct_dataset
+from torchtune.datasets._row_source import RowSource, load_rows, resolve_source
+
+ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    """Write rows in the format of the suffix."""
+    kind = path.suffixes[0]
+    if kind == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if path.suffix == ".gz":
+            with gzip.open(path, "wt") as file:
+                file.write(text)
+        else:
+            path.write_text(text)
+    elif kind == ".json":
+        path.write_text(json.dumps(rows))
+    elif kind == ".parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet"])
+def test_a_file_of_any_kind(suffix: str, tmp_path: Path) -> None:
+    path = str(write(tmp_path / f"mine{suffix}"))
+    assert list(load_rows(path, split="train")) == ROWS
+    assert list(load_rows("someone/on-the-hub", data_files=path, split="train")) == ROWS
+    loader = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffixes[0], "csv")
+    assert list(load_rows(loader, data_files=[path], split="train")) == ROWS
+
+
+def test_splits_and_filters(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    other = str(write(tmp_path / "other.jsonl", ROWS[:2]))
+    assert len(load_rows(path, split="train[:50%]")) == 3
+    assert list(load_rows("json", data_files={"train": path, "test": other}, split="test")) == ROWS[:2]
+    assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(tmp_path / "two"))
+    assert list(load_rows(str(tmp_path / "one"), split="train")) == ROWS
+    assert list(load_rows(str(tmp_path / "two"), split="test")) == ROWS[:1]
+    assert "has the splits train, test, not 'valid'" in refused(tmp_path, source=str(tmp_path / "two"), split="valid")
+
+
+def test_files_of_a_hub_dataset_stay_its_files() -> None:
+    assert resolve_source("someone/data", {"data_files": "part/one.jsonl"}) == (
+        "someone/data",
+        {"data_files": "part/one.jsonl"},
+    )
+    assert resolve_source("json", {"data_files": "https://host/x.jsonl"})[0] == "json"
+
+
+def refused(tmp_path: Path, **settings: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_rows(**{"split": "train", **settings})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_or_empty_file(tmp_path: Path) -> None:
+    assert "There is no data file" in refused(tmp_path, source=str(tmp_path / "no.jsonl"))
+    assert "There is no data file" in refused(tmp_path, source="json", data_files=str(tmp_path / "no.jsonl"))
+    assert "There is no data file" in refused(tmp_path, source="a/b", data_files=str(tmp_path / "no.jsonl"))
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "is empty" in refused(tmp_path, source=str(empty))
+    assert "needs data_files" in refused(tmp_path, source="json")
+
+
+def test_a_loader_reads_a_folder(tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    assert "its files are none that are read" in refused(tmp_path, source="parquet", data_dir=str(folder))
+    for name, rows in (("train", ROWS), ("test", ROWS[:2])):
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    for split, rows in (("train", ROWS), ("test", ROWS[:2])):
+        assert list(load_rows("parquet", data_dir=str(folder), split=split)) == rows
+    assert "its files are 2 of parquet: name those" in refused(tmp_path, source="json", data_dir=str(folder))
+    for name in ("a.json", "b.json"):
+        write(folder / name)
+    assert "2 of json, 2 of parquet" in refused(tmp_path, source="parquet", data_dir=str(folder))
+    assert "There is no folder" in refused(tmp_path, source="parquet", data_dir=str(tmp_path / "none"))
+
+
+def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
+    log = logging.getLogger("datasets")  # its messages do not reach the root
+    log.addHandler(caplog.handler)
+    try:
+        assert f"{path}, line 2" in refused(tmp_path, source=str(path), split="train[:50%]")
+        (tmp_path / "latin.csv").write_bytes(b"input,output\na,caf\xe9\n")
+        said = refused(tmp_path, source=str(tmp_path / "latin.csv"))
+        assert "latin.csv, line 2: byte 6 is not UTF-8: save the file as UTF-8" in said
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not caplog.records, "the datasets package logs what it raises, too"
+
+
+def test_no_such_split(tmp_path: Path) -> None:
+    message = refused(tmp_path, source=str(write(tmp_path / "mine.jsonl")), split="valid")
+    assert "valid" in message
+    assert "train" in message
+
+
+def test_no_rows_left(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    assert "filter_fn is 'mine.keep', not a function of a row" in refused(tmp_path, source=path, filter_fn="mine.keep")
+    assert "filter_fn leaves no rows" in refused(tmp_path, source=path, filter_fn=lambda row: False)
+    empty = tmp_path / "head.csv"
+    empty.write_text("input,output\n")
+    assert "no rows" in refused(tmp_path, source=str(empty))
+    assert "no rows" in refused(tmp_path, source=path, split="train[:0]")
+
+
+def test_without_a_split(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    assert "has the splits train" in refused(tmp_path, source=path, split=None)
+    for setting in ({"streaming": True}, {"shuffle_buffer": 5}):
+        with pytest.raises(DataError, match="streaming=True"):
+            RowSource(path, **setting)
+
+
+def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+    message = refused(tmp_path, source="someone/something")
+    assert "someone/something" in message
+    assert "hub" in message
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    with socket.socket() as closed:  # a port at which nobody listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.chdir(tmp_path)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    message = refused(tmp_path, source="someone/something", data_files="nope.jsonl")
+    assert not waits, "between the attempts of the datasets package"
+    assert f"there is no data file nope.jsonl in {tmp_path}, and the hub cannot be reached" in message
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"source": "a/b", "data_files": ["mine.jsonl", "nope.jsonl"]}, "There is no data file nope.jsonl"),
+        ({"source": "a/b", "data_files": {"train": "./min.jsonl"}}, "did you mean mine.jsonl"),
+        ({"source": "a/b", "data_files": "./*.jsonlines"}, "No file matches ./*.jsonlines"),
+        ({"source": "json", "data_files": "more/*.json"}, "No file matches more/*.json"),
+        ({"source": "json", "data_files": "folder"}, "names the folder folder"),
+        ({"source": "./data"}, "There is no folder or file ./data"),
+        ({"source": "~/no/such/data"}, "There is no folder or file"),
+        ({"source": "one/two/three"}, "There is no folder or file one/two/three"),
+        ({"source": "mine.xlsx"}, "is of no kind that is read"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_said_without_the_hub(
+    settings: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "mine.jsonl")
+    (tmp_path / "mine.xlsx").write_text("x")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("was asked"))
+    assert said in refused(tmp_path, **settings)
+
+
+def test_builders_take_a_path(tmp_path: Path, tokenizer: Any) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    assert len(instruct_dataset(tokenizer, source=path)) == 6
+    with pytest.raises(DataError, match="conversation_style must be sharegpt or openai, not 'chatml'"):
+        chat_dataset(tokenizer, source=path, conversation_column="a", conversation_style="chatml")

@@ -1,0 +1,135 @@
+"""Run a recipe for two steps on fake or on real tensors, and report what the observer counted.
+
+``python -m tests.torchtune.estimate.measured FOLDER`` measures the cases of several processes with real ones,
+and writes what rank 0 counted to ``FOLDER/measured_<processes>.json``.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.recipes.forker import fork, import_rooms
+from tests.recipes.runs import load_recipe, write_config
+from torchtune.config import load_and_check
+from torchtune.estimate._ledger import highest_by_phase
+from torchtune.estimate._observer import Observer
+from torchtune.estimate._simulate import simulate
+
+FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
+FULL_MANY, LORA_MANY = "full_finetune_distributed", "lora_finetune_distributed"
+BF16 = {"dtype": "bf16"}
+QLORA_BASE = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 32}
+LORA_ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
+FLOAT8 = {
+    "_component_": "torchtune.modules.low_precision.Float8Training",
+    "enable_fsdp_float8_all_gather": True,
+    "emulate": True,  # real ones are on a CPU
+}
+# name -> (processes, recipe, settings)
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "full fp32": (1, FULL, {}),
+    "masters, accumulated, clipped": (
+        1,
+        FULL,
+        {**BF16, "optimizer_precision": "fp32_master", "gradient_accumulation_steps": 2, "clip_grad_norm": 1.0},
+    ),
+    "in backward": (1, FULL, {**BF16, "optimizer_in_bwd": True}),
+    "qlora": (1, LORA, {**BF16, "batch_size": 1, "model_converters": [QLORA_BASE, LORA_ADAPTER]}),
+    "fsdp, checkpointed": (2, FULL_MANY, {**BF16, "enable_activation_checkpointing": True}),
+    "float8, fsdp": (2, FULL_MANY, {**BF16, "model_converters": [FLOAT8]}),
+    "tp lora": (2, LORA_MANY, {**BF16, "tensor_parallel_dim": 2}),
+    "cp": (2, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
+    "hsdp x tp": (4, FULL_MANY, {**BF16, "data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2}),
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+def prepare(folder: Path) -> None:
+    """Write what describes the model: there are neither weights nor data."""
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "config.json").write_text(json.dumps(LLAMA))
+
+
+def measure(name: str, folder: Path, *, fake: bool) -> dict[str, Any]:
+    """Peaks by phase in bytes, and of every step and phase FLOPs and collectives (calls and bytes)."""
+    processes, recipe, settings = CASES[name]
+    main = load_recipe(recipe, folder).recipe_main
+    config = write_config(recipe, folder, folder / "never", **settings)
+    observer = Observer(fake=fake)
+    simulate(main, load_and_check(config, [], main), processes, observer=observer, steps=2)
+    flops, traffic = {}, {}
+    for (step, phase), work in observer.work.items():
+        key = f"{step} {phase}"
+        flops[key] = sum(work.flops.values())
+        sent, sizes = work.collectives + work.waiting, work.sent + work.awaited
+        kinds = [item for item in sent if item[0] != "broadcast"]
+        traffic[key] = sorted([kind, list(ranks), sent[kind, ranks], sizes[kind, ranks]] for kind, ranks in kinds)
+    peaks = {phase: peak.total for phase, peak in highest_by_phase(observer.ledger.peaks()).items()}
+    return {"peaks": peaks, "flops": flops, "traffic": traffic}
+
+
+def measure_rank(rank: int, processes: int, names: list[str], folder: Path) -> None:
+    """Be one rank of every case; rank 0 writes what it counted."""
+    import torch.distributed as dist
+
+    own = folder / f"rank_{rank}_of_{processes}"  # ranks write their configs, and must not read half of another's
+    own.mkdir()
+    prepare(own)
+    told = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "-", "MASTER_PORT": 0}
+    os.environ.update({key: str(value) for key, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    found = {}
+    for number, name in enumerate(names):
+        meeting = f"file://{folder}/meeting_{processes}_{number}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+        found[name] = measure(name, own, fake=False)
+    if rank == 0:
+        (folder / f"measured_{processes}.json").write_text(json.dumps(found))
+
+
+def main(folder: Path) -> None:
+    """Fork as many ranks as each case has; this process runs no tensor operation, so that a fork is safe."""
+    import_rooms()
+    for processes in (2, 4):
+        names = [name for name, case in CASES.items() if case[0] == processes]
+        pids = set()
+        for rank in range(processes):
+            pid = fork()
+            if pid == 0:
+                status = 1
+                try:
+                    measure_rank(rank, processes, names, folder)
+                    status = 0
+                except BaseException:  # noqa: BLE001  (whatever it is, the child must end here and say so)
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(status)
+            pids.add(pid)
+        while pids:
+            pid, status = os.wait()
+            pids.remove(pid)
+            if status:  # the others would wait for it
+                for other in pids:
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit(f"a rank of {names} failed")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

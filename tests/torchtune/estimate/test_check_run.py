@@ -1,0 +1,236 @@
+"""Every reason for which a run cannot start is found without starting it, and all of them at once."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import load_recipe, start, write_config
+from tests.tiny import write_conversations
+from torchtune import config, datasets
+from torchtune.config import ConfigError, load_and_check
+from torchtune.data import DataError
+from torchtune.estimate._check_run import find_problems
+from torchtune.training import RunError, check_run, plan_data
+
+LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
+MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("check_run")
+
+
+def settings(name: str, folder: Path, *overrides: str, **changes: Any) -> Any:
+    module = load_recipe(name, folder)
+    output = folder / "new_run"
+    return load_and_check(write_config(name, folder, output, **changes), overrides, module.recipe_main)
+
+
+@pytest.mark.parametrize(("name", "processes"), [(LORA, 1), (DISTRIBUTED, 4)])
+def test_a_run_that_can_start(name: str, processes: int, folder: Path) -> None:
+    cfg = settings(name, folder)
+    before = set(folder.rglob("*"))
+    assert find_problems(cfg, processes, thorough=True) == []
+    assert set(folder.rglob("*")) == before, "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("dataset.data_files=nope/missing.jsonl", "nope/missing.jsonl"),
+        ("checkpointer.checkpoint_dir=/nope", "checkpoint_dir: there is no folder /nope"),
+        ("tokenizer.path=/nope", "/nope"),
+        ("model.checkpoint_dir=/nope", "There is no config.json in /nope"),
+        ("device=cuda:77", "device: 'cuda:77' was asked for"),
+        ("model_converters=[{_component_: torchtune.modules.peft.LoRA, rank: -1}]", "rank"),
+        ("output_dir=/dev/null/run", "output_dir: /dev/null/run cannot be made"),
+        (
+            "optimizer={_component_: torchtune.training.GroupedOptimizer, groups: [{pattern: lora_c, lr: 1.0}]}",
+            "optimizer.groups[0]: the pattern 'lora_c' matches no trained parameter; nearest are layers.*",
+        ),
+    ],
+)
+def test_each_reason_is_found_alone(override: str, said: str, folder: Path) -> None:
+    (problem,) = find_problems(settings(LORA, folder, override), thorough=True)
+    assert said in problem
+    assert "\n" not in problem
+
+
+NF4 = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("full_finetune_single_device", {"model_converters": [NF4]}, "its base is quantised, so it is frozen and only"),
+        ("qat_single_device", {"quantizer__groupsize": 24}, "groupsize 24 does not divide the 32 inputs of 'layers.0"),
+        (
+            "qat_single_device",
+            {"quantizer": {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"}},
+            "Int8WeightOnlyQuantizer cannot be simulated in training: choose",
+        ),
+    ],
+)
+def test_quantisation_that_would_train_nothing(name: str, changes: dict, said: str, folder: Path) -> None:
+    (problem,) = find_problems(settings(name, folder, **changes))
+    assert said in problem
+
+
+def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder: Path) -> None:
+    converters = [{"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4}]
+    (problem,) = find_problems(settings(DISTRIBUTED, folder, model_converters=converters))
+    assert "is trained, but checkpoints would hold the base weights alone" in problem
+    (problem,) = find_problems(settings(LORA, folder, model_converters=[]))
+    assert "it has no adapters to train" in problem
+    own = load_recipe(
+        DISTRIBUTED, folder, {"recipe_main(cfg: Settings) -> int:\n": "recipe_main(cfg: Settings) -> int:\n\n"}
+    )
+    path = write_config(DISTRIBUTED, folder, folder / "new_run", model_converters=converters)
+    assert find_problems(load_and_check(path, [], own.recipe_main)) == [], "a copy may save it"
+
+
+def test_settings_that_a_resume_cannot_change(folder: Path, tmp_path: Path) -> None:
+    start(LORA, folder, output_dir=tmp_path / "run", save_every_n_steps=6, log_level="INFO")
+    shutil.rmtree(tmp_path / "run" / "step_12")  # as if it had been stopped
+    overrides = (f"output_dir={tmp_path / 'run'}", "resume_from_checkpoint=True")
+    assert find_problems(settings(LORA, folder, *overrides, save_every_n_steps=6), thorough=True) == []
+    (problem,) = find_problems(settings(LORA, folder, *overrides, "optimizer.lr=5e-4"), thorough=True)
+    assert "optimizer.lr was 0.01 and is 0.0005 now" in problem
+
+
+def test_an_output_folder_that_another_run_has(folder: Path, tmp_path: Path) -> None:
+    hold = "import sys; from pathlib import Path; from torchtune.utils import FolderLock; "
+    hold += "FolderLock(Path(sys.argv[1])).acquire(); print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], **pipes) as process:
+        process.stdout.readline()
+        (problem,) = find_problems(settings(LORA, folder, f"output_dir={tmp_path}"))
+        process.stdin.close()
+    assert f"is in use by another run (process {process.pid} " in problem
+    assert find_problems(settings(LORA, folder, f"output_dir={tmp_path}")) == []
+
+
+def test_all_reasons_are_said_at_once(folder: Path) -> None:
+    overrides = ("checkpointer.checkpoint_dir=/nope", "dataset.data_files=/nope.jsonl", "output_dir=/dev/null/run")
+    with pytest.raises(RunError, match="the run cannot start, for 3 reasons:") as caught:
+        check_run(settings(LORA, folder, *overrides))
+    assert len(caught.value.problems) == 3
+
+
+def test_an_output_folder_that_holds_a_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "epoch_0").mkdir()
+    (problem,) = find_problems(settings(LORA, folder, f"output_dir={tmp_path}"))
+    assert "already holds a run (epoch_0)" in problem
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "said"),
+    [
+        ({"tensor_parallel_dim": 3}, 3, "must divide the 4 query heads and the 2 key heads"),
+        ({"tensor_parallel_dim": 2}, 3, "3 processes cannot be divided"),
+        ({"context_parallel_dim": 3}, 3, "context_parallel_dim is 3"),
+        ({"data_parallel_shard_dim": 3}, 4, "data_parallel_shard_dim 3"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(mesh: dict[str, int], processes: int, said: str, folder: Path) -> None:
+    (problem,) = find_problems(settings(DISTRIBUTED, folder, **mesh), processes)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"intermediate_dim": 33}, "2 does not divide the size 33 of layers.0.mlp.w1"),
+        ({"vocab_size": 1023}, "2 does not divide the size 1023 of tok_embeddings"),
+    ],
+)
+def test_layers_that_cannot_be_divided(change: dict[str, int], said: str, folder: Path) -> None:
+    model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, **change}
+    problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
+    assert any(said in problem for problem in problems)
+
+
+def test_a_model_with_experts_is_not_split_by_layers(folder: Path) -> None:
+    model = {"_component_": "torchtune.models.mixtral.mixtral_8x7b"}
+    problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
+    assert any("experts" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"_component_": "torchtune.models.gemma2.gemma2_2b"}, "use a builder of the checkpoint's family"),
+        ({"_component_": "torchtune.models.llama3_2.llama3_2_1b"}, "the checkpoint has 4 heads"),
+    ],
+)
+def test_a_checkpoint_of_another_model(model: dict[str, str], said: str, folder: Path) -> None:
+    (problem,) = find_problems(settings(DISTRIBUTED, folder, model=model))
+    assert said in problem
+
+
+def test_a_tensor_of_another_shape_is_found_without_reading_it(folder: Path, tmp_path: Path) -> None:
+    described = json.loads((folder / "checkpoint" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, "intermediate_size": 96}))
+    problems = find_problems(settings(DISTRIBUTED, folder, f"model.checkpoint_dir={tmp_path}"))
+    assert "has the shape [32, 64] where the model needs [32, 96]" in problems[0]
+
+
+@pytest.mark.parametrize("logger", ["WandBLogger", "CometLogger", "MLFlowLogger"])
+def test_a_logger_whose_package_is_missing(logger: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = {"WandBLogger": "wandb", "CometLogger": "comet_ml", "MLFlowLogger": "mlflow"}[logger]
+    monkeypatch.setitem(__import__("sys").modules, package, None)  # as if it were not installed
+    node = {"_component_": f"torchtune.training.metric_logging.{logger}"}
+    (problem,) = find_problems(settings(LORA, folder, metric_logger=node))
+    assert problem.startswith(f"{logger} needs the package '{package}', which is not installed: pip install")
+
+
+def test_a_device_by_a_wrong_name_is_a_mistake_of_the_config(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'gpu' is not a device name: use one of cpu, cuda, .* are called cuda"):
+        settings(LORA, folder, "device=gpu")
+
+
+@pytest.mark.parametrize("count", [24, 61])
+def test_rows_tokens_and_steps(count: int, folder: Path, tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "data.jsonl", count, seed=count)
+    changes = {"dataset__data_files": str(data), "gradient_accumulation_steps": 2, "epochs": 3}
+    cfg = settings(DISTRIBUTED, folder, **changes)
+    exact = dict(plan_data(cfg, processes=2))
+    built = datasets.instantiate_dataset(cfg.dataset, config.instantiate(cfg.tokenizer))
+    tokens, per_epoch = sum(len(row["tokens"]) for row in built), -(-count // 8)
+    assert exact["data"] == f"{count} rows, {tokens:,} tokens, all tokenized to count them"
+    assert exact["batch"].startswith("8 rows a step = 2 (batch_size) x 2 (accumulation) x 2 (data-parallel ranks)")
+    assert exact["steps"] == f"{3 * per_epoch} = 3 epochs of {per_epoch}"
+    estimated = dict(plan_data(cfg, processes=2, sample=12))
+    assert estimated["data"].startswith(f"about {count} rows, ")
+    assert estimated["data"].endswith("tokens, estimated from the first 12 rows of each source")
+    assert estimated["steps"] == f"about {exact['steps']}"
+    first = [sum(len(row["tokens"]) for row in (built[i] for i in range(12)))]
+    assert f"{round(first[0] * count / 12):,} tokens" in estimated["data"]
+
+
+def test_rows_that_cannot_be_trained_on_are_named(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    write_conversations(data, 5)
+    data.write_text(data.read_text() + '{"messages": []}\n')
+    cfg = settings(LORA, folder, dataset__data_files=str(data))
+    with pytest.raises(DataError, match="row 5"):
+        plan_data(cfg)
+
+
+def test_data_of_the_hub_are_not_fetched(folder: Path) -> None:
+    cfg = settings(LORA, folder, dataset={"_component_": "torchtune.datasets.alpaca_cleaned_dataset"})
+    assert find_problems(cfg) == []
+    lines = dict(plan_data(cfg))
+    assert "yahma/alpaca-cleaned is fetched from the hub when the run starts" in lines["data"]
+    assert lines["steps"] == "known when the data are"
+
+
+def test_the_plan_says_that_the_warmup_is_too_long(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan_data(settings(LORA, folder, lr_scheduler__num_warmup_steps=100))
+    assert "a warmup of 100 steps is as long as the run's 12 steps or longer" in caplog.text

@@ -1,0 +1,148 @@
+"""Devices by name, mistakes as one sentence, and what the ledger makes of allocations."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchtune._cli._simulated_run import simulate_run
+from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune._cli.estimate import Estimate
+from torchtune.estimate._devices import parse_cluster, parse_memory
+from torchtune.estimate._fake_distributed import FakeTensorMode
+from torchtune.estimate._fit import Candidate, Search, candidates
+from torchtune.estimate._ledger import Ledger, highest_by_phase
+from torchtune.estimate._observer import Observer
+from torchtune.estimate._roofline import step_time
+from torchtune.utils import UserError
+
+
+def test_a_cluster_by_name() -> None:
+    number, device = parse_cluster("64xH100")
+    assert (number, device.name, device.bf16) == (64, "H100", 989.4e12)
+    assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
+    assert parse_memory("80GiB") == 80 * 2**30
+    assert parse_memory("24GB") == 24e9
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster", "overrides", "said"),
+    [
+        ("llama3_1/8B_full", "8xH10", [], "did you mean H100"),
+        ("llama3_1/8B_full", "0xH100", [], "give a number"),
+        ("llama3_1/8B_full_single_device", "64xH100", [], "runs on one device"),
+        ("llama3_1/8B_full", "6xH100", ["tensor_parallel_dim=4"], "6 processes cannot be divided"),
+    ],
+)
+def test_a_mistake_is_one_sentence(config: str, cluster: str, overrides: list[str], said: str) -> None:
+    path = resolve_config(config)
+    with pytest.raises(UserError, match=said):
+        simulate_run(recipe_named_by(path), path, overrides, cluster, None)
+
+
+@pytest.mark.parametrize("tokens", [["2xA100"], ["full_finetune_distributed", "H100"]])
+def test_devices_without_their_option(tokens: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    Estimate(parser.add_subparsers())
+    args = parser.parse_args(["estimate", "--config", "llama3_1/8B_full", *tokens])
+    with pytest.raises(UserError, match=f"^{tokens[-1]}: devices follow --simulate: tune estimate"):
+        args.func(args)
+
+
+def test_a_peak_has_what_lives_then() -> None:
+    ledger = Ledger()
+    kept = torch.empty(1024)  # 4 KiB
+    ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
+    ledger.enter("forward")
+    gone = torch.empty(2048)
+    ledger.add(gone.untyped_storage(), "activations", "gone", "here")
+    del gone
+    late = torch.empty(1)
+    ledger.add(late.untyped_storage(), "activations", "late", "here")
+    peaks = highest_by_phase(ledger.peaks())
+    assert peaks["set-up"].total == 4096
+    assert peaks["forward"].total == 4096 + 8192
+    assert peaks["forward"].components["activations"] == 8192
+    assert peaks["forward"].reached_by == "gone in here"
+
+
+def test_candidates_keep_the_rows_of_a_step() -> None:
+    found = list(candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1))
+    assert found[0] == ("batch_size=8", "gradient_accumulation_steps=1")
+    assert () in found
+    rows = [dict(text.split("=") for text in overrides) for overrides in found]
+    products = {int(row.get("batch_size", 4)) * int(row.get("gradient_accumulation_steps", 2)) for row in rows}
+    assert products == {8}
+
+
+def test_experts_are_shared_out_where_there_are_some() -> None:
+    given = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
+    assert list(candidates(given, 4)) == [()]
+    assert list(candidates(given, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+
+
+RECOMPUTE, OFFLOAD = "enable_activation_checkpointing=True", "enable_activation_offloading=True"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "wanted"),
+    [
+        ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 60, (OFFLOAD,)),  # a fast link to host memory
+        ({RECOMPUTE: 0.01, OFFLOAD: 0.40}, 60, (RECOMPUTE,)),  # a slow one, and collectives to wait for
+        ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 30, (RECOMPUTE, OFFLOAD)),
+        ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 200, ("batch_size=2", "gradient_accumulation_steps=1")),
+    ],
+)
+def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(
+    seconds: dict[str, float], limit: float, wanted: tuple[str, ...]
+) -> None:
+    """Against trying everything: the order by rough factors would take the first that fits."""
+    settings = {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "enable_activation_checkpointing": False,
+        "enable_activation_offloading": False,
+    }
+
+    def size(overrides: tuple[str, ...]) -> float:
+        saved = {RECOMPUTE: 45.0, OFFLOAD: 42.0, "batch_size=2": -60.0}
+        return 100 - sum(saved.get(text, 0) for text in overrides)
+
+    def take(overrides: tuple[str, ...]) -> Candidate:
+        slower = {**seconds, "batch_size=2": -0.05}
+        return Candidate(overrides, size(overrides), 1 + sum(slower.get(text, 0) for text in overrides))
+
+    told: list[str] = []
+    search = Search(settings, 1, limit, size, take, told.append)
+    found = search.fitting(last=False)
+    everything = [take(overrides) for overrides in candidates(settings, 1)]
+    assert found[0] == min((one for one in everything if one.peak <= limit), key=lambda one: one.seconds)
+    assert found[0].overrides == wanted
+    assert len(told) <= len(everything)
+
+
+def test_products_in_float8_take_half_the_time_of_bf16() -> None:
+    times = {}
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        with FakeTensorMode():
+            left, right = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype).t()
+            one = torch.ones(())
+            with Observer() as observer:
+                if dtype is torch.bfloat16:
+                    torch.mm(left, right)
+                else:
+                    torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        (work,) = observer.work.values()
+        assert work.flops == {dtype: 2 * 4096**3}
+        for name in ("H100", "A100"):
+            computing = step_time([work], parse_cluster(name)[1]).computing
+            times[name, dtype] = computing
+    assert times["H100", torch.float8_e4m3fn] == pytest.approx(times["H100", torch.bfloat16] / 2, rel=0.01)
+    assert times["A100", torch.float8_e4m3fn] == pytest.approx(times["A100", torch.bfloat16] * 312 / 19.5, rel=0.01)
+
+
+def test_help_is_light() -> None:
+    code = "import sys, torchtune._cli.estimate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

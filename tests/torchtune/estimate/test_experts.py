@@ -1,0 +1,52 @@
+"""Experts on a simulated cluster: what all-to-alls send, and how long links take for it, against the formulas."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.runs import load_recipe, write_config
+from tests.torchtune.checkpoints.small import write_folder
+from torchtune.config import load_and_check
+from torchtune.estimate._devices import parse_cluster
+from torchtune.estimate._observer import Work
+from torchtune.estimate._roofline import LATENCY, LINKS, _send
+from torchtune.estimate._simulate import simulate
+
+RECIPE = "full_finetune_distributed"
+LAYERS, WIDTH, CHOSEN, EXPERTS, TOKENS = 2, 32, 2, 4, 2 * 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    write_folder(folder / "checkpoint", "qwen3_moe", num_hidden_layers=LAYERS)
+    return folder
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_tokens_are_sent_there_and_back(folder: Path, recomputes: bool) -> None:
+    main = load_recipe(RECIPE, folder).recipe_main
+    settings = {"expert_parallel_dim": 2, "enable_activation_checkpointing": recomputes, "dtype": "bf16"}
+    config = write_config(RECIPE, folder, folder / "never", batch_size=2, **settings)
+    observer = simulate(main, load_and_check(config, ["tokenizer.max_seq_len=64"], main), 4)
+    rows, counts = TOKENS * CHOSEN * WIDTH * 2, EXPERTS * 8  # bytes
+    forward = (3 * LAYERS, LAYERS * (2 * rows + counts))
+    backward = (2 * LAYERS, LAYERS * 2 * rows)
+    if recomputes:
+        backward = tuple(map(sum, zip(forward, backward, strict=True)))
+    for phase, wanted in (("forward", forward), ("backward", backward)):
+        work = observer.work[0, phase]
+        assert (work.waiting["all-to-all", (0, 1)], work.awaited["all-to-all", (0, 1)]) == wanted
+
+
+def test_the_slower_of_two_ways_decides() -> None:
+    size, (_, device) = 10**9, parse_cluster("64xH100")  # 450 GB/s within a machine of 8, 50 GB/s between machines
+
+    def seconds(*ranks: int) -> float:
+        work = Work()
+        work.waiting["all-to-all", ranks], work.awaited["all-to-all", ranks] = 1, size
+        return (_send(work.waiting, work.awaited, device) - LATENCY) * LINKS
+
+    assert seconds(*range(8)) == pytest.approx(7 / 8 / 450)
+    assert seconds(*range(0, 64, 8)) == pytest.approx(7 / 8 / 50)
+    assert seconds(*range(64)) == pytest.approx(56 / 64 / 50)

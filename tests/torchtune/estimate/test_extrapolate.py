@@ -1,0 +1,123 @@
+"""A step with few layers, continued to all of them, takes what a step with all layers takes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.recipes.runs import load_recipe, write_config
+from tests.torchtune.estimate.measured import FULL, FULL_MANY, LORA, LORA_MANY
+from tests.torchtune.models.published import PUBLISHED
+from torchtune.config import load_and_check
+from torchtune.estimate import estimate_run
+from torchtune.estimate._extrapolate import Estimate, choose_layers
+from torchtune.estimate._ledger import Ledger, highest_by_phase
+from torchtune.estimate._simulate import simulate
+
+ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 8, "alpha": 16}
+QUANTIZED = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 64}
+RECOMPUTE = {"enable_activation_checkpointing": True}
+DENSE, WINDOWS, EXPERTS, HYBRID = "llama3_2_1b", "gemma3_1b", "glm4_5_air", "qwen3_next_80b_a3b"
+# Model, layers, recipe, processes, settings.
+CASES: dict[str, tuple[str, int, str, int, dict[str, Any]]] = {
+    "full": (DENSE, 8, FULL, 1, {}),
+    "qlora": (DENSE, 8, LORA, 1, {"model_converters": [QUANTIZED, ADAPTER], **RECOMPUTE}),
+    "in backward": (DENSE, 8, FULL, 1, {"optimizer_in_bwd": True}),
+    "accumulated, fsdp": (DENSE, 10, FULL_MANY, 8, {"gradient_accumulation_steps": 4, **RECOMPUTE}),
+    "every second layer recomputed": (DENSE, 13, FULL, 1, {"ac_mode": "selective", "ac_option": 2}),
+    "lora, tp": (DENSE, 10, LORA_MANY, 8, {"model_converters": [ADAPTER], "tensor_parallel_dim": 2}),
+    "windows": (WINDOWS, 14, LORA, 1, {"model_converters": [ADAPTER]}),
+    "dense and experts, fsdp": (EXPERTS, 12, LORA_MANY, 8, {"model_converters": [ADAPTER], **RECOMPUTE}),
+    "hybrid lora": (HYBRID, 16, LORA, 1, {"model_converters": [ADAPTER]}),
+    "hybrid experts, fsdp": (HYBRID, 16, FULL_MANY, 8, RECOMPUTE),
+    "offloaded": (DENSE, 10, FULL_MANY, 8, {"fsdp_cpu_offload": True, **RECOMPUTE}),
+}
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
+    """What makes recipe_main and its settings."""
+
+    def loaded(model: str, layers: int, recipe: str, settings: dict[str, Any], length: int = 2048) -> tuple[Any, Any]:
+        (tmp_path / "checkpoint").mkdir()
+        described = PUBLISHED[model] | {"num_hidden_layers": layers}
+        (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(described))
+        main = load_recipe(recipe, tmp_path).recipe_main
+        config = write_config(recipe, tmp_path, tmp_path / "never", dtype="bf16", **settings)
+        return main, load_and_check(config, [f"tokenizer.max_seq_len={length}"], main)
+
+    return loaded
+
+
+def flops(estimate: Estimate) -> dict[str, float]:
+    return {phase: sum(work.flops.values()) for phase, work in estimate.work.items()}
+
+
+def sent(estimate: Estimate) -> float:
+    return sum(sum((work.sent + work.awaited).values()) for work in estimate.work.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_layers_tell_of_all(name: str, load: Callable[..., tuple[Any, Any]]) -> None:
+    model, layers, recipe, processes, settings = CASES[name]
+    main, cfg = load(model, layers, recipe, settings)
+    few, whole = (estimate_run(main, cfg, processes, whole=every) for every in (False, True))
+    assert sum(few.simulated) < layers == whole.layers
+    assert few.peak == pytest.approx(whole.peak, rel=0.01)
+    for phase, peak in whole.peaks.items():
+        assert few.peaks[phase].total == pytest.approx(peak.total, rel=0.01), phase
+    assert flops(few) == pytest.approx(flops(whole), rel=1e-6)
+    assert sent(few) == pytest.approx(sent(whole), rel=1e-3)
+    assert few.host == pytest.approx(whole.host, rel=0.01)
+    assert few.parameters == whole.parameters
+
+
+@pytest.mark.parametrize(("recipe", "processes"), [(FULL, 1), (FULL_MANY, 8)])
+def test_a_micro_batch_and_a_step_stand_for_all(
+    recipe: str, processes: int, load: Callable[..., tuple[Any, Any]]
+) -> None:
+    main, cfg = load(DENSE, 2, recipe, {"gradient_accumulation_steps": 3, "batch_size": 1}, length=256)
+    one, every = (
+        simulate(main, cfg, processes, micro_batches=most, steps=steps) for most, steps in ((1, 1), (None, 2))
+    )
+    peaks, wanted = (highest_by_phase(run.ledger.peaks()) for run in (one, every))
+    for phase, peak in wanted.items():
+        assert peaks[phase].total == pytest.approx(peak.total, rel=1e-3), phase
+        assert one.work[0, phase].flops == every.work[1, phase].flops
+
+
+def test_states_are_there_from_the_set_up_on() -> None:
+    ledger, state = Ledger(), torch.empty(1024)
+    kept = torch.empty(1024)
+    ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
+    ledger.enter("forward")
+    other = torch.empty(1024)
+    ledger.add(other.untyped_storage(), "activations", "other", "here")
+    ledger.enter("optimizer")
+    ledger.add(state.untyped_storage(), "other", "state", "here")
+    ledger.end_step()
+    peaks = highest_by_phase(ledger.peaks())
+    assert [peaks[phase].total for phase in ("set-up", "forward", "optimizer")] == [4096, 3 * 4096, 3 * 4096]
+
+
+def chosen(kinds: str, **more: Any) -> list[tuple[float, str]]:
+    """Weights, and the layers that are kept."""
+    layers = nn.ModuleList(nn.Linear(1, "ab".index(kind) + 1) for kind in kinds)
+    model = nn.Module()
+    model.layers = layers
+    found = choose_layers({"model": model}, **more)
+    return [(weight, " ".join(map(str, kept.get("model", ["all"])))) for weight, kept in found]
+
+
+def test_the_layers_that_are_kept() -> None:
+    assert chosen("a" * 32) == [(-29, "0 31"), (30, "0 1 31")]
+    assert chosen("a" * 32, ends=2) == [(-27, "0 1 30 31"), (28, "0 1 2 30 31")]
+    assert chosen("b" + "a" * 9) == [(-7, "0 9"), (8, "0 1 9")]
+    assert chosen("bbb" + "a" * 16) == [(-14, "0 1 2 18"), (15, "0 1 2 3 18")]
+    assert chosen("aaab" * 8) == [(-28, "0 30 31"), (22, "0 1 30 31"), (7, "0 3 30 31")]
+    assert chosen("a" * 15, group=2) == [(-4, "0 1 12 13 14"), (5, "0 1 2 3 12 13 14")]
+    assert chosen("abba") == [(1, "all")]

@@ -1,0 +1,68 @@
+"""Recipes of preferences and distillation are simulated as they are; what a model will sample nobody knows before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import load_recipe, write_config
+from torchtune.config import load_and_check
+from torchtune.data import Batch, collate_preference
+from torchtune.estimate._ledger import highest_by_phase
+from torchtune.estimate._simulate import SimulationError, simulate
+from torchtune.rlhf.loss import AnswerLoss
+from torchtune.rlhf.loss._base import total_and_metrics
+
+OWN = {"dataset": {"_component_": "torchtune.datasets.kto_dataset", "source": "json"}}
+OWN |= {"loss": {"_component_": f"{__name__}.Regret"}, "collate_fn": f"{__name__}.answers_of"}
+
+
+class Regret(AnswerLoss):
+    """A user's loss of labelled answers."""
+
+    trains_on = "answers"
+
+    def sum_and_metrics(self, batch: Batch, scores: Any, reference: Any = None, baseline: Any = None) -> Any:
+        return total_and_metrics(self, scores.where(batch.per_document["is_chosen"], -scores), scores == scores, {})
+
+
+def answers_of(rows: list[Any]) -> Batch:
+    """A user's collation."""
+    return collate_preference([{name: row[name] for name in ("tokens", "labels", "is_chosen")} for row in rows])
+
+
+def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:
+    """Peak of every phase, in bytes."""
+    main = load_recipe(name, folder).recipe_main
+    config = write_config(name, folder, folder / "never", tokenizer__max_seq_len=32, **settings)
+    ledger = simulate(main, load_and_check(config, [], main)).ledger
+    return {phase: peak.total for phase, peak in highest_by_phase(ledger.peaks()).items()}
+
+
+IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("lora_dpo_single_device", {"reference_cache": "never"}),
+        ("lora_dpo_single_device", OWN),
+        ("knowledge_distillation_single_device", {}),
+    ],
+    ids=["pairs", "own loss of labelled answers", "teacher"],
+)
+def test_a_step_is_simulated(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    peaks = simulated(name, tmp_path, **settings)
+    assert peaks["backward"] > peaks["set-up"] > 0
+
+
+def test_sampling_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SimulationError, match="a recipe that samples answers cannot be simulated: use --dry-run"):
+        simulated("full_grpo_single_device", tmp_path)
+    with pytest.raises(SimulationError, match="a run with images cannot be simulated: use --dry-run"):
+        simulated("full_finetune_single_device", tmp_path, collate_fn=IMAGES)
+
+
+def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SimulationError, match="reads 'is_chosen' of a row, and those of a simulated run have tokens, "):
+        simulated("full_finetune_single_device", tmp_path, collate_fn=f"{__name__}.answers_of")

@@ -1,0 +1,264 @@
+"""A continuous batch gives every sequence the tokens that it has alone."""
+
+import contextlib
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torchtune.generation import GenerationError, _fast_linear, fast_linears, generate_tokens
+from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA, disable_adapter
+from torchtune.utils import onednn_computes
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 29,
+    "num_layers": 2,
+    "embed_dim": 16,
+    "intermediate_dim": 24,
+    "max_seq_len": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+_PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8], [7] * 40, [9, 3, 2], [1, 2, 3, 4], [28]]
+_KINDS = {
+    "attention": {},
+    "window, sinks and soft cap": {"window": 3, "window_layers": (0,), "attn_sinks": True, "attn_softcap": 5.0},
+    "window": {"window": 3, "window_layers": (1,)},
+    "keys of another layer": {"shared_kv_layers": 1, "v_norm": True, "full_keys_as_values": True}
+    | {"layer_embed_dim": 6, "layer_embed_vocab": 29},
+    "latents": {"kv_latent_dim": 8, "value_dim": 6, "rope_dim": 4, "head_dim": 8, "num_kv_heads": 4},
+    "mixers": {
+        "mixer": DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, conv_taps=3),
+        "mixer_layers": (0,),
+    },
+}
+
+
+def _model(**options: Any) -> TransformerDecoder:
+    torch.manual_seed(0)
+    model = build(Description(**(_SIZES | options)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+@pytest.fixture
+def model() -> TransformerDecoder:
+    return _model()
+
+
+def _alone(model: TransformerDecoder, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+    """Greedy tokens by forward passes over the whole text, without any cache."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] not in stop):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_rows_join_and_leave(kind: str) -> None:
+    model = _model(**_KINDS[kind])
+    limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
+    shapes: list[tuple[int, ...]] = []
+    handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    found = generate_tokens(model, _PROMPTS, max_new_tokens=limits, temperature=0.0, stop_tokens=stop, max_sequences=3)
+    handle.remove()
+    for prompt, limit, tokens, log_probs in zip(_PROMPTS, limits, found.tokens, found.log_probs, strict=True):
+        assert tokens.tolist() == _alone(model, prompt, limit, stop)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]
+        wanted = F.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
+    assert max(rows for rows, _ in shapes) == 3
+    prefills = [rows for rows, positions in shapes if positions > 1]
+    assert len(prefills) > 2
+    if kind != "mixers":  # whose states are those of rows
+        assert shapes[0] == (1, sum(map(len, _PROMPTS[:3])))
+    # Fewer passes than one sequence after another needs: newcomers run beside those that are under way.
+    assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
+
+
+def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:
+    draws = torch.rand(14, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 20, "num_samples": 2, "stop_tokens": [11, 12], "draws": draws}
+    together = generate_tokens(model, _PROMPTS, **options)
+    few = generate_tokens(model, _PROMPTS, max_sequences=4, **options)
+    assert len({len(tokens) for tokens in few.tokens}) > 1
+    for one, other in zip(together.tokens, few.tokens, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
+    model = _model(q_bias=True, v_bias=True)
+    apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True)])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model.to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    packed = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+    if dtype == torch.float32:
+        for prompt, tokens in zip(_PROMPTS, packed.tokens, strict=True):
+            assert tokens.tolist() == _alone(model, prompt, 48, set())
+    weight = model.layers[0].attn.q_proj.weight
+    with contextlib.suppress(ZeroDivisionError), torch.inference_mode(), fast_linears(model, pack=True):
+        assert (weight.numel() == 0) == onednn_computes(dtype)
+        again = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+        with disable_adapter(model):
+            base = generate_tokens(model, _PROMPTS[:1], max_new_tokens=3, temperature=0.0)
+        raise ZeroDivisionError
+    for one, other in zip(packed.log_probs, again.log_probs, strict=True):
+        assert torch.equal(one, other)
+    with disable_adapter(model):
+        assert base.tokens[0].tolist() == _alone(model, _PROMPTS[0], 3, set())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    model(torch.tensor([_PROMPTS[0]])).sum().backward()
+    assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("missing", [torch.float32, torch.bfloat16])
+def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(
+    pack: bool, missing: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fast_linear, "onednn_computes", lambda dtype: dtype != missing and onednn_computes(dtype))
+    model = _model().to(missing)
+    with torch.no_grad():
+        expected = model(torch.tensor([_PROMPTS[0]]))
+        with fast_linears(model, pack=pack):
+            assert not any("forward" in vars(module) for module in model.modules())
+            assert torch.equal(model(torch.tensor([_PROMPTS[0]])), expected)
+
+
+def test_weights_are_never_there_twice(model: TransformerDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs: list[weakref.ref] = []
+    restore = _fast_linear._Packed.restore
+
+    def restore_after_the_others(packed: _fast_linear._Packed) -> None:
+        assert not any(ref() for ref in packs)
+        packs.append(weakref.ref(packed))
+        restore(packed)
+
+    monkeypatch.setattr(_fast_linear._Packed, "restore", restore_after_the_others)
+    with fast_linears(model, pack=True):
+        pass
+    assert len(packs) == 2 * 7 + 1
+
+
+def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_input() -> None:
+    model, tokens = _model(), torch.tensor([_PROMPTS[0]])
+    apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj"])])
+    model.layers[0].attn.k_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
+    with torch.no_grad():
+        wanted = model(tokens)
+        with fast_linears(model, pack=True):
+            torch.testing.assert_close(model(tokens), wanted)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(tokens)
+            for pack in (False, True):
+                with fast_linears(model, pack=pack):
+                    assert torch.equal(model(tokens), wanted)
+
+
+_OTHERS: dict[str, Any] = {
+    "norms before and after": {"norm_order": "both"},
+    "bias": {"q_bias": True},
+    "norm of heads before rotation": {"qk_norm": "before_rope"},
+    "norm of heads after rotation": {"qk_norm": "after_rope"},
+    "norm of all heads": {"qk_norm": "before_rope", "qk_norm_whole": True},
+    "scale": {"attn_scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("kind", _OTHERS)
+def test_layers_in_their_fast_layout_answer_as_without(kind: str) -> None:
+    model = _model(**_OTHERS[kind])
+    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+
+
+@pytest.mark.parametrize("name", ["attn", "attn.k_proj", "attn.output_proj", "mlp", "mlp.w2", "sa_norm", "sa_scale"])
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_step_runs_what_is_hooked(model: TransformerDecoder, name: str, when: str) -> None:
+    module = model.layers[1].get_submodule(name)
+    packed = fast_linears(model, pack=True) if when == "inside" else contextlib.nullcontext()
+    with packed:
+        module.register_forward_hook(lambda module, args, out: out * 0.5)
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+
+
+def test_a_step_runs_methods_of_an_instance(model: TransformerDecoder) -> None:
+    attn = model.layers[1].attn
+    attn._heads = lambda *args: type(attn)._heads(attn, *args) * 0.5
+    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+
+
+def test_a_step_runs_hooks_of_all_modules(model: TransformerDecoder) -> None:
+    def halve(module: torch.nn.Module, args: Any, out: Any) -> Any:
+        return out * 0.5 if isinstance(module, MultiHeadAttention) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(halve)
+    try:
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+        assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["attention", "latents"])
+def test_prompts_of_several_lengths_in_a_row_under_autocast(kind: str) -> None:
+    model = _model(**_KINDS[kind])
+    with torch.autocast("cpu", torch.bfloat16):
+        together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
+        for prompt, log_probs in zip(_PROMPTS, together.log_probs, strict=True):
+            alone = generate_tokens(model, [prompt], max_new_tokens=3, temperature=0.0)
+            torch.testing.assert_close(log_probs, alone.log_probs[0], rtol=0, atol=0.1)
+
+
+def test_a_step_under_autocast_inside_of_packed_layers(model: TransformerDecoder) -> None:
+    with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*_PROMPTS[0], *found.tokens[0].tolist()]]))[0, len(_PROMPTS[0]) - 1 : -1]
+    wanted = F.log_softmax(logits, -1).gather(1, found.tokens[0][:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs[0], wanted, rtol=0, atol=0.1)
+
+
+def test_a_module_in_two_places_of_a_layer_is_packed_once(model: TransformerDecoder) -> None:
+    model.layers[1].mlp.w3 = model.layers[1].mlp.w1
+    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+
+
+@pytest.mark.parametrize("what", ["hook", "bias"])
+def test_a_step_of_latents_runs_more_than_a_matrix(what: str) -> None:
+    model = _model(**_KINDS["latents"])
+    attn = model.layers[1].attn
+    if what == "hook":
+        attn.kv_proj.register_forward_hook(lambda module, args, out: out * 0.5)
+    else:
+        attn.kv_proj = torch.nn.Linear(attn.kv_proj.in_features, attn.kv_proj.out_features)
+        torch.nn.init.normal_(attn.kv_proj.bias)
+    found = generate_tokens(model, _PROMPTS[:2], max_new_tokens=9, temperature=0.0)
+    for prompt, tokens in zip(_PROMPTS, found.tokens, strict=False):
+        assert tokens.tolist() == _alone(model, prompt, 9, set())
+
+
+def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:
+    with fast_linears(model, pack=True), pytest.raises(GenerationError, match="is called with gradients"):
+        model(torch.tensor([_PROMPTS[0]]))
+    with fast_linears(model, pack=False):
+        model(torch.tensor([_PROMPTS[0]])).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

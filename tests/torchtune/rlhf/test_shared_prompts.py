@@ -1,0 +1,218 @@
+"""Answers that share the tokens of their prompt are what they are alone: log-probs, scores, losses, gradients."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune.data import Batch, BatchLoader, DataError, collate_documents, collate_preference, share_prefixes
+from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.rlhf import Rollout, SharingError, can_share_prefixes, rollout_batches, share_pairs
+from torchtune.rlhf.loss import DPOLoss, GRPOLoss, IPOLoss, RewardLoss, document_log_probs
+from torchtune.training import ParallelDims
+
+SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 16}
+
+KINDS = {
+    "plain": {},
+    "window and sinks": {"window": 7, "window_layers": (0,), "attn_sinks": True},
+    "chunks": {"chunk": 6, "chunk_layers": (0,)},
+    "latents": {"num_kv_heads": 4, "head_dim": 6, "rope_dim": 2, "kv_latent_dim": 8, "value_dim": 4},
+}
+
+
+def make(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = build(Description(**{"vocab_size": 40, "max_seq_len": 256, **SIZES, **changes}))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def pairs() -> list[dict[str, Any]]:
+    """A plain prompt; answers that begin alike; labelled turns in the prompt; nothing in common; one in the other."""
+    rng = random.Random(0)
+    rows = []
+    for prompt, labelled, chosen, rejected in (
+        (30, 0, [1, 2, 3], [4, 5]),
+        (12, 0, [6, 7, 8, 9, 10], [6, 7, 8, 11]),
+        (20, 4, [1, 2], [3, 3, 3]),
+        (2, 0, [5, 6, 7], [8, 9]),
+        (140, 0, [12, 13], [12, 13, 14, 15]),
+    ):
+        begin, row = [rng.randrange(40) for _ in range(prompt)], {}
+        for side, answer in (("chosen", chosen), ("rejected", rejected)):
+            tokens, first = begin + answer, prompt - labelled
+            labels = [-100] * (first - 1) + tokens[first:]
+            row |= {f"{side}_input_ids": tokens[:-1], f"{side}_labels": labels, "margin": prompt / 100}
+        rows.append(row)
+    return rows
+
+
+def test_what_is_shared_stands_once():
+    batch = collate_preference(pairs())
+    shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True)
+    # The last token before a difference predicts another one in each answer: it stands in both.
+    assert shared.documents.lengths == (29, 3, 2, 14, 2, 1, 19, 2, 3, 4, 3, 140, 1, 3)
+    assert shared.documents.prefixes == (-1, 0, 0, -1, 3, 3, -1, 6, 6, -1, -1, -1, 11, 11)
+    assert (shared.num_documents, shared.terms) == (batch.num_documents, batch.terms) == (10, 5)
+    assert torch.equal(shared.input_pos[0], shared.documents.positions())
+    assert shared.documents.max_length == batch.documents.max_length
+    assert shared.per_document["is_chosen"].tolist() == [True, False] * 5
+    assert share_prefixes(shared, [0] * 10) is shared
+    counts = shared.chosen_and_rejected(shared.sum_per_document(shared.labels >= 0))
+    assert torch.equal(torch.cat(counts), batch.sum_per_document(batch.labels >= 0))
+    # Without labels, what is shared ends before the first of them.
+    plain = share_prefixes(batch, batch.per_document["pair"].tolist())
+    assert [length for i, length in enumerate(plain.documents.lengths) if i in plain.documents.prefixes] == [
+        29, 11, 15, 139,
+    ]  # fmt: skip
+    assert plain.num_labels == batch.num_labels
+    alone = collate_documents([{"tokens": [1] * 9, "labels": [2] * 9}] * 2)
+    assert share_prefixes(alone, [0, 1]) is alone
+    with pytest.raises(DataError, match="neither padded nor split"):
+        share_prefixes(batch.pad_to_multiple(100), [0] * 10)
+
+
+@pytest.mark.parametrize("loss", [DPOLoss(0.5), IPOLoss(0.1), RewardLoss()], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_answers_alone(loss, kind):
+    """The reference runs every answer as a row of its own, without documents."""
+    model = make(**KINDS[kind])
+    if isinstance(loss, RewardLoss):
+        model.output = nn.Linear(16, 1, bias=False)
+    rows, found = pairs(), []
+    batch = collate_preference(rows)
+    shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True).pad_to_multiple(16)
+    for kind in ("alone", "shared"):
+        model.zero_grad()
+        here, scores = (batch, []) if kind == "alone" else (shared, None)
+        if kind == "alone":
+            for side in ("chosen", "rejected"):
+                for row in rows:
+                    one = collate_documents([{"tokens": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"]}])
+                    scores.append(loss.score(model(one.tokens, output="hidden"), one, model.output))
+            scores = torch.cat(scores)
+        else:
+            scores = loss.score(model(**shared.model_inputs(), output="hidden"), shared, model.output)
+        reference = torch.linspace(-9, -2, 5).repeat(2)  # of chosen and of rejected answers
+        reference = reference if kind == "alone" else reference.view(2, 5).T.flatten()
+        total, metrics = loss.sum_and_metrics(here, scores, reference if loss.needs_reference else None)
+        (total / here.num_terms).backward()
+        found.append((here.chosen_and_rejected(scores), total, metrics, [p.grad for p in model.parameters()]))
+    alone, together = found
+    torch.testing.assert_close(together[0], alone[0], atol=2e-5, rtol=1e-6)  # sums of up to 20
+    assert together[1].item() == pytest.approx(alone[1].item(), rel=1e-6)
+    for name, (value, count) in alone[2].items():
+        assert together[2][name][0].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-5), name
+        assert together[2][name][1] == count
+    scale = max(grad.abs().max() for grad in alone[3])
+    for mine, theirs in zip(together[3], alone[3], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6 * scale.item(), rtol=1e-5)
+
+
+def test_parts_of_a_split_batch_add_up():
+    model, batch = make(), collate_preference(pairs())
+    shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True).pad_to_multiple(2)
+    hidden = model(**shared.model_inputs(), output="hidden")
+    whole = document_log_probs(hidden, shared, model.output)
+    parts = [
+        document_log_probs(part, shared.split(rank, 2), model.output) for rank, part in enumerate(hidden.chunk(2, 1))
+    ]
+    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=0)
+
+
+def test_models_that_cannot_share_do_not():
+    mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5)
+    assert can_share_prefixes(make())
+    assert not can_share_prefixes(make(), False)
+    replaced, beside = make(), make()
+    beside.layers[1].mixer = make(mixer=mixer, mixer_layers=(0,)).layers[0].attn  # next to attention
+    replaced.layers[1].attn.attention = lambda *tensors, **_: tensors[0]
+    for model, reason in (
+        (make(mixer=mixer, mixer_layers=(0,)), "layer 0 has GatedDeltaNet, which goes on from no other document"),
+        (beside, "layer 1 has GatedDeltaNet"),
+        (make(attn_dropout=0.1), "attn_dropout"),
+        (replaced, "layer 1 computes attention with a function of its own"),
+        (nn.Linear(2, 2), "no TransformerDecoder"),
+    ):
+        assert not can_share_prefixes(model)
+        with pytest.raises(SharingError, match=f"^share_prefix: .*{reason}.*: set it to null"):
+            can_share_prefixes(model, True)
+    shared = share_prefixes(
+        collate_documents([{"tokens": [*range(9), end], "labels": [1] * 10} for end in (1, 2)]), [0] * 2, labelled=True
+    )
+    with pytest.raises(ValueError, match="Documents share a prefix, but layer 1"):
+        replaced(**Batch.model_inputs(shared))
+
+
+class TokenLoss(DPOLoss):
+    """Of a user, who adds up tokens."""
+
+    def score(self, hidden: torch.Tensor, batch: Batch, projection: Any) -> torch.Tensor:
+        """Of every token."""
+        return hidden
+
+
+def test_labels_are_shared_for_losses_of_answers_alone():
+    # All answers have 38; what is shared has 3 in the second pair, 4 in the third and 1 in the last.
+    for loss, labels in ((DPOLoss, 30), (RewardLoss, 30), (TokenLoss, 38)):
+        loader = BatchLoader(pairs(), batch_size=5, collate_fn=collate_preference, shuffle=False, seed=0)
+        assert share_pairs(loader, make(), loss(), ParallelDims()).peek()[0].num_labels == labels
+
+
+def test_single_answers_share_nothing():
+    rows = [{"tokens": [*range(9), end], "labels": [1] * 10, "is_chosen": end > 1} for end in (1, 2)]
+    loaders = [BatchLoader(rows, batch_size=2, collate_fn=collate_preference, shuffle=False, seed=0) for _ in range(2)]
+    loaders = [
+        share_pairs(loader, make(), DPOLoss(), ParallelDims(), share_prefix=share)
+        for loader, share in zip(loaders, (None, True), strict=True)
+    ]
+    assert loaders[0].peek()[0].documents.lengths == (10, 10)
+    with pytest.raises(DataError, match=r"^share_prefix: the batches have no pairs .*: set it to null"):
+        loaders[1].peek()
+
+
+def answers() -> tuple[list[Rollout], list[float]]:
+    """Two groups: answers of several lengths, two that begin alike with the same advantage, one of a single token."""
+    rng = random.Random(1)
+    rollouts = []
+    for prompt, group in ((40, [[1, 2, 3], [1, 2, 4, 5], [6], [7, 8]]), (9, [[3, 3], [2, 1, 1]])):
+        begin = [rng.randrange(40) for _ in range(prompt)]
+        for answer in group:
+            sampled = torch.tensor([-2.0 - rng.random() for _ in answer])
+            rollouts.append(Rollout(torch.tensor(begin + answer), prompt, sampled, True))
+    rollouts[1].log_probs[:2] = rollouts[0].log_probs[:2]
+    return rollouts, [0.5, 0.5, -1.0, 0.25, 1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "loss", [GRPOLoss(kl_coeff=0.1), GRPOLoss(ratio="sequence", normalize="sequences")], ids=["k3", "sequences"]
+)
+def test_groups_learn_what_answers_alone_do(loss):
+    model, (rollouts, advantages) = make(), answers()
+    how = {"dims": ParallelDims(), "blank": [1], "count_documents": loss.normalize != "tokens"}
+    found = []
+    for share, limit in ((False, 1), (True, 64)):
+        batches, terms, labels = rollout_batches(
+            rollouts, advantages, tokens_per_batch=limit, share_prefix=share, **how
+        )
+        model.zero_grad()
+        total = 0.0
+        for batch in batches:
+            scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+            reference = 1.1 * scores.detach() if loss.needs_reference else None
+            value = loss.sum_and_metrics(batch, scores, reference)[0] / terms
+            value.backward()
+            total += value.item()
+        found.append((batches, total, terms, labels, [parameter.grad for parameter in model.parameters()]))
+    (alone, *of_alone, expected), (together, *of_together, gradients) = found
+    # The room for tokens is that of computed ones.
+    assert ([len(alone), len(together)], together[0].documents.lengths) == ([6, 1], (39, 3, 4, 1, 2, 8, 2, 3))
+    assert of_together == pytest.approx(of_alone, rel=1e-6)
+    scale = max(grad.abs().max() for grad in expected).item()
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6 * scale, rtol=1e-5)

@@ -1,0 +1,170 @@
+"""What a run says when memory runs out: never a setting that is set already, or that the recipe does not have."""
+
+import pickle
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune import training
+from torchtune._recipe_registry import find_config
+from torchtune.config import load_and_check
+from torchtune.supervision._out_of_memory import _format_changes, _suggest_changes
+from torchtune.utils import Activity
+
+CONFIGS = {
+    "smol/135M_full_single_device": "full_finetune_single_device",
+    "smol/135M_lora_single_device": "lora_finetune_single_device",
+    "llama3_1/8B_full": "full_finetune_distributed",
+    "llama3_1/8B_lora": "lora_finetune_distributed",
+}
+
+
+CARELESS = ("batch_size=4", "gradient_accumulation_steps=2", "tokenizer.max_seq_len=2048", "clip_grad_norm=1.0")
+
+
+def settings(config: str, *overrides: str) -> Any:
+    return load_and_check(find_config(config), overrides, import_module(f"recipes.{CONFIGS[config]}").recipe_main)
+
+
+def activity(*shape: int) -> Activity:
+    found = Activity(step=6)
+    found.shape = shape or None
+    return found
+
+
+def explained(error: Any, cfg: Any, dims: training.ParallelDims | None = None, **given: Any) -> str:
+    with (
+        pytest.raises(training.OutOfMemoryError) as caught,
+        training.explain_out_of_memory(cfg, activity(2, 4096), dims or training.ParallelDims(), **given),
+    ):
+        error()
+    assert isinstance(caught.value.__cause__, RuntimeError | MemoryError)
+    return str(caught.value)
+
+
+def raise_torch_error() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def allocate_a_tensor() -> None:
+    torch.empty(2**50)
+
+
+def allocate_a_list() -> None:
+    bytearray(2**60)
+
+
+@pytest.mark.parametrize("error", [raise_torch_error, allocate_a_tensor, allocate_a_list])
+def test_every_kind_becomes_one_sentence(error, tmp_path):
+    cfg = settings("smol/135M_full_single_device", f"output_dir={tmp_path}", *CARELESS)
+    message = explained(error, cfg)
+    assert message.startswith("There is not enough memory for the process in step 7 with a batch of 2 x 4096 tokens (")
+    assert "GiB at the peak): set " in message
+    assert message.endswith(
+        "set enable_activation_checkpointing=True, or batch_size=1 gradient_accumulation_steps=8, or "
+        "tokenizer.max_seq_len=1024."
+    )
+    assert "\n" not in message
+
+
+def test_other_errors_stay_what_they_are():
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with (
+        pytest.raises(RuntimeError) as caught,
+        training.explain_out_of_memory(SimpleNamespace(), activity(), training.ParallelDims()),
+    ):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["enable_activation_checkpointing=False", "batch_size=8"],
+        ["enable_activation_checkpointing=True", "batch_size=1", "dtype=fp32", "tokenizer.max_seq_len=2048"],
+        ["optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null", "batch_size=4"],
+    ],
+    ids=["as shipped", "careless", "careful", "in backward"],
+)
+def test_advice_is_new_and_accepted(config, overrides):
+    cfg = settings(config, *overrides)
+    sizes = {"dp_shard": 4, "world_size": 4} if "single" not in config else {}
+    found = list(_suggest_changes(cfg, activity(1, 2048), training.ParallelDims(**sizes), "device"))
+    assert found
+    for changes in found:
+        changed = settings(config, *overrides, *_format_changes(changes).split())
+        before, after = ([_at(each, key) for key in changes] for each in (cfg, changed))
+        assert after == list(changes.values())
+        assert before[0] != after[0]
+
+
+def _at(cfg: Any, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(cfg, section).get(name) if name else getattr(cfg, key)
+
+
+def test_what_is_left_of_advice():
+    def said(config: str, *overrides: str, phase: str = "training", **sizes: int) -> list[str]:
+        doing = activity(1, 512)
+        doing.phase = phase
+        return [
+            _format_changes(changes)
+            for changes in _suggest_changes(
+                settings(config, *overrides), doing, training.ParallelDims(**sizes), "device"
+            )
+        ]
+
+    small = ("enable_activation_checkpointing=True", "batch_size=1", "clip_grad_norm=1.0")
+    assert said("smol/135M_full_single_device", *small, "dtype=bf16") == ["tokenizer.max_seq_len=256"]
+    assert said("smol/135M_lora_single_device", *small, "tokenizer.max_seq_len=128", "dtype=bf16") == []
+    assert said("smol/135M_full_single_device", *small, "batch_size_val=4", "dtype=bf16", phase="validation") == [
+        "batch_size_val=1",
+        "tokenizer.max_seq_len=256",
+    ]
+    fixed = ("data_parallel_replicate_dim=2", "data_parallel_shard_dim=1", "tensor_parallel_dim=2")
+    sizes = {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "world_size": 4}
+    assert said("llama3_1/8B_lora", *small, *fixed, "tokenizer.max_seq_len=128", **sizes) == [
+        "data_parallel_replicate_dim=1 data_parallel_shard_dim=-1",
+        "fsdp_cpu_offload=True",
+    ]
+
+
+def test_settings_that_are_no_dataclass():
+    cfg = {"batch_size": 2, "gradient_accumulation_steps": 3, "output_dir": "/nowhere"}
+    assert "set batch_size=1 gradient_accumulation_steps=6." in explained(raise_torch_error, cfg)
+    assert "no setting would need less" in explained(raise_torch_error, {"output_dir": "/nowhere"})
+
+
+def test_one_line_of_a_recipe(tmp_path):
+    cfg = SimpleNamespace(hang_timeout_minutes=1.0, batch_size=1, output_dir=str(tmp_path))
+    throughput = training.Throughput()
+    with (
+        pytest.raises(training.OutOfMemoryError),
+        training.watch_run(cfg, training.ParallelDims(), throughput, cfg.hang_timeout_minutes),
+    ):
+        allocate_a_tensor()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("record_history", [False, True])
+def test_a_snapshot_of_the_device(record_history, tmp_path):
+    cfg = settings("smol/135M_full_single_device", f"output_dir={tmp_path}", "device=cuda")
+    kept = []
+
+    def fill() -> None:
+        kept.append(torch.empty(2**20, device="cuda"))
+        torch.empty(2**50, device="cuda")
+
+    message = explained(fill, cfg, record_history=record_history)
+    path = tmp_path / "memory" / "rank_0_step_7.pickle"
+    assert "free): set enable_activation_checkpointing=True" in message
+    assert message.endswith(f"; what filled it is in {path}.")
+    snapshot = pickle.loads(path.read_bytes())
+    assert sum(segment["allocated_size"] for segment in snapshot["segments"]) >= 2**22
+    assert any(snapshot["device_traces"]) == record_history

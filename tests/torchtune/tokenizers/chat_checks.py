@@ -1,0 +1,76 @@
+"""What ids and masks a conversation must get, worked out from the truth of its layout."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tests.torchtune.tokenizers.chat_case import Case, Pieces, Turns
+from torchtune.data import Message, mask_messages
+
+
+def messages_of(turns: Turns) -> list[Message]:
+    messages = [
+        Message(turn["role"], turn["content"], extra={k: turn[k] for k in turn if k not in ("role", "content")})
+        for turn in turns
+    ]
+    mask_messages(messages, "train_on_assistant")
+    return messages
+
+
+def truth_of(case: Case, turns: Turns, tools: list[Any] | None) -> Pieces:
+    return case.truth(turns) if tools is None else case.truth(turns, tools)
+
+
+def expected_mask(pieces: Pieces, offsets: list[tuple[int, int]]) -> list[bool]:
+    """A token is trained on if it covers a trained character."""
+    trained = [is_trained for text, is_trained in pieces for _ in text]
+    return [not any(trained[start:end]) for start, end in offsets]
+
+
+def replaced(value: Any, old: list[str], new: list[str]) -> Any:
+    """Nested data with every text of ``old`` in it replaced."""
+    if isinstance(value, str):
+        by_old = dict(zip(old, new, strict=True))
+        return re.sub("|".join(map(re.escape, sorted(old, key=len, reverse=True))), lambda m: by_old[m[0]], value)
+    if isinstance(value, dict):
+        return {key: item if key == "role" else replaced(item, old, new) for key, item in value.items()}
+    return [replaced(item, old, new) for item in value] if isinstance(value, list) else value
+
+
+def plain_parts(case: Case, pieces: Pieces, control: list[str]) -> Iterator[tuple[str, str, list[bool]]]:
+    """The truth as (kind, text, is trained by character): control tokens of the layout apart from the texts."""
+    text = "".join(piece for piece, _ in pieces)
+    trained = [is_trained for piece, is_trained in pieces for _ in piece]
+    patterns = [re.escape(t) + (r"\s*" if t in case.takes_spaces else "") for t in sorted(control, key=len)[::-1]]
+    position = 0
+    for match in re.finditer("|".join(patterns), text):
+        yield "text", text[position : match.start()], trained[position : match.start()]
+        yield "control", match[0].strip(), trained[match.start() : match.end()]
+        position = match.end()
+    yield "text", text[position:], trained[position:]
+
+
+def expected_plain(
+    case: Case, turns: Turns, tools: list[Any] | None, backend: Tokenizer
+) -> tuple[list[int], list[bool]]:
+    """Ids and mask where no text of a turn is a control token: the layout's are apart, the rest is encoded without."""
+    control = case.special
+    stand_ins = [chr(0xE100 + i) for i in range(len(control))]
+    pieces = truth_of(case, replaced(turns, control, stand_ins), tools)
+    backend.encode_special_tokens = True
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for kind, text, trained in plain_parts(case, pieces, control):
+        if kind == "control":
+            tokens.append(backend.token_to_id(text))
+            mask.append(not any(trained))
+            continue
+        shown = [replaced(character, stand_ins, control) for character in text]
+        by_character = [flag for part, flag in zip(shown, trained, strict=True) for _ in part]
+        encoding = backend.encode("".join(shown), add_special_tokens=False)
+        tokens += encoding.ids
+        mask += [not any(by_character[start:end]) for start, end in encoding.offsets]
+    backend.encode_special_tokens = False
+    return tokens, mask

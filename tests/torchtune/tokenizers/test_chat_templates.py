@@ -1,0 +1,213 @@
+"""Ids of ``transformers`` and hand-made masks, for every template and conversation."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.torchtune.tokenizers.chat_case import Case, Turns
+from tests.torchtune.tokenizers.chat_checks import (
+    expected_mask,
+    expected_plain,
+    messages_of,
+    replaced,
+    truth_of,
+)
+from tests.torchtune.tokenizers.chat_conversations import (
+    CALL_CONVERSATIONS,
+    CONVERSATIONS,
+    conversations,
+    exchange,
+)
+from tests.torchtune.tokenizers.chat_layouts import CASES
+from torchtune.data import DataError, mask_messages
+from torchtune.tokenizers import HuggingFaceModelTokenizer, StreamDecoder, hf_tokenizer
+
+TEXT = [text["content"] for turns in CONVERSATIONS.values() for text in turns]
+COUNT = 60
+
+
+class Three(NamedTuple):
+    """One checkpoint's tokenizer: ours, ours that parses special tokens in texts, that of ``transformers``."""
+
+    ours: HuggingFaceModelTokenizer
+    parsing: HuggingFaceModelTokenizer
+    theirs: Any
+
+
+_made: dict[tuple[str, bool], Three] = {}
+
+
+def write_checkpoint(folder: Path, case: Case, *, metaspace: bool = False) -> None:
+    """Write a small tokenizer with the template of ``case``."""
+    tokenizer = Tokenizer(models.BPE())
+    step = pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = step
+    tokenizer.decoder = decoders.Metaspace() if metaspace else decoders.ByteLevel()
+    alphabet = sorted(set("".join(TEXT))) if metaspace else pre_tokenizers.ByteLevel.alphabet()
+    special = [
+        AddedToken(token, special=True, normalized=False, rstrip=token in case.takes_spaces) for token in case.special
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in case.plain])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": case.bos,
+        "eos_token": case.eos,
+        "chat_template": case.template,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ends = [tokenizer.token_to_id(token) for token in case.stops]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
+def three(case: Case, tmp: Path, *, metaspace: bool = False) -> Three:
+    """The tokenizers of a case; made once."""
+    from transformers import PreTrainedTokenizerFast
+
+    if (case.name, metaspace) not in _made:
+        folder = tmp / f"{case.name}{metaspace}"
+        write_checkpoint(folder, case, metaspace=metaspace)
+        _made[case.name, metaspace] = Three(
+            hf_tokenizer(str(folder), chat_template_kwargs=case.switches),
+            hf_tokenizer(str(folder), chat_template_kwargs=case.switches, parse_special_tokens=True),
+            PreTrainedTokenizerFast.from_pretrained(folder),
+        )
+    return _made[case.name, metaspace]
+
+
+def check(case: Case, turns: Turns, tmp: Path, tools: list[Any] | None = None, *, metaspace: bool = False) -> bool:
+    """Compare one conversation; returns whether its texts spell control tokens."""
+    ours, parsing, theirs = three(case, tmp, metaspace=metaspace)
+    pieces = truth_of(case, turns, tools)
+    text = "".join(piece for piece, _ in pieces)
+    assert theirs.apply_chat_template(turns, tools=tools, tokenize=False, **case.switches) == text, "the truth is wrong"
+    reference = theirs.apply_chat_template(turns, tools=tools, return_dict=False, **case.switches)
+    offsets = theirs._tokenizer.encode(text, add_special_tokens=False).offsets
+    spelled = replaced(turns, case.special, ["" for _ in case.special]) != turns
+
+    def tokenized(tokenizer: HuggingFaceModelTokenizer) -> tuple[list[int], list[bool]]:
+        tokens, mask = tokenizer.tokenize_messages(messages_of(turns), tools=tools)
+        is_closed = tokenizer is parsing and pieces[-1][0].rstrip().endswith(tuple(case.special))
+        if not case.closes and not is_closed:
+            assert (tokens.pop(), mask.pop()) == (ours.eos_id, False)
+        return tokens, mask
+
+    tokens, mask = tokenized(parsing)
+    assert tokens == reference
+    if spelled:  # which of two ends of a turn is the real one is anyone's guess
+        assert tokenized(ours) == expected_plain(case, turns, tools, theirs._tokenizer)
+    else:
+        assert mask == expected_mask(pieces, offsets)
+        assert tokenized(ours) == (tokens, mask)
+    return spelled
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ids_and_mask(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+    spelled = 0
+    for name, turns, tools in conversations(case, COUNT):
+        try:
+            spelled += check(case, turns, tmp_path_factory.getbasetemp(), tools)
+        except (AssertionError, DataError) as error:
+            raise AssertionError(f"{name}: {turns}") from error
+    assert spelled >= 5, "conversations whose texts spell control tokens"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("llama2", "mistral", "zephyr")], ids=lambda c: c.name)
+@pytest.mark.parametrize("name", ["three exchanges", "same texts", "code"])
+def test_ids_and_mask_with_metaspace(case: Case, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check(case, CONVERSATIONS[name], tmp_path_factory.getbasetemp(), metaspace=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_decoding_token_by_token_gives_whole_characters(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ours = three(case, tmp_path_factory.getbasetemp()).ours
+    for name, turns, tools in conversations(case, COUNT)[:30]:
+        stream = StreamDecoder(ours)
+        tokens = ours.tokenize_messages(messages_of(turns), tools=tools)[0]
+        parts = [stream.put(token) for token in tokens]
+        assert "".join(parts) + stream.end() == ours.decode(tokens), name
+        assert not any("\ufffd" in part for part in parts), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_turn_trains_its_end(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ours, *_ = three(case, tmp_path_factory.getbasetemp())
+    tokens, mask = ours.tokenize_messages(messages_of(exchange("one", "two", "three", "four", "five", "six")))
+    ends = [i for i in range(len(tokens)) if not mask[i] and (i + 1 == len(tokens) or mask[i + 1])]
+    assert len(ends) == 3
+    allowed = [*ours.stop_tokens, *(ours.special_tokens[end] for end in case.ends)]
+    assert all(tokens[i] in allowed for i in ends)
+    assert not {ours.special_tokens[end] for end in case.ends} & set(ours.stop_tokens)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_prompt_of_inference_is_the_prompt_of_training(
+    case: Case, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ours, _, theirs = three(case, tmp_path_factory.getbasetemp())
+    turns = exchange("one", "two", "three", "")
+    prompt = ours({"messages": messages_of(turns)}, inference=True)["tokens"]
+    assert prompt == theirs.apply_chat_template(
+        turns[:-1], add_generation_prompt=True, return_dict=False, **case.switches
+    )
+
+
+def test_only_the_last_turn(tmp_path: Path) -> None:
+    for case in CASES:
+        ours, *_ = three(case, tmp_path)
+        messages = messages_of(exchange("one", "two", "three", "four"))
+        mask_messages(messages, "train_on_last")
+        tokens, mask = ours.tokenize_messages(messages)
+        text = ours.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
+        assert "four" in text
+        assert "two" not in text, case.name
+
+
+def test_training_on_users_too(tmp_path: Path) -> None:
+    for case in CASES:
+        ours, *_ = three(case, tmp_path)
+        messages = messages_of(exchange("one", "two", "three", "four"))
+        mask_messages(messages, "train_on_all")
+        tokens, mask = ours.tokenize_messages(messages)
+        text = ours.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
+        assert all(word in text for word in ("one", "two", "three", "four")), case.name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_reasoning_under_any_of_its_names(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    ours, *_ = three(case, tmp_path)
+    rows = []
+    for field in ("reasoning_content", "thinking", "reasoning"):
+        turns = exchange("one", "two")
+        turns[1][field] = "because"
+        rows.append(ours.tokenize_messages(messages_of(turns)))
+    assert rows[0] == rows[1] == rows[2]
+    assert "because" in ours.decode(rows[0][0])
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "gpt_oss"])
+def test_two_calls_where_the_template_writes_one(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    ours, *_ = three(case, tmp_path)
+    with pytest.raises(DataError, match="writes 1 of the 2 tool_calls of turn 1"):
+        ours.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama2", "gemma"])
+def test_a_conversation_that_the_template_refuses(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    ours, *_ = three(case, tmp_path)
+    turns = [*exchange("one", "two"), {"role": "assistant", "content": "three"}]
+    with pytest.raises(DataError, match=r"refuses the conversation.*alternate"):
+        ours.tokenize_messages(messages_of(turns))

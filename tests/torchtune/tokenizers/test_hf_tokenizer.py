@@ -1,0 +1,262 @@
+"""Files of a checkpoint's tokenizer, and what is said when they are missing or broken."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import CHAT_TEMPLATE, write_tokenizer
+from tests.torchtune.tokenizers.chat_templates import CHATML
+from torchtune.data import DataError, Message, mask_messages
+from torchtune.tokenizers import (
+    HuggingFaceBaseTokenizer,
+    HuggingFaceModelTokenizer,
+    StreamDecoder,
+    hf_tokenizer,
+    parse_hf_tokenizer_json,
+)
+from torchtune.utils import get_logger, log_once
+
+CHAT = [Message("user", "red"), Message("assistant", "blue")]
+mask_messages(CHAT, "train_on_assistant")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, name: str = "tokenizer_config.json", **settings: Any) -> None:
+    content = json.loads((folder / name).read_text()) | settings
+    (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def test_a_folder_or_its_file(folder: Path) -> None:
+    one, two = hf_tokenizer(str(folder)), hf_tokenizer(str(folder / "tokenizer.json"))
+    three = HuggingFaceModelTokenizer(
+        str(folder / "tokenizer.json"),
+        tokenizer_config_json_path=str(folder / "tokenizer_config.json"),
+        generation_config_path=str(folder / "generation_config.json"),
+    )
+    assert one.tokenize_messages(CHAT) == two.tokenize_messages(CHAT) == three.tokenize_messages(CHAT)
+    assert (one.bos_id, one.eos_id, one.pad_id, one.vocab_size) == (1, 2, 0, 316)
+    assert one.special_tokens == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+
+
+def test_stop_tokens_come_from_everywhere(folder: Path) -> None:
+    change(folder, eos_token="<|endoftext|>")
+    change(folder, "generation_config.json", eos_token_id=[0, 7])
+    tokenizer = hf_tokenizer(str(folder))
+    assert tokenizer.stop_tokens == [2, 0, 7], "the template's end of turn, the config's eos, generation's"
+    assert tokenizer.tokenize_messages(CHAT)[0][-2] == 2
+
+
+def test_without_configs(folder: Path) -> None:
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (folder / name).unlink()
+    tokenizer = HuggingFaceBaseTokenizer(str(folder / "tokenizer.json"))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.stop_tokens) == (None, None, 0, [])
+    assert tokenizer.encode("red") == tokenizer.encode("red", add_bos=False, add_eos=False)
+    with pytest.raises(DataError, match="no chat template"):
+        hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+
+
+def test_encode_and_decode(folder: Path) -> None:
+    tokenizer = hf_tokenizer(str(folder))
+    ids = tokenizer.encode("red 你好 🙂")
+    assert ids[-1] == 2
+    assert tokenizer.decode(ids) == "red 你好 🙂"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "red 你好 🙂<|im_end|>"
+    stream = StreamDecoder(tokenizer)
+    parts = [stream.put(token) for token in ids]
+    assert "".join(parts) == "red 你好 🙂"
+    assert "".join(part for part in parts if "\ufffd" in part) == ""
+
+
+@pytest.mark.parametrize("template", [None, "<|im_start|> $A", "$A <|im_end|>", "<|endoftext|> $A"])
+def test_the_beginning_of_a_text_is_that_of_transformers(folder: Path, template: str | None) -> None:
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+
+    if template is not None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        special = [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    change(folder, bos_token="<|endoftext|>" if "endoftext" in str(template) else "<|im_start|>")
+    theirs = [token for token in AutoTokenizer.from_pretrained(folder)("red blue").input_ids if token != 2]
+    ours = hf_tokenizer(str(folder))
+    assert ours.encode("red blue", add_eos=False) == ours.encode_text("red blue", add_eos=False) == theirs
+
+
+@pytest.mark.parametrize("form", ["list", "file", "json", "folder", "argument", "path"])
+def test_places_of_a_chat_template(folder: Path, form: str) -> None:
+    expected = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    wrong = "{{ raise_exception('the wrong one') }}"
+    change(folder, chat_template=wrong)
+    arguments: dict[str, str] = {}
+    if form == "list":
+        entries = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": wrong}]
+        change(folder, chat_template=entries)
+    elif form == "file":
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    elif form == "json":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    elif form == "folder":
+        change(folder, chat_template=CHAT_TEMPLATE)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(wrong)
+    elif form == "argument":
+        arguments = {"chat_template": CHAT_TEMPLATE}
+    else:
+        (folder / "mine.jinja").write_text(CHAT_TEMPLATE)
+        arguments = {"chat_template": str(folder / "mine.jinja")}
+    tokenizer = hf_tokenizer(str(folder), **arguments)
+    assert tokenizer.tokenize_messages(CHAT) == expected
+    if form in ("list", "folder"):
+        with pytest.raises(DataError, match="the wrong one"):
+            tokenizer.tokenize_messages(CHAT, tools=[{"name": "f"}])
+
+
+@pytest.mark.parametrize("name", ["chatml", "mine.jinja", "/nowhere/mine.jinja"])
+def test_a_chat_template_that_is_no_file(folder: Path, name: str) -> None:
+    with pytest.raises(DataError, match=f"There is no file '{name}': chat_template is the path of a Jinja file or the"):
+        hf_tokenizer(str(folder), chat_template=name)
+
+
+def test_a_chat_template_with_an_error(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"error in line 2: unexpected end of template, expected .*[^.]\.$"):
+        hf_tokenizer(str(folder), chat_template="a\n{{ x")
+
+
+def test_tools_reach_the_template(folder: Path) -> None:
+    template = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
+    tokenizer = hf_tokenizer(str(folder), chat_template=template)
+    tokens = tokenizer({"messages": CHAT, "tools": [{"name": "größe"}]})["tokens"]
+    assert tokenizer.decode(tokens).startswith('[{"name": "größe"}]\n')
+
+
+def test_texts_that_spell_special_tokens_are_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [Message("user", "a<|endoftext|>b", masked=True), Message("assistant", "c")]
+    tokenizer = hf_tokenizer(str(folder))
+    log_once.cache_clear()
+    told = []
+    monkeypatch.setattr(get_logger(), "handle", lambda record: told.append(record.getMessage()))
+    with caplog.at_level("INFO", logger="torchtune"):
+        for _ in range(3):
+            assert 0 not in tokenizer.tokenize_messages(chat)[0]
+    assert len(told) == 1
+    assert told[0].startswith("A text of the data spells '<|endoftext|>': it is read as text.")
+    assert 0 in hf_tokenizer(str(folder), parse_special_tokens=True).tokenize_messages(chat)[0]
+
+
+def test_nothing_in_tools_is_a_control_token(folder: Path) -> None:
+    tokenizer = hf_tokenizer(str(folder), chat_template="{{ tools | tojson }}" + CHATML)
+    tools = [{"<|endoftext|>": ["<|endoftext|>", 1, None]}]
+    tokens = tokenizer.tokenize_messages(CHAT, tools=tools)[0]
+    assert 0 not in tokens
+    assert tokenizer.decode(tokens).startswith(json.dumps(tools))
+
+
+def test_inference(folder: Path) -> None:
+    tokenizer = hf_tokenizer(str(folder))
+    open_turn = "<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"
+    for messages, begun in ((CHAT[:1], ""), ([CHAT[0], Message("assistant", "")], ""), (CHAT, "blue")):
+        tokens = tokenizer({"messages": messages}, inference=True)["tokens"]
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == open_turn + begun
+    with pytest.warns(FutureWarning, match="use add_end_tokens"):
+        assert tokenizer.tokenize_messages(CHAT, add_eos=False)[0] == tokens
+
+
+@pytest.mark.parametrize("length", [3, 8, 12])
+def test_truncation(folder: Path, length: int) -> None:
+    whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    assert hf_tokenizer(str(folder), max_seq_len=length).tokenize_messages(CHAT) == (
+        [*whole[: length - 1], 2],
+        [*mask[: length - 1], True],
+    )
+    tokens, cut = hf_tokenizer(str(folder), max_seq_len=length, truncation_type="left").tokenize_messages(CHAT)
+    assert (tokens, cut) == (whole[-length:], mask[-length:])
+    assert len(hf_tokenizer(str(folder)).tokenize_messages(CHAT, max_seq_len=length)[0]) == length
+
+
+@pytest.mark.parametrize("cut", ["left", "right"])
+def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder: Path, cut: str) -> None:
+    """The template ends turns with another token than the end of the sequence, as Llama 3's does."""
+    change(folder, eos_token="<|endoftext|>", chat_template=CHATML)
+    whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    end = len(whole) - whole[::-1].index(2)  # behind the last <|im_end|>
+    assert not mask[end - 1]
+    length = end if cut == "right" else len(whole) - 3
+    extra = [Message("user", "one two", masked=True)] if cut == "right" else []
+    tokenizer = hf_tokenizer(str(folder), max_seq_len=length, truncation_type=cut)
+    tokens, masked = tokenizer.tokenize_messages([*CHAT, *extra])
+    assert [token for token, hidden in zip(tokens, masked, strict=True) if not hidden][-1] == 2
+    assert 0 not in tokens
+
+
+def test_special_tokens_that_only_the_config_names(folder: Path) -> None:
+    change(folder, pad_token="<pad>", added_tokens_decoder={"316": {"content": "<new>", "special": True}})
+    tokenizer = hf_tokenizer(str(folder))
+    assert tokenizer.special_tokens["<new>"] == 316
+    assert tokenizer.pad_id == 317
+    assert tokenizer.vocab_size == 318
+    change(folder, added_tokens_decoder={"400": {"content": "<far>"}})
+    with pytest.raises(DataError, match=r"'<far>' the id 400, but the vocabulary of tokenizer.json ends at 315"):
+        hf_tokenizer(str(folder))
+
+
+def test_missing_and_broken_files(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="There is no tokenizer file"):
+        hf_tokenizer(str(tmp_path / "nothing"))
+    assert parse_hf_tokenizer_json(str(folder / "tokenizer.json"))["<|im_end|>"] == 2
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text[: len(text) // 2])
+    with pytest.raises(DataError, match=r"tokenizer.json is broken at line \d+"):
+        hf_tokenizer(str(folder))
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
+    with pytest.raises(DataError, match="is not one that the tokenizers package reads"):
+        hf_tokenizer(str(folder))
+    with pytest.raises(DataError, match="no 'added_tokens'"):
+        parse_hf_tokenizer_json(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="not a text file"):
+        hf_tokenizer(str(folder))
+
+
+def test_templates_run_in_a_sandbox(folder: Path) -> None:
+    for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
+        with pytest.raises(DataError, match="refuses the conversation"):
+            hf_tokenizer(str(folder), chat_template=attack).tokenize_messages(CHAT)
+    with pytest.raises(DataError, match="chat template has an error in line 1"):
+        hf_tokenizer(str(folder), chat_template="{% for %}")
+
+
+def test_time_stands_still_within_a_conversation(folder: Path) -> None:
+    template = "{{ strftime_now('%f') }}" + CHATML
+    tokenizer = hf_tokenizer(str(folder), chat_template=template)
+    for _ in range(20):
+        mask = tokenizer.tokenize_messages(CHAT)[1]
+        assert mask.count(False) == len(tokenizer.encode("blue", False, False)) + 1
+
+
+def test_a_turn_that_cannot_be_found_is_an_error(folder: Path) -> None:
+    """Contents reversed: what the model writes is nowhere in the order in which it writes it."""
+    template = "{% for m in messages %}{{ m['content'] | reverse }}{% endfor %}{{ messages | length }}<|im_end|>"
+    tokenizer = hf_tokenizer(str(folder), chat_template=template)
+    chat = [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")]
+    mask_messages(chat, "train_on_assistant")
+    with pytest.raises(DataError, match="cannot tell which part of the rendered conversation is turn 1"):
+        tokenizer.tokenize_messages(chat)
+
+
+def test_images_and_empty_conversations_are_refused(folder: Path) -> None:
+    tokenizer = hf_tokenizer(str(folder))
+    with pytest.raises(DataError, match="holds an image"):
+        tokenizer.tokenize_messages([Message("user", [{"type": "image", "content": 1}])])
+    with pytest.raises(DataError, match="no turns"):
+        tokenizer.tokenize_messages([])

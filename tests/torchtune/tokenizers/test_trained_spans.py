@@ -1,0 +1,192 @@
+"""What is trained on in conversations of every kind, with the templates that checkpoints were released with.
+
+Every text of a turn has a word that stands nowhere else, so that it shows whose words are trained on. TRL's package has
+the templates as they were published.
+"""
+
+import re
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchtune.tokenizers.chat_case import Case, Turns
+from tests.torchtune.tokenizers.chat_checks import messages_of
+from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
+from torchtune.data import DataError
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers._chat_template import ChatTemplate
+
+PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
+# Turns by letter: S system, U user, A answer, T answers of tools; of the assistant also R reasoning and answer, and
+# tool calls (C), with reasoning before (R) or a text beside them (X).
+CALLS = ["C", "RC", "XC", "RXC", "CC", "RCC"]
+KINDS = [
+    "U A", "U R", "S U A", "S U R", "U A U A", "U R U R", "U R U A", "U A U R", "S U A U A U A", "U C T C T A",
+    "U RC T RC T R", "U RC T C T A U A", "U RC T A U RC T R", "U CC T CC T A U C T A", "U A U RC T A",
+    "U RXC T RXC T R U R", "U RC T U A", "U RCC T RC",
+    *(f"U {call}{then}" for call in CALLS for then in ("", " T A", " T R", " T A U A", " T R U R")),
+    *(f"S U {call}{then}" for call in CALLS for then in ("", " T A")),
+]  # fmt: skip
+SPECIAL = {
+    "gemma4": "<bos> <eos> <|turn> <turn|> <|think|> <|channel> <channel|> <|tool> <tool|> <|tool_call> <tool_call|> "
+    '<|tool_response> <tool_response|> <|"|>',
+    "gptoss": "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> "
+    "<|call|>",
+    "glm4moe": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
+    "cohere2": "<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
+    "<|SYSTEM_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|>",
+    "qwen3_6": "<|endoftext|> <|im_start|> <|im_end|>",
+}
+# Family: its end-of-sequence token, the tokens with which its turns end, what is never trained on.
+FAMILIES = {
+    "gemma4": ("<eos>", "<turn|> <|tool_response>", ["<|turn>", "response:", "<tool_response|>"]),
+    "gemma4_v5": ("<eos>", "<turn|> <|tool_response>", ["<|turn>", "response:", "<tool_response|>"]),
+    "gptoss": ("<|return|>", "<|call|> <|return|> <|end|>", ["<|start|>user", "<|start|>functions", "to=assistant"]),
+    "glm4moe": ("<|endoftext|>", "<|user|> <|observation|> <|endoftext|>", ["<|assistant|>", "<tool_response>"]),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", ["<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>"]),
+    "qwen3_6": ("<|im_end|>", "<|im_end|>", ["<|im_start|>", "<tool_response>"]),
+}
+
+
+def conversation(kind: str) -> tuple[Turns, dict[str, str]]:
+    """The turns of a kind, and the role and kind of text of every word."""
+    turns: Turns = []
+    words: dict[str, str] = {}
+    number = count()
+    called: list[tuple[str, str]] = []
+
+    def word(whose: str) -> str:
+        made = f"zq{len(turns)}w{next(number)}x"
+        words[made] = whose
+        return made
+
+    for letters in kind.split():
+        if letters in ("S", "U"):
+            role = {"S": "system", "U": "user"}[letters]
+            turns.append({"role": role, "content": f"Say {word(role)} now"})
+        elif letters == "T":
+            for call_id, name in called:
+                content = f"Found {word('tool')} there"
+                turns.append({"role": "tool", "content": content, "tool_call_id": call_id, "name": name})
+            called = []
+        else:
+            turn: dict[str, Any] = {"role": "assistant", "content": ""}
+            if "R" in letters:
+                turn["reasoning_content"] = f"Think {word('assistant')} hard"
+            if letters in ("A", "R") or "X" in letters:
+                turn["content"] = f"Say {word('assistant')} loud"
+            for _ in range(letters.count("C")):
+                call_id, name = f"call{next(number):05d}", word("assistant")
+                function = {"name": name, "arguments": {"city": word("assistant"), "days": 3}}
+                turn.setdefault("tool_calls", []).append({"type": "function", "id": call_id, "function": function})
+                called.append((call_id, name))
+            turns.append(turn)
+    return turns, words
+
+
+def make(family: str, folder: Path) -> HuggingFaceModelTokenizer:
+    """A small tokenizer with a published template, and no generation config that names the ends of turns."""
+    eos = FAMILIES[family][0]
+    special = SPECIAL[family.removesuffix("_v5")].split()
+    template = (PUBLISHED / f"{family}.jinja").read_text()
+    write_checkpoint(folder, Case(family, template, lambda turns: [], special, eos, bos=special[0]))
+    return hf_tokenizer(str(folder))
+
+
+def trained_parts(tokenizer: HuggingFaceModelTokenizer, turns: Turns) -> list[str]:
+    """The text of every run of tokens that is trained on."""
+    tokens, mask = tokenizer.tokenize_messages(messages_of(turns))
+    parts: list[list[int]] = [[]]
+    for token, masked in zip(tokens, mask, strict=True):
+        if not masked:
+            parts[-1].append(token)
+        elif parts[-1]:
+            parts.append([])
+    return [tokenizer.decode(part, skip_special_tokens=False) for part in parts if part]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_that_the_model_writes_is_trained_on_and_nothing_else(family: str, tmp_path: Path) -> None:
+    tokenizer = make(family, tmp_path)
+    _, ends, never = FAMILIES[family]
+    tried = 0
+    for kind in KINDS:
+        turns, words = conversation(kind)
+        try:
+            text = tokenizer.render_template(messages_of(turns))
+        except DataError:  # the template takes no such conversation
+            continue
+        calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", [])]
+        if not all(name in text for name in calls):
+            with pytest.raises(DataError, match=r"writes \d of the \d tool_calls of turn \d"):
+                trained_parts(tokenizer, turns)
+            continue
+        tried += 1
+        parts = trained_parts(tokenizer, turns)
+        trained = "\n".join(parts)
+        for word, role in words.items():
+            assert (word in trained) == (role == "assistant" and word in text), (kind, word, parts)
+        assert not [mark for mark in never if mark in trained], (kind, parts)
+        assert all(part.endswith(tuple(ends.split())) for part in parts), (kind, parts)
+        assert len(parts) >= sum(turn["role"] == "assistant" for turn in turns), (kind, parts)
+    assert tried >= 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_stops_where_turns_end(family: str, tmp_path: Path) -> None:
+    tokenizer = make(family, tmp_path)
+    eos, ends, _ = FAMILIES[family]
+    expected = {tokenizer.special_tokens[end] for end in {eos, *ends.split()} - {"<|end|>"}}
+    assert set(tokenizer.stop_tokens) == expected
+
+
+def test_a_text_behind_the_answer_of_a_tool_is_a_part_of_its_turn(tmp_path: Path) -> None:
+    """Gemma 4 writes the text that accompanies a call behind the tool's answer."""
+    turns, _ = conversation("U XC T A")
+    parts = trained_parts(make("gemma4", tmp_path), turns)
+    assert [re.sub(r"zq\w+", "W", part) for part in parts] == [
+        '<|tool_call>call:W{city:<|"|>W<|"|>,days:3}<tool_call|><|tool_response>',
+        "Say W loud<turn|>",
+        "Say W loud<turn|>",
+    ]
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    tokenizer = make("cohere2", tmp_path)
+    turns, _ = conversation("U C")
+    with pytest.raises(DataError, match=r"writes 0 of the 1 tool_calls of turn 1: .* a template that writes them"):
+        tokenizer.tokenize_messages(messages_of(turns))
+    messages = messages_of(turns)
+    messages[1].masked = True
+    assert all(tokenizer.tokenize_messages(messages)[1])
+
+
+def test_a_turn_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content != 'no' %}{{ '<|im_start|>' + m.role + '\n' + m.content "
+        "+ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    special = SPECIAL["qwen3_6"].split()
+    write_checkpoint(tmp_path, Case("gaps", template, lambda turns: [], special, "<|im_end|>"))
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "no"), ("user", "b"))]
+    with pytest.raises(DataError, match=r"writes nothing for turn 1|cannot tell which part"):
+        hf_tokenizer(str(tmp_path)).tokenize_messages(messages_of(turns))
+
+
+@pytest.mark.parametrize("family", ["qwen3_6", "glm4moe"])
+@pytest.mark.parametrize("round_", ["U A", "U RC T A"])
+def test_rendering_grows_with_the_turns(family: str, round_: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """No turn is rendered once for every other: 600 turns take few renderings, most of them short."""
+    tokenizer = make(family, tmp_path)
+    rendered = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda self, turns, **more: rendered.append(len(turns)) or render(self, turns, **more)
+    )
+    turns, _ = conversation(" ".join([round_] * 150))
+    trained = "\n".join(trained_parts(tokenizer, turns))
+    assert trained.count("loud") == 150
+    assert sum(rendered) < 12 * len(turns)

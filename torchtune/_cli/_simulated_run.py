@@ -1,0 +1,111 @@
+"""``tune run … --dry-run --simulate 64xH100``, and ``tune estimate``."""
+
+import itertools
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchtune._cli._target import RecipeTarget
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.utils import UserError
+
+_GIB = 2**30
+
+
+def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluster: str, fit: str | None) -> None:
+    """Print what a simulated step of a recipe takes; with ``fit``, the fastest settings that need no more.
+
+    Args:
+        recipe: the recipe.
+        config: path of the config.
+        overrides: overrides of its settings.
+        cluster: devices, for example ``64xH100``.
+        fit: limit of memory per device, for example ``80GiB``, or ``None``.
+
+    Raises:
+        UserError: it does not fit, or cannot be simulated; see ``torchtune.estimate``.
+    """
+    from torchtune.config import load_and_check, redact_secrets
+    from torchtune.estimate import (
+        check_simulated,
+        describe,
+        estimate_run,
+        find_fastest,
+        parse_cluster,
+        parse_memory,
+        summary,
+    )
+
+    processes, device = parse_cluster(cluster)
+    limit = device.memory * _GIB if fit is None else parse_memory(fit)
+    if processes > 1 and recipe.registered and not _is_distributed_recipe(recipe.name):
+        raise UserError(
+            f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or take "
+            "the recipe and config without _single_device."
+        )
+    main = recipe.load_main()
+    settings = load_and_check(config, overrides, main)
+    check_simulated(settings)
+
+    def run(settings: Any) -> Any:
+        with _show_progress():
+            return estimate_run(main, settings, processes, per_machine=device.per_machine)
+
+    if fit is not None:
+        print(f"Searching settings that need at most {limit / _GIB:.1f} GiB of each {device.name}:", flush=True)
+        found, estimate = find_fastest(
+            settings,
+            processes,
+            device,
+            limit,
+            lambda more: load_and_check(config, [*overrides, *more], main),
+            run,
+            lambda line: print(line, flush=True),
+        )
+        print(f"\nThe fastest that fits:\n{describe(found, limit)}\n", flush=True)
+        if found.overrides:
+            print(f"Paste: {shlex.join(found.overrides)}\n")
+        print(redact_secrets(summary(estimate, device)), flush=True)
+        return
+    estimate = run(settings)
+    print(redact_secrets(summary(estimate, device)), flush=True)
+    if estimate.peak > limit:
+        raise UserError(
+            f"the run does not fit: a device needs {estimate.peak / _GIB:.1f} of {limit / _GIB:.1f} GiB: search "
+            f"settings that fit with --fit {limit / _GIB:.0f}GiB, or take more or larger devices."
+        )
+
+
+def _is_distributed_recipe(name: str) -> bool:
+    return next(recipe.supports_distributed for recipe in get_all_recipes() if recipe.name == name)
+
+
+@contextmanager
+def _show_progress() -> Iterator[None]:
+    """Show on a terminal that a simulation runs."""
+    out = sys.stderr
+    if not out.isatty():
+        yield
+        return
+    done, start = threading.Event(), time.monotonic()
+
+    def draw() -> None:
+        for mark in itertools.cycle("|/-\\"):
+            out.write(f"\r\x1b[K{mark} simulating, {time.monotonic() - start:.0f} s")
+            out.flush()
+            if done.wait(0.2):
+                break
+        out.write("\r\x1b[K")
+        out.flush()
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

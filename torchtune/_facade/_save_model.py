@@ -1,0 +1,97 @@
+"""Save a model to a folder in Hugging Face's layout."""
+
+import os
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from torchtune._facade._origin import ORIGINS, unwrap
+from torchtune.checkpoints import MARKER, Contents
+from torchtune.modules.peft import owned_parameters
+from torchtune.training import CheckpointError, CheckpointStore, ModelSource
+from torchtune.training.parallel import Ranks
+from torchtune.utils import fsync_directory
+
+
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    contents: Contents | None = None,
+    base: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save a model in Hugging Face's layout, with its tokenizer, chat template and generation config.
+
+    ``transformers``, ``peft``, vLLM and :func:`load` read the folder. It is written atomically. In distributed training
+    all ranks must call it.
+
+    Args:
+        model: from :func:`load`, or from a builder of :mod:`torchtune.models`; with its adapters.
+        path: the folder.
+        contents: ``"model"``, the weights without adapters; ``"adapter"``, in PEFT's layout, with one more file for
+            each other conversion with parameters; ``"merged"``, the weights with the adapter merged in; ``("adapter",
+            "merged")``, both. By default the adapter if the model has one, else the model.
+        base: folder of the model's original checkpoint, from which the tokenizer and other small files are copied; by
+            default the checkpoint that :func:`load` read.
+        overwrite: replace an existing folder; allowed only for one written by this function or a recipe.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: a trained parameter would not be saved, the folder is not empty and ``overwrite`` is False, the
+            folder is the base's, the base is unknown, or the disk is full.
+
+    Example:
+        >>> model, tokenizer = torchtune.load(checkpoint, adapter=torchtune.modules.peft.LoRA(rank=2))
+        >>> sorted(file.name for file in torchtune.save(model, folder / "adapter").glob("adapter*"))
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model: a {type(model).__name__} cannot be saved: give the model itself.")
+    model, path = unwrap(model), Path(path).expanduser()
+    source = _find_source(model, base)
+    ours, theirs = path.resolve(), source.checkpoint_dir.resolve()
+    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        raise CheckpointError(f"path: {path} and the base's folder {theirs} are inside each other: name another one.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (overwrite and (path / MARKER).is_file()):
+        how = "it was not written by torchtune.save, so delete it yourself" if overwrite else "give overwrite=True"
+        raise CheckpointError(f"path: {path} is there already: name a new folder, or {how}.")
+    if contents is None:
+        contents = "adapter" if owned_parameters(model) else "model"
+    ranks = Ranks(CheckpointError)
+    aside = path.with_name(f".{path.name}.saving")  # the same name on every rank
+    store = CheckpointStore({"policy": source}, aside)
+    try:
+        written = store.save("epoch_0", model, contents=contents)
+        ranks.run_on_rank_0(lambda: _replace_folder(written, path))
+    finally:
+        store.close()
+        ranks.run_on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
+    return path
+
+
+def _replace_folder(written: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(written, path)
+    fsync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _find_source(model: nn.Module, base: str | Path | None) -> ModelSource:
+    if base is not None:
+        folder = Path(base).expanduser()
+        if not folder.is_dir():
+            raise CheckpointError(f"base: there is no folder {base}: give the one that the model started from.")
+        return ModelSource(folder)
+    if model not in ORIGINS:
+        raise CheckpointError(
+            "base: this model was not made by torchtune.load, so that its tokenizer and chat template are not known: "
+            "give the folder that it started from."
+        )
+    return ORIGINS[model].source

@@ -1,0 +1,435 @@
+"""Adapter files: PEFT's layout (read and written) and the layout of older checkpoints (read)."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._load_weights import read_json
+from torchtune.checkpoints._model_weights import ModelWeights, identity
+from torchtune.checkpoints._open_source import TextTower, open_source
+from torchtune.checkpoints._peft_settings import (
+    check_settings,
+    read_settings,
+    take_from_base,
+    token_indices,
+    token_tensors,
+)
+from torchtune.checkpoints._safetensors_file import Entry
+from torchtune.checkpoints._sources import Source, must_exist
+from torchtune.models import (
+    Description,
+    FusedAdapter,
+    Group,
+    ModelError,
+    ModelSpec,
+    WeightMap,
+    WeightMapError,
+    module_prefixes,
+    rename_prefix,
+    text_prefixes,
+)
+from torchtune.modules.peft import LoRA
+from torchtune.training.parallel import Ranks
+from torchtune.utils import get_logger
+
+# Names the base, and the conversion of each file of :attr:`ModelWeights.owned_files`.
+OWNED_INDEX = "adapter_conversions.json"
+# Folder of the adapter in a checkpoint of merged weights.
+ADAPTER_DIR = "adapter"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+# In order of preference. Older checkpoints hold the adapter twice: with this library's names in .pt, and with Qwen's
+# rows in the wrong order in .safetensors.
+_OLDER_FILE = "adapter_model.pt"
+_FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
+_PEFT_PREFIX = "base_model.model."
+# transformers' parameters of stacked experts. Adapter files hold one tensor per expert, which peft stacks.
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def find_adapter(path: Path, weights: ModelWeights) -> Path:
+    """A file of an adapter: ``path`` itself, or the first one in the folder ``path`` that the model may have.
+
+    Raises:
+        CheckpointError: there is no adapter.
+    """
+    if not path.is_dir():
+        must_exist(path)
+        return path
+    if not (found := _files_in(path, weights)):
+        names = ", ".join((*_FILES, *weights.owned_files))
+        raise CheckpointError(f"{path} holds no adapter ({names}): name the folder that does.")
+    return found[0]
+
+
+def _files_in(folder: Path, weights: ModelWeights) -> list[Path]:
+    paths = [folder / name for name in (*_FILES, *weights.owned_files, OWNED_INDEX)]
+    return [path for path in paths if path.is_file()]
+
+
+def adapter_beside_base(folder: Path, weights: ModelWeights) -> Path | None:
+    """The adapter in a folder of base weights, as in ``peft``; None if there is none.
+
+    Args:
+        folder: see above.
+        weights: to be filled; if there is no adapter among them, an adapter file is ignored with a warning.
+
+    Raises:
+        CheckpointError: an older release wrote the folder, so the adapter may be merged into the weights.
+    """
+    if not (found := _files_in(folder, weights)):
+        return None
+    if not weights.owned:
+        get_logger().warning(f"{found[0]} is not used: the model has no adapter.")
+        return None
+    if found[0].name == _OLDER_FILE:
+        raise CheckpointError(
+            f"checkpoint_dir: {folder} holds {_OLDER_FILE} beside weights, as older releases wrote it after they had "
+            f"merged it into them: set adapter_checkpoint to {_OLDER_FILE} if the weights are those of the base model, "
+            "or move the adapter's files away to train a new one on the merged weights."
+        )
+    get_logger().info(f"The adapter starts from {found[0]}.")
+    return found[0]
+
+
+def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Fill the adapter parameters of a model.
+
+    Args:
+        weights: of the model, its base weights filled.
+        file: with PEFT's names, of the text model or of a composite model around it, or this library's; or a file of
+            :attr:`ModelWeights.owned_files`, which are all read from its folder.
+        device: where parameters on the meta device become real.
+        dtype: of these; their own by default.
+
+    Raises:
+        CheckpointError: the adapter has other target modules, another rank or another alpha.
+    """
+    wanted = weights.owned - _load_owned(weights, file.parent, device, dtype)
+    if not weights.owned:
+        raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
+    if file.name in (*weights.owned_files, OWNED_INDEX):
+        if not wanted:
+            return
+        file = file.with_name(ADAPTER_FILE)
+    spec, description = weights.identity
+    patterns = _patterns(spec.weight_map("hf").peft().groups(description), weights.peft_settings)
+    settings = check_settings(weights, file.with_name(ADAPTER_CONFIG_FILE), patterns)
+    found = set()
+    for name, tensor in _our_names(weights, open_source([file]), file):
+        if name not in wanted:
+            raise CheckpointError(
+                f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
+                f"{ADAPTER_CONFIG_FILE} lists."
+            )
+        weights.load(name, tensor, file, device, dtype)
+        found.add(name)
+    if missing := sorted(wanted - found):
+        raise CheckpointError(
+            f"{file} lacks '{missing[0]}'{f' and {len(missing) - 1} more' if missing[1:] else ''}, which the model in "
+            f"the config adapts: adapt the layers that its {ADAPTER_CONFIG_FILE} lists."
+        )
+    take_from_base(weights, settings, file.with_name(ADAPTER_CONFIG_FILE))
+
+
+def _load_owned(
+    weights: ModelWeights, folder: Path, device: torch.device, dtype: torch.dtype | None = None
+) -> set[str]:
+    """Fill the parameters of :attr:`ModelWeights.owned_files` from a folder; return their names.
+
+    Args:
+        weights: of a model with conversions.
+        folder: with the files.
+        device: where parameters on the meta device become real.
+        dtype: of these; their own by default.
+
+    Raises:
+        CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.
+    """
+    files, loaded = weights.owned_files, set()
+    index = read_json(folder / OWNED_INDEX) if (folder / OWNED_INDEX).is_file() else {}
+    saved = index.get("conversions", {})
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{folder / OWNED_INDEX}: 'conversions' is no object: save the checkpoint again.")
+    if unused := sorted(saved.keys() - files.keys()):
+        raise CheckpointError(
+            f"{folder / unused[0]} holds parameters of the conversion {saved[unused[0]]}, which the model does not "
+            "have: add it to model_converters, or give it to torchtune.load as adapter."
+        )
+    for file, names in files.items():
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} lacks {file}, the parameters of a conversion of this model: give a folder that was saved "
+                "with it, or leave the conversion out."
+            )
+        source = open_source([path])
+        if other := sorted(set(source.names()).symmetric_difference(names)):
+            how = "lacks" if other[0] in names else "holds"
+            raise CheckpointError(
+                f"{path} {how} '{other[0]}', unlike the model: make the conversion's settings those that it was saved "
+                "with."
+            )
+        for name in names:
+            weights.load(name, source.read(name), path, device, dtype)
+        loaded.update(names)
+    return loaded
+
+
+def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors with this library's names and order of rows."""
+    tensors = [(name, source.read(name)) for name in source.names()]
+    if not any(name.startswith(_PEFT_PREFIX) for name, _ in tensors):
+        return tensors
+    spec, description = weights.identity
+    prefixes = _prefixes_of_text(spec, [name for name, _ in tensors])
+    tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
+    weight_map = spec.weight_map("hf").peft()
+    rows = token_tensors(weights)
+    tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
+    try:
+        tensors = [pair for pair in tensors if pair[0] not in rows and not _is_of_base(weights, *pair, file)]
+        ours = {name: weight_map.tune_name(name, description) for name, _ in tensors}
+        groups = {group.tune[0]: group for group in weight_map.groups(description)}
+        tensors = _spread(weights, dict(tensors), {groups[ours[name]] for name, _ in tensors})
+        for name, tensor in tensors:
+            _check_rank(weights, groups[ours[name]], name, tensor, file)
+        return [*tokens, *weight_map.to_tune(tensors, description, partial=True)]
+    except (WeightMapError, ModelError) as error:
+        raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
+    """Map adapter prefixes of a composite model to prefixes of its text decoder; empty if the model is composite."""
+    if spec.builder is not None:
+        return {}
+    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name in names)
+    return {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
+
+
+def _spread(
+    weights: ModelWeights, tensors: dict[str, torch.Tensor], groups: Collection[Group]
+) -> list[tuple[str, torch.Tensor]]:
+    """Split an adapter of a fused projection that has the model's rank into one for each of its projections."""
+    for group in groups:
+        ours = weights.parameters.get(group.tune[0])
+        if isinstance(group.op, FusedAdapter) and ours is not None and tensors.keys() >= set(group.external):
+            both = [tensors[name] for name in group.external]
+            if both[0].shape[0] == both[1].shape[1] == ours.shape[0]:
+                tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
+    return list(tensors.items())
+
+
+def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
+    """Return whether a tensor of an adapter file is a base weight; ``peft`` adds an adapted output layer's.
+
+    Raises:
+        CheckpointError: it is a base weight that differs from the model's.
+    """
+    spec, description = weights.identity
+    external, weight_map = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
+    if not any(external in group.external for group in weight_map.groups(description)):
+        return external in {tie.external for tie in weight_map.tied}
+    for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
+        if value.shape != weights.spec(ours).shape or not weights.equals(ours, value):
+            raise CheckpointError(
+                f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
+                "base, so merge it into that base with peft and start from the merged model."
+            )
+    return True
+
+
+def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
+    """Raise on a shape that does not fit, before rows are reordered."""
+    if not all(ours in weights.parameters for ours in group.tune):
+        return  # not adapted here: refused with the list of layers
+    wanted = group.to_external([weights.spec(ours) for ours in group.tune])[group.external.index(name)].shape
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
+            "adapter is of another rank or of another model."
+        )
+
+
+def adapter_entries(
+    weights: ModelWeights, ranks: Ranks, base_name: str, whole: TextTower | None = None
+) -> tuple[list[Entry], dict[str, Any]]:
+    """Return the adapter in PEFT's layout: its tensors, and the contents of ``adapter_config.json``.
+
+    Args:
+        weights: of a model that has a conversion with a ``peft_config``.
+        ranks: every rank makes its own shard.
+        base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
+        whole: the multimodal checkpoint that the model is the text decoder of: the adapter uses the names that peft
+            gives the modules of the composite model.
+
+    Raises:
+        CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
+    """
+    if not weights.owned:
+        raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
+    spec, description = weights.identity
+    prefixes = {} if whole is None else module_prefixes(whole.prefixes)
+    weight_map = spec.weight_map("hf")
+    weight_map = weight_map.prefixed(prefixes) if prefixes else weight_map
+    rows = {
+        ours: _PEFT_PREFIX + rename_prefix(theirs.removeprefix(_PEFT_PREFIX), prefixes)
+        for theirs, ours in token_tensors(weights).items()
+    }
+    ours = weights.owned - rows.keys() - {name for names in weights.owned_files.values() for name in names}
+    groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
+    adapters = [name for name in weights.parameters if name in ours]
+    if unknown := [name for name in adapters if name not in groups]:
+        raise CheckpointError(
+            f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
+        )
+    chosen = dict.fromkeys(groups[name] for name in adapters)
+    entries = [weights.entry(group, ranks, turn) for turn, group in enumerate(chosen)]
+    entries += [weights.entry_of(name, rows[name], ranks, turn) for turn, name in enumerate(rows)]
+    settings = weights.peft_settings | {"trainable_token_indices": token_indices(weights)}
+    settings |= {"init_lora_weights": getattr(weights.model, "adapter_init", None) or True}
+    settings |= adapted_modules(chosen, weight_map, description, settings, in_full=bool(prefixes))
+    return entries, adapter_settings(base_name, settings)
+
+
+def adapted_modules(
+    groups: Collection[Group],
+    weight_map: WeightMap,
+    description: Description,
+    settings: Mapping[str, Any],
+    *,
+    in_full: bool = False,
+) -> dict[str, Any]:
+    """Return the fields of ``adapter_config.json`` for target modules and parameters, their ranks and alphas.
+
+    Args:
+        groups: groups of the adapter's parameters.
+        weight_map: the model's weight map for Hugging Face's format.
+        description: description of the model.
+        settings: rank and alpha of one adapter.
+        in_full: use full module paths: in a composite model, shorter names would also select modules of other towers.
+    """
+    modules = dict.fromkeys(module for group in groups for module in map(_adapted, group.external))
+    parameters = {
+        _adapted(group.external[0])
+        for group in groups
+        if weight_map.named_like_experts(group.tune[0].removesuffix(".lora_a.weight"), description)
+    }
+    targets, linears = (
+        sorted(names) if in_full else _shortest(names, weight_map, description)
+        for names in (modules.keys() - parameters, parameters)
+    )
+    target_parameters = [f"{name}.weight" for name in linears]
+    target_parameters += _EXPERTS if any(map(_is_of_experts, groups)) else ()
+    found = {"target_modules": targets} | _patterns(groups, settings)
+    return found | ({"target_parameters": target_parameters} if target_parameters else {})
+
+
+def _is_of_experts(group: Group) -> bool:
+    return not group.tune[0].endswith((".weight", ".magnitude"))
+
+
+def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank and alpha of the adapters of fused projections: the sums over their projections."""
+    counts = {}
+    for group in groups:
+        if _is_of_experts(group):
+            counts[_EXPERTS[0]] = 2
+        if isinstance(group.op, FusedAdapter):
+            counts[_adapted(group.external[0]).rpartition(".")[2]] = len(group.op.sizes)
+    if not counts:
+        return {}
+    power = 0.5 if settings.get("use_rslora") else 1  # keeps peft's scale equal to that of the separate projections
+    return {
+        "rank_pattern": {name: count * settings["r"] for name, count in counts.items()},
+        "alpha_pattern": {name: count**power * settings["lora_alpha"] for name, count in counts.items()},
+    }
+
+
+def _adapted(name: str) -> str:
+    """Return the name of the module that a tensor in PEFT's layout adapts."""
+    return name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
+
+
+def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of ``adapter_config.json``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        **settings,
+        "base_model_name_or_path": base_name,
+    }
+
+
+def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
+    """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
+    modules = {
+        name.removesuffix(".weight")
+        for group in weight_map.prefixed(dict(weight_map.modules)).groups(description)
+        for name in group.external
+        if name.endswith(".weight")
+    }
+    others = {end for name in modules.difference(names) for end in _ends(name)}
+    return sorted({next(end for end in (*_ends(name), name) if end not in others) for name in names})
+
+
+def _ends(name: str) -> tuple[str, str]:
+    return name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name)
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Return the folder of the adapter: ``folder``, or ``adapter`` in a checkpoint of merged weights.
+
+    Raises:
+        CheckpointError: neither contains an adapter in PEFT's layout.
+    """
+    for candidate in (folder, folder / ADAPTER_DIR):
+        if (candidate / ADAPTER_FILE).is_file() and (candidate / ADAPTER_CONFIG_FILE).is_file():
+            return candidate
+        if (candidate / OWNED_INDEX).is_file():
+            return candidate
+    raise CheckpointError(
+        f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
+    )
+
+
+def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
+    """Return the conversion that adds the adapter layers of a PEFT folder to ``model``.
+
+    Args:
+        model: model without adapters, on the meta device or materialized.
+        folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Raises:
+        CheckpointError: a file is missing, or the adapter is of another model.
+    """
+    file, settings = folder / ADAPTER_FILE, read_settings(folder / ADAPTER_CONFIG_FILE)
+    names = [name for name in open_source([file]).names() if ".lora_A." in name]
+    spec, description = identity(model)
+    prefixes = _prefixes_of_text(spec, names)
+    names = [rename_prefix(name, prefixes) for name in names]
+    found = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.external}
+    if unknown := [name for name in names if name not in found]:
+        raise CheckpointError(
+            f"{file}: it holds '{unknown[0]}', for which the model has no layer: it is of another one."
+        )
+    if not names or "r" not in settings:
+        raise CheckpointError(f"{folder}: there is no LoRA adapter in it: give the folder that a recipe or peft wrote.")
+    layers = sorted({tune.partition(".lora_")[0] for name in names for tune in found[name].tune})
+    return LoRA(
+        rank=settings["r"],
+        alpha=settings.get("lora_alpha", 8),
+        target_modules=layers,
+        use_dora=bool(settings.get("use_dora")),
+        use_rslora=bool(settings.get("use_rslora")),
+    )

@@ -1,0 +1,490 @@
+"""``CheckpointStore``: the models of a run, the sources of their weights, and the folder of its checkpoints."""
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._contents import Contents, check_contents, contents_of
+from torchtune.checkpoints._directories import (
+    ResumePoint,
+    check_output_dir,
+    complete_directories,
+    damage,
+    marked_files,
+    refuse_damaged,
+    resume_candidates,
+    resume_point,
+)
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, export_model
+from torchtune.checkpoints._load_weights import initialize_rest, load_base
+from torchtune.checkpoints._model_source import ModelSource
+from torchtune.checkpoints._model_weights import ModelWeights, identity
+from torchtune.checkpoints._models_of_run import ModelsOfRun
+from torchtune.checkpoints._open_source import open_source
+from torchtune.checkpoints._quantize import write_compressed
+from torchtune.checkpoints._resumed_settings import check_resumed_settings
+from torchtune.checkpoints._saving import Job, Saver
+from torchtune.checkpoints._sources import find_files
+from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, load_state, local_state, optimizers_of
+from torchtune.models import build
+from torchtune.modules.peft import owned_parameters
+from torchtune.training.parallel import Ranks, reshard
+from torchtune.utils import FolderLock, UserError, doing, get_logger
+
+if TYPE_CHECKING:
+    from torchtune.training.quantization import Quantizer
+
+POLICY = "policy"
+# Names of folders and prefixes in a checkpoint, not allowed for models.
+_RESERVED = (STATE_DIR, ADAPTER_DIR, "logs", "original")
+
+# One model (the policy), or models by name, in a mapping or an ``nn.ModuleDict``.
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+class CheckpointStore:
+    """Loads the models of a run, and saves and resumes its checkpoints.
+
+    A model has a name: ``policy``, the default, is the main model; ``reference``, ``value``, ``teacher`` or any other
+    name is a further model. Each has a source. Models passed to :meth:`save` are trained: the policy is saved in the
+    checkpoint folder, every other model in a subfolder of its name, under one completion marker. A model with a source
+    that is not saved is frozen: checkpoints record a fingerprint of its weights, which a resume verifies.
+
+    All ranks call every method; each reads and writes its own shards.
+
+    Args:
+        sources: a source for each model, by name; a mapping holds the arguments of :class:`ModelSource`.
+        output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``; required to save and to resume.
+        keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
+            ``step_N``.
+
+    Raises:
+        CheckpointError: an argument is invalid.
+
+    Example:
+        >>> store = torchtune.training.CheckpointStore({"policy": {"checkpoint_dir": checkpoint}}, folder / "run")
+        >>> store.load_model(model)
+        >>> store.save("epoch_0", model).name
+        'epoch_0'
+        >>> store.close()
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        output_dir: str | Path | None = None,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        if keep_last_n_checkpoints is not None and keep_last_n_checkpoints < 1:
+            raise CheckpointError(f"keep_last_n_checkpoints is {keep_last_n_checkpoints}: it must be at least 1.")
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.keep_last_n_checkpoints = keep_last_n_checkpoints
+        self.sources: dict[str, ModelSource] = {}
+        for name, source in sources.items():
+            if isinstance(source, Mapping):
+                source = ModelSource(**source, adapter_dirs=[] if self.output_dir is None else [self.output_dir])
+            self.add_source(name, source)
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(CheckpointError)
+
+    @cached_property
+    def lock(self) -> FolderLock:
+        """Lock of the output folder."""
+        return FolderLock(self.require_output_dir())
+
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver(self._ranks, self.lock)
+
+    def add_source(self, name: str, source: Any) -> None:
+        """Add a model to the run.
+
+        Args:
+            name: name of the model, for example ``"reference"``.
+            source: a :class:`ModelSource`, or a checkpointer or store, of which the policy's source is used.
+
+        Raises:
+            CheckpointError: the name exists or is reserved, or ``source`` has the wrong type.
+        """
+        source = getattr(source, "store", source)
+        if isinstance(source, CheckpointStore):
+            source = source.sources.get(POLICY)
+        if not isinstance(source, ModelSource):
+            raise CheckpointError(f"The source of '{name}' is a {type(source).__name__}: give a checkpointer.")
+        if name in self.sources:
+            raise CheckpointError(f"The run already has a model '{name}': choose another name.")
+        if not name.isidentifier() or name in _RESERVED:
+            raise CheckpointError(f"A model cannot be called '{name}': use a word such as reference or value.")
+        self.sources[name] = source
+
+    def source(self, name: str = POLICY) -> ModelSource:
+        """Return the source of a model. Raises ``CheckpointError`` if it has none."""
+        if name not in self.sources:
+            known = ", ".join(self.sources) or "none"
+            raise CheckpointError(f"The model '{name}' has no source (there are: {known}): call add_source first.")
+        return self.sources[name]
+
+    @doing("loading the checkpoint")
+    def load_model(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        name: str = POLICY,
+        whole: bool = False,
+    ) -> None:
+        """Load ``model`` from its source; parameters on the meta device are materialized on ``device``.
+
+        Parameters that conversions added are loaded from ``adapter_checkpoint``, else from an adapter in PEFT's layout
+        in ``checkpoint_dir``; without either, their modules initialize them.
+
+        Args:
+            model: model built by :mod:`torchtune.models`, on the meta device or materialized, sharded or not.
+            device: device of materialized parameters.
+            dtype: dtype of materialized parameters; unchanged by default.
+            name: name of the source.
+            whole: raise if the files lack a parameter; for a frozen model, which must not start with new parameters.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or do not fit the model.
+        """
+        source, device, loaded = self.source(name), torch.device(device), set()
+        source.check_model_type(model)
+        reshard(model)
+        with self._ranks.raise_on_all():
+            loaded = source.read(model, device, dtype)
+            if whole and (new := [key for key, _ in model.named_parameters() if key not in loaded]):
+                raise CheckpointError(
+                    f"{source.checkpoint_dir} has no '{new[0]}', which the '{name}' model needs and this run does not "
+                    "train: give the folder of a model that was trained with it."
+                )
+            # Read fingerprints now: the folder may be gone when a checkpoint records them.
+            if name != POLICY:
+                _ = source.fingerprint
+            elif owned_parameters(model):
+                _ = source.base_fingerprint
+        with self._ranks.share_rng_state():
+            initialize_rest(model, loaded, device, dtype)
+
+    def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:
+        """Check files, family, names and shapes for :meth:`load_model`, without reading tensor data.
+
+        Args:
+            model: model on the meta device, not sharded.
+            name: name of the source.
+
+        Raises:
+            CheckpointError: see :meth:`load_model`; truncated files are only found by :meth:`load_model`.
+        """
+        self.source(name).check(model)
+
+    def check_contents(self, models: Models, *, contents: Contents = "model", resumable: bool = True) -> None:
+        """Check before training that :meth:`save` would write every trained parameter.
+
+        Args:
+            models: converted models, on any device.
+            contents: see :meth:`save`.
+            resumable: whether checkpoints also hold the training state, so that a resume needs every trained parameter.
+
+        Raises:
+            CheckpointError: a trained parameter would not be written.
+        """
+        for name, weights in _views(models).items():
+            check_contents(weights, contents_of(contents, name), resumable=resumable)
+
+    def check_output_dir(self, *, resume: bool) -> None:
+        """Check before loading that saving would not overwrite anything.
+
+        Raises:
+            UserError: there is no output folder, it is inside a source's folder, it holds a run but ``resume`` is
+                False, or it is in use.
+        """
+        output_dir = self.require_output_dir()
+        self._ranks.run_on_rank_0(self.lock.check_unused)
+        for source in self.sources.values():
+            self._ranks.run_on_rank_0(partial(check_output_dir, output_dir, source.checkpoint_dir, resume=resume))
+
+    def lock_output_dir(self) -> None:
+        """Lock the output folder against other runs until :meth:`close`, or until the process ends.
+
+        Without this call, every save and every search for a checkpoint locks the folder while it lasts.
+
+        Raises:
+            UserError: another run holds the lock, or the folder cannot be written to.
+        """
+        self.require_output_dir()
+        self._ranks.run_on_rank_0(lambda: self.lock.acquire())
+
+    def open_output_dir(self, cfg: Any, *, resume: bool) -> ResumePoint | None:
+        """Check and lock the output folder, and find the resume point; call it before anything is loaded.
+
+        Args:
+            cfg: settings of this run.
+            resume: whether to continue the run in the folder.
+
+        Returns:
+            The checkpoint to resume from; None for a new run.
+
+        Raises:
+            UserError: see :meth:`check_output_dir`, :meth:`lock_output_dir` and :meth:`find_resume_point`.
+        """
+        self.check_output_dir(resume=resume)
+        self.lock_output_dir()
+        return self.find_resume_point(cfg) if resume else None
+
+    def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
+        """Return the newest complete and undamaged checkpoint; None, with a warning, if there is no checkpoint.
+
+        The ranks share the work of verifying the checksums of files that a resume needs. If a checkpoint is damaged, an
+        error is logged and the one before it is tried.
+
+        Args:
+            cfg: settings of this run; changes since the checkpoint are logged, or raise.
+
+        Raises:
+            CheckpointError: the run is finished, every checkpoint is damaged, or settings, frozen models or base
+                weights have changed.
+            UserError: another run has locked the folder.
+        """
+        output_dir, was_locked, keep = self.require_output_dir(), self.lock.is_held, False
+
+        def begin() -> list[Path]:
+            if output_dir.is_dir():
+                self.lock.acquire()
+            return resume_candidates(output_dir)
+
+        try:
+            candidates = self._ranks.run_on_rank_0(begin)
+            for number, path in enumerate(candidates):
+                faults = []
+                with self._ranks.raise_on_all():
+                    files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
+                    faults = damage(path, files)
+                faults = [fault for found in self._ranks.gather(faults) for fault in found]
+                if not faults:
+                    point = self._ranks.run_on_rank_0(partial(resume_point, path))
+                    with self._ranks.raise_on_all():
+                        if cfg is not None:
+                            check_resumed_settings(cfg, path)
+                        ModelsOfRun.read(path).check_sources(self.sources, path)
+                    keep = was_locked
+                    return point
+                self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+            keep = was_locked
+            return None
+        finally:
+            if not keep:  # also on errors: there will be no run
+                self.lock.release()
+
+    def check_resume(self, cfg: Any) -> None:
+        """Check that the newest complete checkpoint can be resumed, without lock and checksums."""
+        for newest in complete_directories(self.require_output_dir())[-1:]:
+            resume_point(newest)
+            check_resumed_settings(cfg, newest)
+            ModelsOfRun.read(newest).check_sources(self.sources, newest)
+
+    @doing("resuming")
+    def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
+        """Load the trained weights of ``point`` into the models, and the training state into the values of ``state``.
+
+        Args:
+            point: from :meth:`find_resume_point`.
+            models: after :meth:`load_model`, the same as in :meth:`save`.
+            state: the same as in :meth:`save`: objects with ``load_state_dict``, or dicts, updated in place.
+
+        Raises:
+            CheckpointError: the checkpoint has other models or belongs to another kind of run.
+        """
+        parameters, models = _parameters(models), _by_name(models)
+        record = ModelsOfRun.read(point.path)
+        record.check_trained(models, point.path)
+        if self.output_dir is not None:
+            self._saver.wait()
+        files = {name: _weights_to_resume(model, point.path / _folder(name)) for name, model in models.items()}
+        for model in models.values():
+            reshard(model)
+        with self._ranks.raise_on_all():
+            record.check_sources(self.sources, point.path)
+            for name, model in models.items():
+                device, path, weights = next(model.parameters()).device, files[name], ModelWeights(model)
+                if weights.owned:
+                    load_adapter(weights, path, device)
+                else:
+                    load_base(weights, open_source(find_files(path)), device)
+            load_state(state, parameters, point.path, self._ranks.rank)
+
+    def save(
+        self,
+        name: str,
+        models: Models,
+        *,
+        contents: Contents = "model",
+        state: Mapping[str, Any] | None = None,
+        cfg: Any = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        async_save: bool = False,
+        optional: bool = False,
+    ) -> Path:
+        """Write ``output_dir/name`` atomically, then delete checkpoints according to ``keep_last_n_checkpoints``.
+
+        Args:
+            name: ``epoch_N`` or ``step_N``.
+            models: the trained models: the policy, or several by name.
+            contents: the weights to write: ``"model"``, all weights without adapters; ``"adapter"``, in PEFT's layout;
+                ``"merged"``, all weights with the adapter merged. ``("adapter", "merged")`` writes both, the adapter
+                into the subfolder ``adapter``. A mapping holds the contents by name of the model.
+            state: training state for a resume; None for the last checkpoint of a run.
+            cfg: settings of the run, saved as ``torchtune_config.yaml``.
+            max_shard_bytes: maximum bytes of tensors per file.
+            async_save: write in the background. The tensors are first copied to host memory: before this method
+                returns, or, if ``state`` has optimizers and no weight needs a conversion, before the next optimizer
+                step; do not change the weights in another way until then. The next save and :meth:`close` wait for the
+                write and raise its errors.
+            optional: on failure to write, log a warning and continue without this checkpoint.
+
+        Returns:
+            The checkpoint folder.
+
+        Raises:
+            UserError: a trained parameter would not be written, or the disk is full or not writable; earlier
+                checkpoints are unchanged.
+        """
+        self._saver.wait()
+        for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
+            reshard(model)
+        parameters, views, exports = _parameters(models), _views(models), []
+        chosen = {model_name: contents_of(contents, model_name) for model_name in views}
+        for model_name, weights in views.items():
+            check_contents(weights, chosen[model_name], resumable=state is not None)
+            place = (self._ranks, max_shard_bytes, _folder(model_name))
+            exports.append(export_model(weights, self.source(model_name), chosen[model_name], *place))
+        saved = None if state is None else local_state(state, parameters, self._ranks)
+        adapted = [name for name in views if "adapter" in chosen[name] and state is not None]
+        record = ModelsOfRun.of(views, self.sources, adapted)
+
+        def write_small_files(folder: Path) -> None:
+            for export in exports:
+                export.write_small_files(folder)
+            if cfg is not None:
+                from torchtune.config import save_config
+
+                save_config(cfg, folder / "torchtune_config.yaml")
+            if saved is not None:
+                (folder / STATE_DIR).mkdir(exist_ok=True)
+                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(saved.structure), encoding="utf-8")
+                record.write(folder)
+
+        output_dir = self.require_output_dir()
+        own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
+        files = [file for export in exports for file in export.files]
+        job = Job(output_dir, name, files, own, agreed, write_small_files, self.keep_last_n_checkpoints, optional)
+        # All ranks make these weights together, which they cannot do while training goes on.
+        together = any("merged" in chosen[name] or weights.stored for name, weights in views.items())
+        optimizers = [] if together else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
+        self._saver.save(job, in_background=async_save, optimizers=optimizers)
+        return output_dir / name
+
+    def save_quantized(self, name: str, model: nn.Module, quantizer: "Quantizer") -> Path:
+        """Quantize the saved checkpoint ``name`` into ``output_dir/quantized``, one tensor at a time on rank 0.
+
+        Args:
+            name: name of a checkpoint with all weights, merged if the model has adapters.
+            model: the saved model.
+            quantizer: determines values and layout.
+
+        Returns:
+            The folder of the quantized checkpoint.
+
+        Raises:
+            UserError: see :func:`torchtune.training.quantize_checkpoint`; the checkpoint is unchanged.
+        """
+        self._saver.wait()
+        spec, description = identity(model)
+        output_dir = self.require_output_dir()
+        folder = output_dir / "quantized"
+
+        def write() -> None:
+            with torch.device("meta"):
+                plain = build(description, spec)
+            write_compressed(ModelSource(output_dir / name), plain, quantizer, folder)
+            get_logger().info(f"{folder} holds {name} quantised ({quantizer.mode}).")
+
+        self._ranks.run_on_rank_0(write)
+        return folder
+
+    def close(self) -> None:
+        """Wait until the pending checkpoint is written, and release the output folder.
+
+        Raises:
+            UserError: writing failed; only logged if another error is being raised.
+        """
+        if self.output_dir is None:
+            return
+        is_raising = sys.exc_info()[0] is not None
+        try:
+            self._saver.close()
+        except (UserError, OSError) as error:
+            if not is_raising:
+                raise
+            get_logger().warning(f"The last checkpoint was not written: {error}")
+        finally:
+            self.lock.release()
+
+    def require_output_dir(self) -> Path:
+        """Return the output folder. Raises ``CheckpointError`` if there is none."""
+        if self.output_dir is None:
+            raise CheckpointError("checkpointer.output_dir is missing: say where checkpoints go.")
+        return self.output_dir
+
+
+def _by_name(models: Models) -> dict[str, nn.Module]:
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleDict):
+        return {POLICY: models}
+    if not models:
+        raise CheckpointError("There is no model to save or to resume: give the policy, or models by name.")
+    return dict(models.items())
+
+
+def _views(models: Models) -> dict[str, ModelWeights]:
+    return {name: ModelWeights(model) for name, model in _by_name(models).items()}
+
+
+def _folder(name: str) -> str:
+    """Subfolder of a model in a checkpoint, with a slash at its end; the policy's is the checkpoint itself."""
+    return "" if name == POLICY else f"{name}/"
+
+
+def _parameters(models: Models) -> dict[str, nn.Parameter]:
+    """Return the parameters of all models by name; except for the policy, names start with the model's name."""
+    if isinstance(models, nn.ModuleDict):  # matches the names of its optimizer
+        return dict(models.named_parameters())
+    return {
+        parameter_name if name == POLICY else f"{name}.{parameter_name}": parameter
+        for name, model in _by_name(models).items()
+        for parameter_name, parameter in model.named_parameters()
+    }
+
+
+def _weights_to_resume(model: nn.Module, folder: Path) -> Path:
+    """Return the path that a resume loads: an adapter file, or the folder of the weights."""
+    paths = [place / name for place in (folder, folder / ADAPTER_DIR) for name in (ADAPTER_FILE, OWNED_INDEX)]
+    adapters = [path for path in paths if path.is_file()]
+    has_adapter = bool(owned_parameters(model))
+    if has_adapter != bool(adapters):
+        theirs, ours = ("an adapter", "has none") if adapters else ("a whole model", "has an adapter")
+        raise CheckpointError(
+            f"{folder} holds {theirs}, but the model of this run {ours}: resume with the saved torchtune_config.yaml."
+        )
+    return adapters[0] if has_adapter else folder

@@ -1,0 +1,392 @@
+"""Checkpoint folders: completion marker, checksums, resume point, pruning."""
+
+import json
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._state import MODELS, STATE_DIR, STRUCTURE, load_progress
+from torchtune.utils import atomic_directory, get_logger, log_once
+
+MARKER = ".complete"
+# File in the run's folder that lists the checkpoints of its best validations.
+BEST = "best.json"
+_NAME = re.compile(r"^(epoch|step)_(\d+)$")
+# Leftovers of a killed process: .NAME.xxxxxxxx.tmp of atomic_directory, .NAME.xxxxxxxx.old.tmp of the folder that it
+# was replacing, and .removed_NAME.xxxxxxxx.tmp of prune.
+_LEFTOVER = re.compile(r"^\.(?:removed_)?((?:epoch|step)_\d+)\.[0-9a-f]+(\.old)?\.tmp$")
+# Number of step_N kept by default; all epoch_N are kept.
+KEPT_STEPS = 3
+# Files that must be undamaged for a resume. Others, such as configs and tokenizers, may be edited.
+_NEEDED = (".safetensors", ".index.json", ".bin", ".pt", f"{STATE_DIR}/{STRUCTURE}", f"{STATE_DIR}/{MODELS}")
+_CHUNK = 2**22
+
+# Size and CRC-32 of files, by path in the folder. The standard library's CRC-32 is as fast as disks (1.8 GB/s per core)
+# and ranks share the work; xxhash is five times as fast, but one more dependency.
+Sums = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A complete checkpoint to resume from.
+
+    Attributes:
+        path: its folder.
+
+    Example:
+        >>> torchtune.checkpoints.ResumePoint(folder / "epoch_0").path.name
+        'epoch_0'
+    """
+
+    path: Path
+
+    @cached_property
+    def progress(self) -> dict[str, Any]:
+        """The values under ``progress`` in the state, such as seed and global step."""
+        return load_progress(self.path)
+
+
+def _named_directories(output_dir: Path) -> list[Path]:
+    if not output_dir.is_dir():
+        return []
+    return [path for path in output_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
+
+
+def complete_directories(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints (folders with an undamaged marker), oldest first."""
+    found = []
+    for path in _named_directories(output_dir):
+        try:
+            found.append((_marker(path)["saves"], path.name, path))
+        except CheckpointError:
+            continue
+    return [path for _, _, path in sorted(found)]
+
+
+def _marker(path: Path) -> dict[str, Any]:
+    """Read the completion marker.
+
+    ``saves``: number of the save in its run, from 1; ``resumable``; ``files``: sizes of the files that a resume needs;
+    ``crc32``: checksums of all files (missing in markers of earlier releases).
+
+    Raises:
+        CheckpointError: the marker is missing or damaged.
+    """
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        files = {_inside(name): int(size) for name, size in marker.get("files", {}).items()}
+        sums = {_inside(name): int(text, 16) for name, text in marker.get("crc32", {}).items()}
+        return {"saves": int(marker["saves"]), "resumable": bool(marker["resumable"]), "files": files, "crc32": sums}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path / MARKER} was not written by this library or is damaged: delete {path.name} or that file."
+        ) from error
+
+
+def _inside(name: str) -> str:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name} leaves the folder")
+    return name
+
+
+@contextmanager
+def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Path]:
+    """Create a folder that becomes ``output_dir/name``, with a completion marker, if the block succeeds.
+
+    Args:
+        output_dir: folder of the run.
+        name: ``epoch_N`` or ``step_N``.
+        sums: size and checksum of files, known from writing them; the block may add to it. Checksums of other files are
+            computed.
+
+    Raises:
+        CheckpointError: the size of a file differs from the number of bytes written.
+    """
+    if not _NAME.match(name):
+        raise ValueError(f"'{name}' is no name of a checkpoint: use epoch_N or step_N.")
+    earlier = complete_directories(output_dir)
+    saves = 1 + (_marker(earlier[-1])["saves"] if earlier else 0)
+    with atomic_directory(output_dir / name) as folder:
+        yield folder
+        sizes = {
+            str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+        }
+        known = dict(sums or {})
+        for file, (size, _) in known.items():
+            if sizes.get(file) != size:
+                raise CheckpointError(
+                    f"{output_dir / name / file} has {sizes.get(file, 0):,} bytes right after {size:,} were written: "
+                    "the file system of output_dir loses data, or is not the same on all machines; choose another."
+                )
+        crcs = {file: f"{known[file][1] if file in known else checksum(folder / file):08x}" for file in sizes}
+        tensors = {file: size for file, size in sizes.items() if file.endswith(_NEEDED)}
+        marker = {"saves": saves, "resumable": (folder / STATE_DIR).exists(), "files": tensors, "crc32": crcs}
+        (folder / MARKER).write_text(json.dumps(marker))
+
+
+def checksum(path: Path, progress: Callable[[int], object] = lambda count: None) -> int:
+    """Return the CRC-32 of a file; ``progress`` receives the number of bytes read since its last call."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+            progress(len(chunk))
+    return crc
+
+
+def marked_files(path: Path, *, everything: bool) -> list[str]:
+    """Return the files in the marker of a checkpoint: all, or only the files that a resume needs.
+
+    Raises:
+        CheckpointError: the marker is missing or damaged.
+    """
+    marker = _marker(path)
+    return sorted(n for n in marker["files"] | marker["crc32"] if everything or n in marker["files"])
+
+
+def damage(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
+    """Compare files of a checkpoint with its marker; return a phrase for each missing or changed file."""
+    marker, found = _marker(path), []
+    for name in names:
+        file, size, crc = path / name, marker["files"].get(name), marker["crc32"].get(name)
+        try:
+            actual = file.stat().st_size if file.is_file() else None
+            if actual is None:
+                found.append(f"{file} is missing")
+            elif size is not None and actual != size:
+                found.append(f"{file} has {actual:,} bytes instead of {size:,}")
+            elif crc is not None and (other := checksum(file, progress)) != crc:
+                found.append(f"{file} was changed since it was saved (its CRC-32 is {other:08x} instead of {crc:08x})")
+        except OSError as error:
+            found.append(f"{file} cannot be read ({error.strerror})")
+    return found
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return ``[folder]`` if it is a checkpoint, else the checkpoints in it, oldest first.
+
+    Raises:
+        CheckpointError: there are no checkpoints.
+
+    Example:
+        >>> from torchtune.checkpoints import checkpoints_in
+        >>> path = torchtune.save(model, folder / "epoch_0", base=checkpoint)
+        >>> [path.name for path in checkpoints_in(folder)]
+        ['epoch_0']
+    """
+    if (folder / MARKER).exists():
+        return [folder]
+    named = _named_directories(folder)
+    complete = complete_directories(folder)
+    found = complete + sorted(path for path in named if path not in complete and (path / MARKER).exists())
+    if not found:
+        what = "holds no checkpoint" if folder.is_dir() else "is no folder"
+        raise CheckpointError(
+            f"{folder} {what}: give a checkpoint (epoch_N or step_N) that a recipe has saved, or the output_dir of a "
+            "run."
+        )
+    return found
+
+
+def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda count: None) -> tuple[int, int]:
+    """Compare every file of a checkpoint with the size and checksum in its marker.
+
+    Args:
+        folder: folder of the checkpoint.
+        progress: receives the number of bytes read since its last call.
+
+    Returns:
+        Number of files, and their total size in bytes.
+
+    Raises:
+        CheckpointError: files are missing, truncated or changed, or the marker has no checksums.
+
+    Example:
+        >>> from torchtune.checkpoints import verify_checkpoint
+        >>> path = torchtune.save(model, folder / "mine", base=checkpoint)
+        >>> verify_checkpoint(path)[0] > 0  # files with a checksum
+        True
+    """
+    names = marked_files(folder, everything=True)
+    if faults := damage(folder, names, progress):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(faults)}.")
+    if not _marker(folder)["crc32"]:
+        raise CheckpointError(
+            f"{folder} was saved without checksums, by an earlier release: the sizes of its files are right, more "
+            "cannot be told."
+        )
+    return len(names), sum((folder / name).stat().st_size for name in names)
+
+
+def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the last record of a best validation with a complete ``checkpoint``."""
+    names = {path.name for path in complete_directories(output_dir)}
+    return next((record for record in reversed(records) if record["checkpoint"] in names), None)
+
+
+def best_checkpoint(output_dir: Path) -> str | None:
+    """Return the name of the best complete checkpoint according to ``best.json``.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        record = newest_record(output_dir, json.loads((output_dir / BEST).read_text(encoding="utf-8"))["best"])
+        return None if record is None else record["checkpoint"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{output_dir / BEST} is damaged, so that no old checkpoint is removed: delete it if none of the best is "
+            "to be kept."
+        ) from error
+
+
+def prune(output_dir: Path, keep: int | None) -> None:
+    """Delete the oldest complete checkpoints beyond ``keep``, but never the newest or the best of ``best.json``.
+
+    Failures to delete are logged.
+
+    Args:
+        output_dir: folder of the run.
+        keep: number of checkpoints to keep. None keeps all ``epoch_N``, the last three ``step_N``, and all ``step_N``
+            without checksums (of earlier releases).
+    """
+    complete = complete_directories(output_dir)
+    if keep is None:
+        by_steps = [path for path in complete if path.name.startswith("step_") and _marker(path)["crc32"]]
+        gone = [path for path in by_steps[:-KEPT_STEPS] if path != complete[-1]]
+    else:
+        gone = complete[: -max(keep, 1)]
+    try:
+        best = best_checkpoint(output_dir) if gone else None
+    except CheckpointError as error:
+        get_logger().warning(str(error))
+        return
+    for path in (path for path in gone if path.name != best):
+        if keep is None:
+            log_once(
+                get_logger(),
+                f"Of the checkpoints by steps the last {KEPT_STEPS} are kept, older ones are removed: "
+                "checkpointer.keep_last_n_checkpoints changes how many.",
+            )
+        try:
+            aside = path.with_name(f".removed_{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+            os.rename(path, aside)  # removed for all readers even if rmtree is interrupted
+            shutil.rmtree(aside)
+        except OSError as error:
+            get_logger().warning(f"The old checkpoint {path} could not be removed ({error}): delete it yourself.")
+
+
+def _clear_leftovers(output_dir: Path) -> None:
+    """Delete the leftovers of an interrupted save, and restore the checkpoint that it was replacing."""
+    for path in sorted(output_dir.iterdir()):
+        match = _LEFTOVER.match(path.name)
+        if match is None:
+            continue
+        if match[2] and (path / MARKER).is_file() and not (output_dir / match[1]).exists():
+            os.rename(path, output_dir / match[1])
+        else:
+            shutil.rmtree(path)
+
+
+def resume_candidates(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
+
+    Leftovers of an interrupted save are deleted.
+
+    Raises:
+        CheckpointError: there are only incomplete or damaged checkpoints.
+    """
+    if output_dir.is_dir():
+        _clear_leftovers(output_dir)
+    complete = complete_directories(output_dir)
+    broken = [path for path in _named_directories(output_dir) if (path / MARKER).exists() and path not in complete]
+    for path in sorted(broken):
+        if not complete:
+            _marker(path)  # raises
+        get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
+    if not complete:
+        if unmarked := sorted(path.name for path in _named_directories(output_dir)):
+            raise CheckpointError(
+                f"output_dir: {output_dir} holds {', '.join(unmarked[:3])} without the marker of a complete "
+                "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
+                "weights, give that folder as checkpoint_dir)."
+            )
+        get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
+    return complete[::-1]
+
+
+def resume_point(path: Path) -> ResumePoint:
+    """Return the resume point of an undamaged checkpoint. Raises ``CheckpointError`` if its run is finished."""
+    if not _marker(path)["resumable"]:
+        raise CheckpointError(
+            f"output_dir: the run in {path.parent} is finished ({path.name}), there is nothing to resume: start "
+            f"a new run from that folder, in another output_dir."
+        )
+    return ResumePoint(path)
+
+
+def refuse_damaged(path: Path, faults: list[str], left: list[Path]) -> None:
+    """Log the damage of a checkpoint, and the older checkpoint to try instead.
+
+    Raises:
+        CheckpointError: there is no older checkpoint.
+    """
+    more = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
+    what = f"output_dir: {faults[0]}{more}, although {path.name} was saved whole"
+    if not left:
+        raise CheckpointError(
+            f"{what}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "
+            f"{path.name}, and the run begins anew."
+        )
+    get_logger().error(
+        f"{what}: the run goes on from the checkpoint before, {left[0].name}, if that is whole, and repeats what was "
+        "trained since."
+    )
+
+
+def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: bool) -> None:
+    """Check that the output folder is writable and that saving does not overwrite anything.
+
+    Raises:
+        CheckpointError: ``output_dir`` is ``checkpoint_dir`` or inside it, is not writable, or holds a run while
+            ``resume`` is False.
+    """
+    if checkpoint_dir is not None:
+        inside, outside = output_dir.resolve(), checkpoint_dir.resolve()
+        if inside == outside or outside in inside.parents:
+            raise CheckpointError(
+                f"output_dir: {output_dir} is inside checkpoint_dir ({checkpoint_dir}): choose a folder outside, so "
+                "that the base model stays as it is."
+            )
+    if output_dir.exists() and not output_dir.is_dir():
+        raise CheckpointError(f"output_dir: {output_dir} is a file: choose a folder.")
+    for path in (output_dir, *output_dir.parents):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"output_dir: {path} is a link to {os.readlink(path)}, which is not there: make that folder, or choose "
+                "another output_dir."
+            )
+    held = complete_directories(output_dir) or sorted(_named_directories(output_dir))
+    if held and not resume:
+        raise CheckpointError(
+            f"output_dir: {output_dir} already holds a run ({held[-1].name}): set resume_from_checkpoint=True to go on "
+            "with it, or choose another output_dir."
+        )
+    # check now rather than at the first save
+    existing = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"output_dir: {output_dir} cannot be made, because {existing} is not a folder that this process may write "
+            "to: choose another output_dir."
+        )

@@ -1,0 +1,191 @@
+"""Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune.checkpoints._adapter import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_DIR,
+    ADAPTER_FILE,
+    OWNED_INDEX,
+    adapter_entries,
+)
+from torchtune.checkpoints._load_weights import read_json
+from torchtune.checkpoints._model_source import ModelSource
+from torchtune.checkpoints._model_weights import ModelWeights
+from torchtune.checkpoints._safetensors_file import Entry, TensorFile, tensor_file, write_file
+from torchtune.checkpoints._sources import SAFETENSORS_INDEX
+from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
+from torchtune.modules.conversion import get_conversions
+from torchtune.training.parallel import Ranks
+from torchtune.utils import write_json
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Export:
+    """One model in a checkpoint.
+
+    Attributes:
+        source: source of the model.
+        folder: its subfolder with a slash at its end, ``""`` for the checkpoint itself.
+        files: files of tensors.
+        json_files: contents of JSON files by their path.
+    """
+
+    source: ModelSource
+    folder: str
+    files: list[TensorFile]
+    json_files: Mapping[str, Any]
+
+    def write_small_files(self, checkpoint: Path) -> None:
+        """Write the files without tensors, on one rank."""
+        for path, content in self.json_files.items():
+            (checkpoint / path).parent.mkdir(parents=True, exist_ok=True)
+            write_json(checkpoint / path, content)
+        self.source.carry_files(checkpoint / self.folder)
+
+
+def export_model(
+    weights: ModelWeights,
+    source: ModelSource,
+    contents: frozenset[str],
+    ranks: Ranks,
+    max_shard_bytes: int,
+    folder: str,
+) -> Export:
+    """Describe the files of a model in a checkpoint; every rank creates its shards when the files are written.
+
+    Args:
+        weights: weights of the model.
+        source: source of the model. Its tokenizer and other small files are exported too; of a multimodal checkpoint
+            with this model as the text decoder, also the names and, unchanged, the other towers.
+        contents: see :meth:`CheckpointStore.save`.
+        ranks: all ranks.
+        max_shard_bytes: larger models are split into several files.
+        folder: subfolder of the checkpoint with a slash at its end, ``""`` for the checkpoint itself.
+
+    Raises:
+        CheckpointError: a parameter has no name in Hugging Face's or PEFT's format.
+    """
+    spec, description = weights.identity
+    files, json_files, adapter_folder = [], {}, folder
+    whole = None if description.is_classifier else source.whole(weights.model)
+    is_part = whole is not None and whole.is_multimodal
+    if contents & {"model", "merged"}:
+        weight_map, merge = spec.weight_map("hf"), "merged" in contents
+        weight_map = weight_map if whole is None else weight_map.prefixed(whole.prefixes)
+        groups = enumerate(weight_map.groups(description))
+        entries = [weights.entry(group, ranks, turn, merge=merge) for turn, group in groups]
+        files, index = shards(entries + ([] if whole is None else whole.other_towers(ranks)), max_shard_bytes, folder)
+        json_files |= {} if index is None else {folder + SAFETENSORS_INDEX: index}
+        adapter_folder = f"{folder}{ADAPTER_DIR}/"
+    if "adapter" in contents:
+        base_name = source.base_name()
+        entries, settings = adapter_entries(weights, ranks, base_name, whole if is_part else None)
+        if entries:
+            files.append(tensor_file(adapter_folder + ADAPTER_FILE, entries))
+            json_files[adapter_folder + ADAPTER_CONFIG_FILE] = settings
+        kinds = {f"adapter_{kind.__name__}.safetensors": kind for kind in map(type, get_conversions(weights.model))}
+        for file, names in weights.owned_files.items():
+            entries = [weights.entry_of(name, name, ranks, turn) for turn, name in enumerate(names)]
+            files.append(tensor_file(adapter_folder + file, entries))
+        if owned := {file: f"{kinds[file].__module__}.{kinds[file].__qualname__}" for file in weights.owned_files}:
+            index = {"base_model_name_or_path": base_name, "conversions": owned}
+            json_files[adapter_folder + OWNED_INDEX] = index
+    json_files[f"{folder}config.json"] = config_of_model(weights, source.checkpoint_dir, is_part=is_part)
+    return Export(source, folder, files, json_files)
+
+
+def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
+    """Return ``model.safetensors``, or shard files and the contents of their index.
+
+    Args:
+        entries: the tensors. Larger dtypes are moved to the front, see :meth:`Entry.alignment`.
+        max_shard_bytes: larger models are split into several files.
+        folder: subfolder of the checkpoint, with a slash at its end.
+    """
+    entries = sorted(entries, key=Entry.alignment)
+    split: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        entry_size = sum(spec.nbytes for spec in entry.specs.values())
+        if split[-1] and size + entry_size > max_shard_bytes:
+            split.append([])
+            size = 0
+        split[-1].append(entry)
+        size += entry_size
+    if len(split) == 1:
+        return [TensorFile(f"{folder}model.safetensors", entries)], None
+    files = [
+        TensorFile(f"{folder}model-{number:05d}-of-{len(split):05d}.safetensors", shard)
+        for number, shard in enumerate(split, 1)
+    ]
+    index = {name: file.path.removeprefix(folder) for file in files for name in file.specs}
+    return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
+
+
+def write_entries(entries: Iterable[Entry], folder: Path, max_shard_bytes: int) -> None:
+    """Write entries on this rank alone, one at a time."""
+    files, index = shards(entries, max_shard_bytes)
+    for file in files:
+        write_file(file, folder)
+    if index is not None:
+        write_json(folder / SAFETENSORS_INDEX, index)
+
+
+def config_of_model(weights: ModelWeights, source_dir: Path, *, is_part: bool) -> dict:
+    """Return the contents of ``config.json``: the source's, updated where the model differs.
+
+    Args:
+        weights: weights of the model, which determines the description, the dtype and the vocabulary size.
+        source_dir: folder of the source.
+        is_part: whether the model is the text decoder of a multimodal source, which the file also describes.
+    """
+    spec, description = weights.identity
+    embedding = weights.spec(next(name for name in weights.base if name.endswith("tok_embeddings.weight")))
+    config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
+
+
+def config_of(
+    spec: ModelSpec, description: Description, vocab_size: int, dtype: torch.dtype, source_dir: Path | None
+) -> dict:
+    """Return the contents of a ``config.json``; see :func:`config_of_model`."""
+    description = replace(description, vocab_size=vocab_size)
+    source = None if source_dir is None else source_dir / "config.json"
+    config = text_config(read_json(source)) if source is not None and source.is_file() else {}
+    if not _says(config, spec, description):
+        # Drop fields with two spellings, which could contradict each other.
+        config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
+        longest = config.get("max_position_embeddings")
+        config |= spec.to_hf_config(description)
+        if longest:
+            config["max_position_embeddings"] = longest
+    config.pop("quantization_config", None)  # the export is not quantized
+    if spec.builder is None:
+        config["vocab_size"] = vocab_size
+    name = str(dtype).removeprefix("torch.")
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
+    if "dtype" in config:
+        config["dtype"] = name
+    for part in (config.get("text_config"), config.get("vision_config")) if spec.builder is not None else ():
+        part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
+    return config
+
+
+def _says(config: dict, spec: ModelSpec, description: Description) -> bool:
+    """Return whether a config describes this model, apart from context length and dropout."""
+    if not config:
+        return False
+    try:
+        theirs = spec.from_hf_config(config)
+    except ModelError:
+        return False
+    same = {"max_seq_len": description.max_seq_len, "attn_dropout": description.attn_dropout}
+    return replace(theirs, vocab_size=description.vocab_size, **same) == description

@@ -1,0 +1,206 @@
+"""GGUF, llama.cpp's single-file format, as a source of weights (read by the optional package ``gguf``).
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors are dequantized one at a time.
+"""
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._gguf_layout import check_gguf
+from torchtune.models import Description, Llama3RopeScaling, ModelError, ModelSpec, Slices, spec_for_architecture
+from torchtune.utils import require
+
+# general.architecture -> architecture in a Hugging Face config.json
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+class GGUFFile:
+    """A GGUF file: metadata, and tensors that are dequantized on reading.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or not GGUF.
+        UserError: the ``gguf`` package is not installed.
+
+    Example:
+        >>> file = torchtune.checkpoints.GGUFFile("/tmp/SmolLM2-135M-Instruct.Q8_0.gguf")  # doctest: +SKIP
+    """
+
+    kind = "gguf"
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise CheckpointError(f"There is no file {self.path}: check checkpoint_dir and checkpoint_files.")
+        gguf = require("gguf", extra="gguf", purpose=f"Reading {self.path.name}")
+        check_gguf(self.path)
+        try:
+            reader = gguf.GGUFReader(self.path)
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self._metadata = {name: field.contents for name, field in reader.fields.items()}
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path} is not a whole GGUF file ({type(error).__name__}: {error}): download it again."
+            ) from error
+        self._dequantize = gguf.quants.dequantize
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors, in file order."""
+        return list(self._tensors)
+
+    def where(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        return self.path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost dimension first."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor, or a slice of it, in float32.
+
+        Raises:
+            CheckpointError: its quantization type is not supported.
+        """
+        tensor = self._tensors[name]
+        try:
+            values = self._dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self.path}: the tensor '{name}' is quantised as {tensor.tensor_type.name}, which cannot be read: "
+                "use a file quantised as Q8_0, Q4_0, Q4_1, a K-quant, F16, BF16 or F32."
+            ) from error
+        return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[slices or ...]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a metadata value; ``{arch}`` in the key stands for the architecture."""
+        value = self._value(key.replace("{arch}", self.architecture))
+        return default if value is None else value
+
+    def _value(self, key: str) -> Any:
+        contents = self._metadata.get(key)
+        try:
+            return None if contents is None else contents()
+        except (ValueError, IndexError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path}: the metadata '{key}' is damaged ({error}): download it again."
+            ) from error
+
+    def need(self, key: str) -> Any:
+        """Return a required metadata value. Raises ``CheckpointError`` if it is missing."""
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(
+                f"{self.path} has no metadata '{key.replace('{arch}', self.architecture)}': it is incomplete."
+            )
+        return value
+
+    @cached_property
+    def architecture(self) -> str:
+        """``general.architecture``, for example ``"llama"``."""
+        value = self._value("general.architecture")
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self.path} does not say its architecture: it is incomplete.")
+        return value
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model family of the file."""
+        if self.architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{self.path}: the architecture '{self.architecture}' cannot be read from GGUF, only "
+                f"{', '.join(ARCHITECTURES)}."
+            )
+        return spec_for_architecture(ARCHITECTURES[self.architecture])
+
+    @cached_property
+    def description(self) -> Description:
+        """The model that the metadata describes.
+
+        Raises:
+            CheckpointError: the metadata is damaged or describes an unsupported model.
+        """
+        try:
+            return self._describe()
+        except CheckpointError:
+            raise
+        except (ModelError, TypeError, ValueError, ArithmeticError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{self.path}: its metadata describe no model ({str(error).rstrip('.')}): download it again."
+            ) from error
+
+    def _describe(self) -> Description:
+        heads, embed_dim = self.need("{arch}.attention.head_count"), self.need("{arch}.embedding_length")
+        head_dim = self.get("{arch}.attention.key_length", embed_dim // heads)
+        for key in ("{arch}.rope.dimension_count", "{arch}.attention.value_length"):
+            if self.get(key, head_dim) != head_dim:
+                raise CheckpointError(
+                    f"{self.path}: {key.replace('{arch}', self.architecture)} = {self.get(key)} differs from the size "
+                    f"of a head ({head_dim}), which cannot be expressed."
+                )
+        names, layers = set(self._tensors), self.need("{arch}.block_count")
+        if layers > len(names):
+            raise CheckpointError(f"{self.path} lacks tensors: {layers} layers and {len(names)} tensors do not fit.")
+        qwen = self.architecture.startswith("qwen")
+        return Description(
+            vocab_size=self.shape("token_embd.weight")[0],
+            num_layers=layers,
+            embed_dim=embed_dim,
+            intermediate_dim=self.need("{arch}.feed_forward_length"),
+            max_seq_len=self.need("{arch}.context_length"),
+            num_heads=heads,
+            num_kv_heads=self.get("{arch}.attention.head_count_kv", heads),
+            head_dim=head_dim,
+            q_bias="blk.0.attn_q.bias" in names,
+            k_bias="blk.0.attn_k.bias" in names,
+            v_bias="blk.0.attn_v.bias" in names,
+            attn_output_bias="blk.0.attn_output.bias" in names,
+            qk_norm="before_rope" if "blk.0.attn_q_norm.weight" in names else "none",
+            rope_base=float(self.get("{arch}.rope.freq_base", 10_000.0)),
+            rope_layout="half" if qwen else "interleaved",
+            rope_scaling=self._rope_scaling(),
+            norm_eps=_short_float(self.need("{arch}.attention.layer_norm_rms_epsilon")),
+            tie_word_embeddings="output.weight" not in names,
+        )
+
+    def _rope_scaling(self) -> Llama3RopeScaling | None:
+        """Return Llama 3.1's RoPE scaling, which llama.cpp stores as one divisor per frequency."""
+        kind = self.get("{arch}.rope.scaling.type")
+        if kind not in (None, "none"):
+            raise CheckpointError(f"{self.path}: rope scaling '{kind}' cannot be expressed.")
+        if "rope_freqs.weight" not in self._tensors:
+            return None
+        divisors = self.read("rope_freqs.weight")
+        scaling = Llama3RopeScaling(factor=round(float(divisors.max()), 4))
+        head_dim = 2 * len(divisors)
+        base = float(self.get("{arch}.rope.freq_base", 10_000.0))
+        expected = torch.tensor([llama3_divisor(scaling, base ** (2 * i / head_dim)) for i in range(len(divisors))])
+        if not torch.allclose(expected, divisors, rtol=1e-3):
+            raise CheckpointError(
+                f"{self.path}: its rotary frequency factors are not Llama 3.1's: use the Hugging Face checkpoint."
+            )
+        return scaling
+
+
+def llama3_divisor(scaling: Llama3RopeScaling, inverse_frequency: float) -> float:
+    """Return Llama 3.1's divisor of a RoPE frequency, from the inverse of the frequency."""
+    wavelength = 2 * math.pi * inverse_frequency
+    ratio = scaling.original_max_seq_len / wavelength
+    if ratio > scaling.high_freq_factor:
+        return 1.0
+    if ratio < scaling.low_freq_factor:
+        return scaling.factor
+    blend = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return 1.0 / ((1 - blend) / scaling.factor + blend)
+
+
+def _short_float(value: float) -> float:
+    """Return the shortest decimal for a float32: 1e-05 instead of 9.999999747378752e-06."""
+    return float(f"{value:.6g}")

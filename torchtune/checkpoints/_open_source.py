@@ -1,0 +1,113 @@
+"""Open the weight files of a checkpoint in any format."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._compressed_tensors import CompressedFiles, is_compressed
+from torchtune.checkpoints._fp8 import Fp8Files, has_fp8
+from torchtune.checkpoints._gguf import GGUFFile
+from torchtune.checkpoints._mxfp4 import Mxfp4Files, has_mxfp4
+from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
+from torchtune.checkpoints._sources import TORCH_SUFFIXES, SafetensorsFiles, Source, TorchFiles
+from torchtune.models import Description, ModelSpec, Slices, rename_prefix, text_prefixes
+from torchtune.training.parallel import Ranks, spec_of
+
+_ALONE = {"": ""}
+
+
+class TextTower:
+    """The text decoder of a checkpoint with more tensors, with the names of a text-only checkpoint.
+
+    Args:
+        source: checkpoint of a multimodal model, or of a decoder with weights that are not trained.
+        prefixes: from :func:`torchtune.models.text_prefixes`, or ``{"": ""}``.
+        untrained: names (as in a text-only checkpoint) of tensors to omit.
+
+    Attributes:
+        prefixes: see Args.
+        is_multimodal: whether there are other towers.
+    """
+
+    kind = None
+
+    def __init__(self, source: Source, prefixes: Mapping[str, str], untrained: Collection[str] = ()) -> None:
+        self.prefixes = dict(prefixes)
+        self.is_multimodal = self.prefixes != _ALONE
+        self._source = source
+        inverse = {theirs: ours for ours, theirs in prefixes.items()}
+        found = {rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))}
+        self._theirs = {ours: name for ours, name in found.items() if ours not in untrained}
+
+    def without(self, untrained: Collection[str]) -> "TextTower":
+        """Return a copy that omits some tensors and counts them as other towers."""
+        return TextTower(self._source, self.prefixes, untrained)
+
+    def names(self) -> list[str]:
+        """Return the names of the text decoder's tensors, file by file."""
+        return list(self._theirs)
+
+    def where(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        return self._source.where(self._theirs[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._source.shape(self._theirs[name])
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._source.read(self._theirs[name], slices)
+
+    def other_towers(self, ranks: Ranks) -> list[Entry]:
+        """Return entries that copy all other tensors; ranks take turns."""
+        text = set(self._theirs.values())
+        others = [name for name in self._source.names() if name not in text]
+        return [self._copy(name, is_writer=ranks.rank == turn % ranks.size) for turn, name in enumerate(others)]
+
+    def _copy(self, name: str, *, is_writer: bool) -> Entry:
+        def read() -> list[TensorSlice]:
+            return [TensorSlice.of(name, self._source.read(name))]
+
+        return Entry({name: spec_of(self._source.read(name))}, read if is_writer else tuple)
+
+
+def open_source(paths: Sequence[Path]) -> Source:
+    """Open weight files of one format; of a multimodal model, return the text decoder.
+
+    Raises:
+        CheckpointError: formats are mixed or unknown, or a file is invalid.
+    """
+    suffixes = {path.suffix for path in paths}
+    if suffixes == {".safetensors"}:
+        files = SafetensorsFiles(paths)
+        if has_mxfp4(files.names()):
+            return Mxfp4Files(paths)
+        if has_fp8(files.names()):
+            return _text_of(Fp8Files(paths))
+        return _text_of(CompressedFiles(paths) if is_compressed(files.names()) else files)
+    if suffixes == {".gguf"}:
+        if len(paths) > 1:
+            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+        return GGUFFile(paths[0])
+    if suffixes <= set(TORCH_SUFFIXES):
+        return _text_of(TorchFiles(paths))
+    raise CheckpointError(
+        f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
+        "GGUF file, or torch files."
+    )
+
+
+def without_untrained(source: Source, spec: ModelSpec, description: Description) -> Source:
+    """Return the source without weights that the model does not train, such as those for multi-token prediction."""
+    untrained = spec.untrained_names(source.names(), description)
+    if not untrained:
+        return source
+    return source.without(untrained) if isinstance(source, TextTower) else TextTower(source, _ALONE, untrained)
+
+
+def _text_of(source: Source) -> Source:
+    prefixes = text_prefixes(source.names())
+    return TextTower(source, prefixes) if prefixes else source

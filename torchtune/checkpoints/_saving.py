@@ -1,0 +1,343 @@
+"""Write checkpoints on all ranks, synchronously or in the background."""
+
+import json
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._directories import Sums, new_directory, prune
+from torchtune.checkpoints._safetensors_file import Entry, FileWriter, TensorFile, TensorSlice
+from torchtune.training.parallel import Ranks
+from torchtune.utils import FolderLock, UserError, explain_os_error, get_logger
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checkpoint to write.
+
+    Attributes:
+        output_dir: folder of the checkpoints.
+        name: name of this checkpoint.
+        files: tensor files, equal on every rank. One rank writes a file; all ranks contribute their shards.
+        own: file of this rank's state.
+        agreed: bytes that must be equal on all ranks, besides the headers of the files.
+        write_small_files: writes all other files into the folder, on rank 0.
+        keep: number of checkpoints to keep; None for the default.
+        optional: on failure, log a warning and continue.
+    """
+
+    output_dir: Path
+    name: str
+    files: list[TensorFile]
+    own: TensorFile | None
+    agreed: bytes
+    write_small_files: Callable[[Path], None]
+    keep: int | None
+    optional: bool
+
+
+@dataclass
+class _Item:
+    """An entry of a file, on this rank.
+
+    Attributes:
+        file: file of the entry.
+        writer: rank that writes the file.
+        slices: this rank's slices of the entry; None if computing them failed.
+        shared: whether other ranks contribute slices.
+    """
+
+    file: TensorFile
+    writer: int
+    slices: list[TensorSlice] | None
+    shared: bool = True
+
+
+# One collective step: one entry each of several files with different writers.
+_Round = list[_Item]
+
+
+class Saver:
+    """Writer of checkpoints, one after another. All ranks call every method.
+
+    Args:
+        ranks: all ranks.
+        lock: lock of the output folder; rank 0 holds it.
+    """
+
+    def __init__(self, ranks: Ranks, lock: FolderLock) -> None:
+        self._ranks, self._lock = ranks, lock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        # Deletes old checkpoints in the background.
+        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="old checkpoints")
+        self._cleaning: Future[None] | None = None
+        # The copy in progress, the name of its checkpoint, and the seconds by which it has delayed training.
+        self._copying: tuple[Future[list[_Round]], str, float] | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._copies: list[torch.Tensor] = []
+
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is written.
+
+        Raises:
+            UserError: writing failed.
+        """
+        self._hold()
+        while self._hooks:
+            self._hooks.pop().remove()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait until the pending checkpoint is written and old checkpoints are deleted.
+
+        Raises:
+            UserError: writing failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._wait_for_cleaning()
+
+    def _wait_for_cleaning(self) -> None:
+        cleaning, self._cleaning = self._cleaning, None
+        if cleaning is not None:
+            cleaning.result()
+
+    def save(self, job: Job, *, in_background: bool, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Write a checkpoint after the previous one is written.
+
+        Args:
+            job: the checkpoint.
+            in_background: copy the tensors to host memory and write them in the background; the next call raises any
+                error.
+            optimizers: if not empty, the copy runs until the next step of one of them; the tensors must not change
+                before that.
+
+        Raises:
+            UserError: the disk is full or not writable; earlier checkpoints are unchanged.
+        """
+        self.wait()
+        start = time.monotonic()
+        agreed = zlib.crc32(b"".join([*(file.header for file in job.files), job.agreed]))
+        if len(set(self._ranks.gather(agreed))) > 1:
+            raise CheckpointError(
+                f"{job.name}: the tensors differ between ranks in name, shape or dtype: build the same model on all."
+            )
+        failure: list[Exception] = []
+        rounds = self._rounds(job, failure)
+        if not in_background:
+            self._write(job, lambda: rounds, failure)
+            self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
+            return
+        copied: Future[list[_Round]] = Future()
+        stream = None
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()  # the copy does not wait for training kernels
+        if optimizers:
+            copied = self._thread.submit(self._copy, rounds, stream)
+        else:
+            copied.set_result(self._copy(rounds, stream))
+        self._pending = self._thread.submit(self._write, job, copied.result, failure)
+        self._copying = copied, job.name, time.monotonic() - start
+        # Hooks are removed later: the optimizer iterates over them when it calls them.
+        self._hooks = [optimizer.register_step_pre_hook(self._hold) for optimizer in optimizers]
+        if not optimizers:
+            self._hold()
+
+    def _hold(self, *_: object) -> None:
+        """Block the step of an optimizer until the tensors are copied."""
+        if self._copying is None:
+            return
+        (copied, name, seconds), self._copying = self._copying, None
+        start = time.monotonic()
+        wait([copied])
+        seconds += time.monotonic() - start
+        self._log(f"{name} held training up for {seconds:.3f} s and is being written.")
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        if self._ranks.rank == 0:
+            get_logger().log(level, text)
+
+    def _rounds(self, job: Job, failure: list[Exception]) -> Iterator[_Round]:
+        """Yield the rounds that write the checkpoint, lazily and in the same order on all ranks.
+
+        The ranks write as many files at a time as there are ranks. After an exception, which is stored in ``failure``,
+        the rounds continue, because the other ranks wait for this one.
+        """
+
+        def make(file: TensorFile, entry: Entry) -> list[TensorSlice] | None:
+            if failure:
+                return None
+            try:
+                return file.make(entry)
+            except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
+                failure.append(error)
+                return None
+
+        for first in range(0, len(job.files), self._ranks.size):
+            files = job.files[first : first + self._ranks.size]
+            for number in range(max(len(file.entries) for file in files)):
+                yield [
+                    _Item(file, writer, make(file, file.entries[number]))
+                    for writer, file in enumerate(files)
+                    if number < len(file.entries)
+                ]
+        for entry in job.own.entries if job.own is not None else ():
+            yield [_Item(job.own, self._ranks.rank, make(job.own, entry), shared=False)]
+
+    def _copy(self, rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:
+        """Copy the slices to host memory, into buffers that the next save reuses."""
+        copied: list[_Round] = []
+        number = 0
+        with torch.cuda.stream(stream):
+            for items in rounds:
+                copied.append([])
+                for item in items:
+                    slices = None if item.slices is None else []
+                    for part in item.slices or ():
+                        slices.append(replace(part, data=self._copy_of(number, part.data)))
+                        number += 1
+                    copied[-1].append(replace(item, slices=slices))
+        if stream is not None:
+            stream.synchronize()
+        return copied
+
+    def _copy_of(self, number: int, data: torch.Tensor) -> torch.Tensor:
+        if number == len(self._copies):
+            self._copies.append(torch.empty(0))
+        buffer = self._copies[number]
+        if buffer.shape != data.shape or buffer.dtype != data.dtype:
+            buffer = self._copies[number] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        return buffer.copy_(data, non_blocking=data.is_cuda)
+
+    def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
+        self._ranks.run_on_rank_0(self._lock.check)  # a run without the lock must stop
+        try:
+            self._write_or_fail(job, rounds, failure)
+        except (UserError, OSError) as error:
+            if not job.optional:
+                raise
+            self._log(f"{job.name} was not saved, training goes on: {error}", logging.WARNING)
+
+    def _write_or_fail(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
+        ranks, path = self._ranks, job.output_dir / job.name
+        sums: Sums = {}
+        with ExitStack() as stack:
+
+            def begin() -> Path:
+                self._wait_for_cleaning()  # frees disk space
+                stack.enter_context(self._lock.held())
+                return stack.enter_context(new_directory(job.output_dir, job.name, sums))
+
+            folder = ranks.run_on_rank_0(begin)
+            with ranks.raise_on_all():
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"output_dir: {job.output_dir} is not the same folder on all machines: choose one that is."
+                    )
+            written: Sums = {}
+            with ranks.raise_on_all():
+                try:
+                    written = self._write_files(job, rounds(), folder)
+                    if failure:
+                        raise failure[0]
+                except OSError as error:
+                    raise explain_os_error(error, path) from error
+            for theirs in ranks.gather(written):
+                sums.update(theirs)
+            ranks.run_on_rank_0(stack.close)  # writes the marker and renames the folder
+        if ranks.rank == 0:
+            self._cleaning = self._cleaner.submit(prune, job.output_dir, job.keep)
+
+    def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Sums:
+        """Write and flush the files of this rank; return size and checksum of each."""
+        writers: dict[str, FileWriter] = {}
+        found: Sums = {}
+        write_error: OSError | ValueError | None = None
+        is_incomplete = False
+        try:
+            for items in rounds:
+                file, slices = self._exchange(items)
+                is_incomplete = is_incomplete or slices is None
+                if write_error is not None or is_incomplete or file is None:
+                    continue  # other ranks may still need this rank's slices
+                try:
+                    if file.path not in writers:
+                        for writer in writers.values():
+                            writer.finish()
+                        writers[file.path] = FileWriter(file, folder)
+                    writers[file.path].write(slices)
+                except (OSError, ValueError) as error:
+                    write_error = error.with_traceback(None)
+            if write_error is not None:
+                raise write_error
+            if is_incomplete:
+                return {}  # the rank that failed raises
+            if job.own is not None and not job.own.entries:
+                writers[job.own.path] = FileWriter(job.own, folder)
+            if self._ranks.rank == 0:
+                job.write_small_files(folder)
+            for writer in writers.values():
+                writer.finish()
+                found[writer.file.path] = writer.size, writer.crc
+        finally:
+            for writer in writers.values():
+                writer.close()
+            del write_error
+        return found
+
+    def _exchange(self, items: _Round) -> tuple[TensorFile | None, list[TensorSlice] | None]:
+        """Send this rank's slices to the writers; return the file that this rank writes and all slices of its entry.
+
+        The file is None if this rank writes none; the slices are None if a rank failed to compute them.
+        """
+        rank, packets, mine, slices = self._ranks.rank, {}, None, []
+        is_complete = True
+        for item in items:
+            if item.writer == rank:
+                mine, slices, is_complete = item.file, item.slices or [], item.slices is not None
+            else:
+                packets[item.writer] = _pack(item.slices)
+            item.slices = None
+        if self._ranks.size > 1 and items[0].shared:
+            for packet in self._ranks.exchange_packets(packets, receives=mine is not None):
+                received = _unpack(packet)
+                is_complete = is_complete and received is not None
+                slices += received or []
+        return mine, slices if is_complete else None
+
+
+def _pack(slices: list[TensorSlice] | None) -> bytearray:
+    """Serialize slices: length of the header, header (JSON), values. Empty if computing them failed."""
+    if slices is None:
+        return bytearray()
+    values = [part.to_bytes() for part in slices]
+    described = [[p.name, p.start, p.shape, len(v)] for p, v in zip(slices, values, strict=True)]
+    header = json.dumps(described).encode()
+    return bytearray(b"").join([len(header).to_bytes(8, "little"), header, *values])
+
+
+def _unpack(packet: memoryview) -> list[TensorSlice] | None:
+    if not packet:
+        return None
+    at = 8 + int.from_bytes(packet[:8], "little")
+    slices = []
+    for name, start, shape, size in json.loads(bytes(packet[8:at])):
+        values = torch.frombuffer(packet, dtype=torch.uint8, count=size, offset=at) if size else torch.empty(0)
+        slices.append(TensorSlice(name, tuple(start), tuple(shape), values))
+        at += size
+    return slices

@@ -1,0 +1,325 @@
+"""Weight files opened for reading, one tensor at a time."""
+
+import math
+import pickle
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.models import Slices
+from torchtune.utils import read_json
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+_REOPEN_BYTES = 16 * 2**20
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Patterns of weight files in a folder without an index, in order of preference.
+_WEIGHT_FILES = (
+    "model*.safetensors",
+    "*.safetensors",
+    "*.gguf",
+    "pytorch_model*.bin",
+    "model*.bin",
+    "consolidated*.pth",
+    "*.pth",
+)
+
+
+class Source(Protocol):
+    """Named tensors in files.
+
+    Attributes:
+        kind: format of the names: ``"gguf"``, or None to detect it from the names.
+    """
+
+    kind: str | None
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, file by file."""
+        ...
+
+    def where(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        ...
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, on the CPU, possibly backed by the file."""
+        ...
+
+
+class _Shards(ABC):
+    """Shard files, one open at a time; in the order of :meth:`names`, host memory holds at most one shard file.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or two files hold the same tensor.
+    """
+
+    kind = None
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths: dict[str, Path] = {}
+        self._open: tuple[Path, Any] | None = None
+        for path in paths:
+            for name in self._names_in(path):
+                if name in self._paths:
+                    raise CheckpointError(
+                        f"The tensor '{name}' is in both {self._paths[name]} and {path.name}: name the files of one "
+                        "checkpoint in checkpoint_files (parts of tensors, as in Meta's larger models, cannot be read)."
+                    )
+                self._paths[name] = path
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, file by file."""
+        return list(self._paths)
+
+    def where(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        return self._paths[name]
+
+    def _file(self, path: Path) -> Any:
+        if self._open is None or self._open[0] != path:
+            self._open = None  # close it before opening the next one
+            self._open = (path, self._load(path))
+        return self._open[1]
+
+    @abstractmethod
+    def _load(self, path: Path) -> Any:
+        """Open a file."""
+
+    @abstractmethod
+    def _names_in(self, path: Path) -> list[str]:
+        """Return the names of the tensors in a file."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+
+    @abstractmethod
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
+
+
+class SafetensorsFiles(_Shards):
+    """Memory-mapped safetensors files.
+
+    Pages that were read count as memory of the process until the file is closed, so it is reopened regularly to bound
+    host memory.
+    """
+
+    _read_bytes = 0
+
+    def _load(self, path: Path) -> Any:
+        must_exist(path)
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} ({path.stat().st_size:,} bytes) is not a whole safetensors file ({error}): "
+                "download or copy it again."
+            ) from error
+
+    def _names_in(self, path: Path) -> list[str]:
+        return list(self._load(path).keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._file(self._paths[name]).get_slice(name).get_shape())
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
+        if self._read_bytes > _REOPEN_BYTES:
+            self._open, self._read_bytes = None, 0
+        stored = self._file(self._paths[name]).get_slice(name)
+        tensor = stored[slices or ...]
+        # A slice of columns touches the memory pages of all columns of its rows.
+        elements = tensor.numel()
+        if slices is not None and len(slices) > 1:
+            elements = max(elements, math.prod(stored.get_shape()[1:]) * (slices[0].stop - slices[0].start))
+        self._read_bytes += elements * tensor.element_size()
+        return tensor
+
+
+class TorchFiles(_Shards):
+    """Memory-mapped files of ``torch.save``, loaded with ``weights_only=True``."""
+
+    def _load(self, path: Path) -> dict[str, torch.Tensor]:
+        return safe_torch_load(path)
+
+    def _names_in(self, path: Path) -> list[str]:
+        loaded = self._load(path)
+        for name, value in loaded.items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{path} holds '{name}', a {type(value).__name__}, where a tensor is expected: "
+                    "name the files of weights in checkpoint_files."
+                )
+        return list(loaded)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._file(self._paths[name])[name].shape)
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._file(self._paths[name])[name][slices or ...]
+
+
+class FormattedCheckpointFiles:
+    """Names of numbered shard files from a pattern.
+
+    Args:
+        filename_format: pattern with two ``{}``, the number of the shard and the number of shards, for example
+            ``model-{}-of-{}.safetensors``.
+        max_filename: number of shards as written in file names, for example ``"00004"``.
+
+    Raises:
+        CheckpointError: the pattern or the number is malformed.
+
+    Example:
+        >>> torchtune.training.FormattedCheckpointFiles("model-{}-of-{}.safetensors", "2").build_checkpoint_filenames()
+        ['model-1-of-2.safetensors', 'model-2-of-2.safetensors']
+    """
+
+    def __init__(self, filename_format: str, max_filename: str) -> None:
+        if filename_format.count("{}") != 2:
+            raise CheckpointError(
+                f"checkpoint_files: filename_format '{filename_format}' must hold {{}} exactly twice, "
+                "as in model-{}-of-{}.safetensors."
+            )
+        if not isinstance(max_filename, str) or not max_filename.isdecimal() or len(max_filename) > 6:
+            raise CheckpointError(
+                f"checkpoint_files: max_filename {max_filename!r} must be up to 6 digits in quotes, like '00004'."
+            )
+        self.filename_format = filename_format
+        self.max_filename = max_filename
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> "FormattedCheckpointFiles":
+        """Build from ``{"filename_format": …, "max_filename": …}``. Raises ``CheckpointError`` if a key is missing."""
+        if set(d) != {"filename_format", "max_filename"}:
+            raise CheckpointError("checkpoint_files: needs filename_format and max_filename, or a list of names.")
+        return cls(d["filename_format"], d["max_filename"])
+
+    def build_checkpoint_filenames(self) -> list[str]:
+        """Return all names, in order."""
+        width = len(self.max_filename)
+        numbers = (str(number).zfill(width) for number in range(1, int(self.max_filename) + 1))
+        return [self.filename_format.format(number, self.max_filename) for number in numbers]
+
+
+def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap: bool = True) -> dict[str, Any]:
+    """Load a file of ``torch.save`` onto the CPU.
+
+    Args:
+        checkpoint_path: the file.
+        weights_only: only load tensors, containers and numbers; otherwise the pickle can run code.
+        mmap: memory-map the file, so that tensors are read on use; not for files older than torch 1.6.
+
+    Raises:
+        CheckpointError: the file is missing, corrupt, holds no dict, or needs to run code.
+    """
+    path = Path(checkpoint_path)
+    must_exist(path)
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only)
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code
+            reason = "it is damaged, or holds more than tensors, which could run code when it is read"
+        raise CheckpointError(
+            f"{path} cannot be read as a file of tensors ({reason}): download it again, or convert it to safetensors."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__} where a dict of tensors is expected.")
+    return loaded
+
+
+def must_exist(path: Path) -> None:
+    if path.is_file():
+        return
+    there = sorted(p.name for p in path.parent.glob(f"*{path.suffix}")) if path.parent.is_dir() else []
+    hint = f"the folder holds {', '.join(there[:4])}" if there else f"{path.parent} holds no {path.suffix} file"
+    if not path.parent.is_dir():
+        hint = f"the folder {path.parent} does not exist"
+    raise CheckpointError(f"There is no file {path} ({hint}): check checkpoint_dir and checkpoint_files.")
+
+
+def _shards_of(index: Path) -> list[str]:
+    names = read_json(index, CheckpointError).get("weight_map")
+    names = names.values() if isinstance(names, dict) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise CheckpointError(f"{index} is not a valid index of shards (weight_map): download it again.")
+    for name in names:
+        # Files may be links to other folders, as in the cache of huggingface_hub, but names must not leave the folder.
+        if "\0" in name or len(name) > 255 or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index} lists {name[:255]!r}, which is no file of this folder: download it again.")
+    return sorted(set(names))
+
+
+def find_files(checkpoint_dir: Path) -> list[Path]:
+    """Return the weight files of a folder: the files in its index, or of the first matching pattern.
+
+    Raises:
+        CheckpointError: the folder is missing, holds no weights, or lacks a file of the index.
+    """
+    if not checkpoint_dir.is_dir():
+        raise CheckpointError(f"checkpoint_dir: there is no folder {checkpoint_dir}: `tune download` makes one.")
+    for index in (SAFETENSORS_INDEX, TORCH_INDEX):
+        path = checkpoint_dir / index
+        if not path.exists():
+            continue
+        shards = _shards_of(path)
+        missing = [shard for shard in shards if not (checkpoint_dir / shard).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{checkpoint_dir} lacks {', '.join(missing[:3])}{' …' if missing[3:] else ''}, {len(missing)} of the "
+                f"{len(shards)} shards that {index} lists: download the checkpoint again."
+            )
+        return [checkpoint_dir / shard for shard in shards]
+    for pattern in _WEIGHT_FILES:
+        found = sorted(path for path in checkpoint_dir.glob(pattern) if not path.name.startswith("adapter"))
+        if pattern == "*.gguf" and len(found) > 1:
+            raise CheckpointError(
+                f"checkpoint_dir: {checkpoint_dir} holds {len(found)} GGUF files ({found[0].name}, {found[1].name} …): "
+                "name one in checkpoint_files."
+            )
+        if found:
+            return found
+    if any(checkpoint_dir.glob("adapter_model.*")):
+        raise CheckpointError(
+            f"checkpoint_dir: {checkpoint_dir} holds an adapter and no model: give the folder of the base model, and "
+            "this one as adapter_checkpoint."
+        )
+    raise CheckpointError(
+        f"checkpoint_dir: {checkpoint_dir} holds no weights (*.safetensors, *.gguf, *.bin, *.pth): "
+        "give the folder that does."
+    )
+
+
+def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mapping[str, str] | None) -> list[Path]:
+    """Return the paths of the named weight files, or find them."""
+    if checkpoint_files is None:
+        return find_files(checkpoint_dir)
+    if isinstance(checkpoint_files, Mapping):
+        checkpoint_files = FormattedCheckpointFiles.from_dict(checkpoint_files).build_checkpoint_filenames()
+    if isinstance(checkpoint_files, str):
+        checkpoint_files = [checkpoint_files]
+    if len(checkpoint_files) == 0:
+        raise CheckpointError("checkpoint_files: the list is empty: name the files, or leave the key out.")
+    return [checkpoint_dir / name for name in sorted(checkpoint_files)]
+
+
+def stream(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of all tensors of a source."""
+    for name in source.names():
+        yield name, source.read(name)

@@ -1,0 +1,263 @@
+"""``CheckpointClient`` loads, saves and resumes, for recipes copied from earlier releases.
+
+It wraps a checkpointer. Synchronous checkpoints use its ``load_checkpoint`` and ``save_checkpoint`` with full state
+dicts, in the layout of earlier releases (``recipe_state.pt``); asynchronous ones its ``save`` and ``resume``, sharded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchtune import config
+from torchtune.checkpoints import (
+    ADAPTER_CONFIG,
+    ADAPTER_KEY,
+    DATALOADER_KEY,
+    EPOCHS_KEY,
+    MAX_STEPS_KEY,
+    MODEL_KEY,
+    OPT_KEY,
+    SEED_KEY,
+    STEPS_KEY,
+    TOTAL_EPOCHS_KEY,
+    VAL_DATALOADER_KEY,
+    CheckpointError,
+    complete_directories,
+)
+from torchtune.compat._optimizer_in_backward import OptimizerInBackwardWrapper
+from torchtune.compat._state_dicts import gather_cpu_state_dict, get_full_optimizer_state_dict
+from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
+from torchtune.training.parallel import Ranks
+from torchtune.utils import get_device, get_world_size_and_rank
+
+_TOTAL_STEPS_KEY = "total_training_steps"
+# Keys of the training state of asynchronous checkpoints.
+_OPTIMIZER, _PROGRESS = "optimizer", "progress"
+
+
+@dataclass
+class TrainingProgress:
+    """Progress of a run.
+
+    Attributes:
+        seed: seed of the run.
+        epochs_run: number of complete epochs.
+        total_epochs: number of epochs of the run.
+        max_steps_per_epoch: maximum optimizer steps per epoch; None for all data.
+        steps_run: completed optimizer steps; None if the recipe does not count them.
+        total_training_steps: optimizer steps of the run.
+        dataloader_state_dict: position in the training data.
+        val_dataloader_state_dict: position in the validation data.
+    """
+
+    seed: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    steps_run: int | None = None
+    total_training_steps: int | None = None
+    dataloader_state_dict: dict[str, Any] | None = None
+    val_dataloader_state_dict: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the values under the keys of checkpoints."""
+        return {
+            SEED_KEY: self.seed,
+            EPOCHS_KEY: self.epochs_run,
+            TOTAL_EPOCHS_KEY: self.total_epochs,
+            MAX_STEPS_KEY: self.max_steps_per_epoch,
+            STEPS_KEY: self.steps_run,
+            _TOTAL_STEPS_KEY: self.total_training_steps,
+            DATALOADER_KEY: self.dataloader_state_dict,
+            VAL_DATALOADER_KEY: self.val_dataloader_state_dict,
+        }
+
+
+class CheckpointClient:
+    """Loads, saves and resumes checkpoints according to a config. All ranks call every method.
+
+    Args:
+        cfg: config with ``checkpointer``, ``device``, and, False by default, ``resume_from_checkpoint``,
+            ``enable_async_checkpointing`` and ``optimizer_in_bwd``.
+        checkpointer: replaces ``cfg.checkpointer``.
+    """
+
+    def __init__(self, cfg: Any, checkpointer: Any | None = None) -> None:
+        self._resume = bool(cfg.get("resume_from_checkpoint", False))
+        self._enable_async = bool(cfg.get("enable_async_checkpointing", False))
+        self._optimizer_in_bwd = bool(cfg.get("optimizer_in_bwd", False))
+        self._device = get_device(cfg.get("device"))
+        if checkpointer is None:
+            # load_distributed_checkpoint restores an asynchronous checkpoint, after the base weights.
+            from_state = self._resume and not self._enable_async
+            checkpointer = config.instantiate(cfg.checkpointer, should_load_recipe_state=from_state)
+        self._checkpointer = checkpointer
+        self._ranks: Ranks | None = None
+
+    def load_base_checkpoint(self) -> dict[str, Any]:
+        """Load the initial weights; when resuming a synchronous checkpoint, also its state.
+
+        Returns:
+            ``{"model": {parameter name: tensor}}``; when resuming also ``"adapter"`` (LoRA), ``"optimizer"`` and the
+            values of :class:`TrainingProgress`.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or there is no checkpoint to resume from.
+        """
+        return self._checkpointer.load_checkpoint()
+
+    def save_checkpoint(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerInBackwardWrapper,
+        training_progress: TrainingProgress,
+        epoch: int,
+        adapter_config: dict[str, Any] | None = None,
+        adapter_only: bool = False,
+        single_device: bool = False,
+        *,
+        full_tensors: bool = True,
+        dir_prefix: str = "epoch",
+    ) -> None:
+        """Write ``epoch_N`` or ``step_N``, with the training state unless training is over.
+
+        Args:
+            model: sharded or not; its adapters are saved separately and merged into the saved weights.
+            optimizer: its full state is saved.
+            training_progress: progress for a resume.
+            epoch: N, counted from 0; the last epoch of the run needs no training state.
+            adapter_config: LoRA settings ``r``, ``lora_alpha``, ``target_modules``, ``peft_type``.
+            adapter_only: only save the adapter.
+            single_device: the recipe loads the optimizer with ``optimizer.load_state_dict``.
+            full_tensors: accepted and ignored; checkpoints load on any number of ranks.
+            dir_prefix: ``"step"`` names the folder after ``training_progress.steps_run``.
+
+        Raises:
+            CheckpointError: ``adapter_only`` without an adapter.
+            UserError: the disk is full; earlier checkpoints are unchanged.
+        """
+        if dir_prefix == "step":
+            intermediate = (training_progress.steps_run or 0) < (training_progress.total_training_steps or float("inf"))
+        else:
+            intermediate = epoch + 1 < training_progress.total_epochs
+        if adapter_only and not get_adapter_params(model):
+            raise CheckpointError("save_adapter_weights_only: the model has no adapter: set it to False.")
+        if self._enable_async and intermediate:
+            number = training_progress.steps_run if dir_prefix == "step" else epoch
+            contents = "model"
+            if get_adapter_params(model):
+                contents = "adapter" if adapter_only else ("adapter", "merged")
+            self._checkpointer.save(
+                f"{dir_prefix}_{number}",
+                model,
+                state={_OPTIMIZER: optimizer, _PROGRESS: training_progress.state_dict()},
+                contents=contents,
+                async_save=True,
+            )
+            return
+        checkpoint = self._full_checkpoint(model, adapter_config, adapter_only)
+        if intermediate:
+            checkpoint[OPT_KEY] = self._full_optimizer(model, optimizer, single_device)
+            checkpoint |= training_progress.state_dict()
+        if self._enable_async:
+            self._checkpointer.close()
+
+        def write() -> None:
+            self._checkpointer.save_checkpoint(
+                checkpoint,
+                epoch=epoch,
+                intermediate_checkpoint=intermediate,
+                adapter_only=adapter_only,
+                step=training_progress.steps_run,
+                dir_prefix=dir_prefix,
+            )
+
+        self._on_rank_zero(write)
+
+    def _full_checkpoint(
+        self, model: nn.Module, adapter_config: dict[str, Any] | None, adapter_only: bool
+    ) -> dict[str, Any]:
+        """Return model and adapter as full state dicts, on rank 0."""
+        is_rank_zero = get_world_size_and_rank()[1] == 0
+        adapter = get_adapter_params(model)
+        full = gather_cpu_state_dict(model, is_rank_zero, self._device, adapter_weights_only=adapter_only)
+        checkpoint: dict[str, Any] = {}
+        if adapter:
+            checkpoint[ADAPTER_KEY] = {name: full[name] for name in adapter if name in full}
+            if adapter_config is not None:
+                checkpoint[ADAPTER_CONFIG] = dict(adapter_config)
+        if not adapter_only:
+            if adapter and is_rank_zero:
+                full = _merge(full, model, adapter_config)
+            checkpoint[MODEL_KEY] = full
+        return checkpoint
+
+    def _full_optimizer(self, model: nn.Module, optimizer: Any, single_device: bool) -> dict[str, Any]:
+        if single_device:
+            return optimizer.state_dict()
+        is_rank_zero = get_world_size_and_rank()[1] == 0
+        if self._optimizer_in_bwd:
+            return {
+                name: get_full_optimizer_state_dict(model, one, is_rank_zero, self._device)
+                for name, one in optimizer.optim_map.items()
+            }
+        return get_full_optimizer_state_dict(model, optimizer, is_rank_zero, self._device)
+
+    def _on_rank_zero(self, write: Callable[[], None]) -> None:
+        """Call ``write`` on rank 0 and wait for it; raise its error on all ranks."""
+        self._ranks = self._ranks or Ranks(CheckpointError)
+        self._ranks.run_on_rank_0(write)
+
+    def load_distributed_checkpoint(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerInBackwardWrapper,
+        adapter_config: dict[str, Any] | None = None,
+        dataloader: Any | None = None,
+        single_device: bool = False,
+    ) -> dict[str, Any]:
+        """Restore the newest asynchronous checkpoint into model and optimizer; every rank reads its own shard.
+
+        Args:
+            model: model with its base weights loaded.
+            optimizer: optimizer of the trained parameters.
+            adapter_config: accepted and ignored; the model determines its adapter's parameters.
+            dataloader: its position is restored if it has ``load_state_dict``.
+            single_device: accepted and ignored; the checkpoint fits any number of ranks.
+
+        Returns:
+            The values of :class:`TrainingProgress`, and the optimizer's state under ``"optimizer"``.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another model or kind of run.
+        """
+        saved = complete_directories(self._checkpointer.output_dir)
+        if saved and (saved[-1] / "recipe_state.pt").is_file():
+            raise CheckpointError(
+                f"{saved[-1]} was saved as a full state dict: resume it with enable_async_checkpointing=False."
+            )
+        point = self._checkpointer.find_resume_point()
+        if point is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {self._checkpointer.output_dir} holds no checkpoint: set it to False, or "
+                "give the output_dir of the run."
+            )
+        progress: dict[str, Any] = {}
+        self._checkpointer.resume(point, model, {_OPTIMIZER: optimizer, _PROGRESS: progress})
+        if dataloader is not None and progress.get(DATALOADER_KEY) and hasattr(dataloader, "load_state_dict"):
+            dataloader.load_state_dict(progress[DATALOADER_KEY])
+        return {**progress, OPT_KEY: optimizer.state_dict()}
+
+
+def _merge(full: dict[str, torch.Tensor], model: nn.Module, adapter_config: dict[str, Any] | None) -> dict[str, Any]:
+    """Merge the adapter into the base weights, with rank and alpha of ``adapter_config`` or of the modules."""
+    if adapter_config is not None:
+        rank, alpha = adapter_config["r"], adapter_config["lora_alpha"]
+    else:
+        adapted = next(module for module in model.modules() if hasattr(module, "adapter_params"))
+        rank, alpha = adapted.rank, adapted.alpha
+    return get_merged_lora_ckpt(dict(full), rank=rank, alpha=alpha)

@@ -1,0 +1,212 @@
+"""Process groups, FSDP and context parallelism for recipes copied from earlier releases."""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune.modules import MultiHeadAttention
+from torchtune.modules.parallel import ContextParallelAttention
+from torchtune.training import is_distributed, parallel, scale_grads_
+from torchtune.training.parallel import ParallelDimsError
+from torchtune.utils import deprecated
+from torchtune.utils import get_world_size_and_rank as _get_world_size_and_rank
+
+Context = contextlib.AbstractContextManager[None]
+
+
+@deprecated("Use torch.distributed.init_process_group instead.")
+def init_distributed(**kwargs: Any) -> bool:
+    """Initialize the process group with torchrun's environment.
+
+    Args:
+        **kwargs: arguments of ``torch.distributed.init_process_group``.
+
+    Returns:
+        Whether torchrun started this process.
+
+    Raises:
+        RuntimeError: the process group is already initialized.
+    """
+    if not is_distributed():
+        return False
+    if dist.is_initialized():
+        raise RuntimeError("init_distributed: the process group exists already: call it once.")
+    dist.init_process_group(**kwargs)
+    return True
+
+
+@deprecated("Use torchtune.utils.get_world_size_and_rank instead.")
+def get_world_size_and_rank() -> tuple[int, int]:
+    """Return world size and rank of the process group; (1, 0) without one.
+
+    Example:
+        >>> torchtune.training.get_world_size_and_rank()
+        (1, 0)
+    """
+    return _get_world_size_and_rank()
+
+
+@deprecated("Use torchtune.training.scale_grads_ on model.parameters() instead.")
+def scale_grads(model: nn.Module, scaler: torch.Tensor) -> None:
+    """Multiply the gradients of ``model`` by ``scaler`` (a scalar tensor) in place."""
+    scale_grads_(model.parameters(), scaler)
+
+
+def shard_model(
+    model: nn.Module,
+    shard_conditions: Sequence[parallel.ShardCondition],
+    *,
+    cpu_offload: bool,
+    reshard_after_forward: bool = True,
+    dp_mesh: Any = None,
+) -> None:
+    """Shard parameters over the data-parallel ranks with FSDP2: each selected module separately, the rest together.
+
+    Gradients are *averaged* over ranks, as older recipes expect; they scale gradients by the number of ranks divided by
+    the number of tokens. :func:`torchtune.training.parallelize` sums gradients instead.
+
+    Args:
+        model: changed in place.
+        shard_conditions: a module is sharded separately if any ``condition(name, module)`` is true.
+        cpu_offload: keep the shards in host memory.
+        reshard_after_forward: free a layer's full parameters after its forward pass.
+        dp_mesh: mesh to shard over; two dimensions mean HSDP. All ranks by default.
+
+    Raises:
+        ValueError: no module is selected.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    parallel.shard_model(
+        model,
+        shard_conditions,
+        cpu_offload=cpu_offload,
+        reshard_after_forward=reshard_after_forward,
+        dp_mesh=dp_mesh,
+    )
+    ranks = dist.get_world_size() if dp_mesh is None else dp_mesh.size()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(ranks))
+    parallel.unshard_output(model)
+
+
+class _TrainContext(contextlib.AbstractContextManager):
+    """Context manager that can also be called with another context."""
+
+    def __init__(self, enable_loss_parallel: bool) -> None:
+        self._enable_loss_parallel = enable_loss_parallel
+        self._entered: list[Context] = []
+
+    @contextlib.contextmanager
+    def __call__(self, cp_context: Context | None = None) -> Generator[None, None, None]:
+        with contextlib.ExitStack() as stack:
+            if self._enable_loss_parallel:
+                from torch.distributed.tensor.parallel import loss_parallel
+
+                stack.enter_context(loss_parallel())
+            if cp_context is not None:
+                stack.enter_context(cp_context)
+            yield
+
+    def __enter__(self) -> None:
+        self._entered.append(self())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+def get_train_context(enable_loss_parallel: bool) -> Any:
+    """Return the context of forward and backward, for ``with train_context(cp_context):`` or ``with train_context:``.
+
+    Args:
+        enable_loss_parallel: compute the loss on logits sharded over the vocabulary.
+    """
+    return _TrainContext(enable_loss_parallel)
+
+
+def get_context_parallel_manager(
+    *,
+    enabled: bool = False,
+    rotate_method: str = "allgather",
+    world_mesh: Any,
+    model: nn.Module,
+) -> Callable[[Sequence[torch.Tensor]], Context]:
+    """Return the context manager for context parallelism over the mesh dimension ``cp``.
+
+    Inside ``with manager([tokens, labels, ...]):`` the tensors [b, s, ...] hold this rank's chunk along ``s``; after
+    the block they are full again. The model permanently uses
+    :class:`torchtune.modules.parallel.ContextParallelAttention`. Gradients must also be reduced over ``cp``: shard over
+    the mesh dimension ``dp_shard_cp``.
+
+    Args:
+        enabled: if False, the context does nothing.
+        rotate_method: accepted and ignored: one all-to-all exchanges queries, keys and values, there is no ring.
+        world_mesh: from ``ParallelDims.build_mesh``.
+        model: its attention is replaced; it computes the chunk's positions if the batch has none.
+
+    Raises:
+        ParallelDimsError: the ranks do not divide the heads or, inside the context, the sequence length.
+    """
+    if not enabled:
+        return lambda buffers: contextlib.nullcontext()
+    mesh = world_mesh["cp"]
+    _check_heads(model, mesh.size())
+    attention = ContextParallelAttention(mesh.get_group())
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.attention = attention
+
+    @contextlib.contextmanager
+    def manager(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        whole = [(buffer, buffer.data) for buffer in buffers if isinstance(buffer, torch.Tensor) and buffer.dim() > 1]
+        ranks, rank = mesh.size(), mesh.get_local_rank()
+        for _, data in whole:
+            if data.shape[1] % ranks:
+                raise ParallelDimsError(
+                    f"context_parallel_dim is {ranks}: it must divide the length of the batch ({data.shape[1]}): pad "
+                    "it, for example with padded_collate_sft(pad_to_multiple_of=parallel_dims.min_seq_len_divisor)."
+                )
+        hook = model.register_forward_pre_hook(_make_position_hook(rank), with_kwargs=True)
+        for buffer, data in whole:
+            buffer.data = data.chunk(ranks, dim=1)[rank].contiguous()
+        try:
+            yield
+        finally:
+            hook.remove()
+            for buffer, data in whole:
+                buffer.data = data
+
+    return manager
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention) and (
+            module.num_heads % ranks or (module.num_kv_heads % ranks and ranks % module.num_kv_heads)
+        ):
+            raise ParallelDimsError(
+                f"context_parallel_dim is {ranks}: it must divide the {module.num_heads} query heads of the model, and "
+                f"divide its {module.num_kv_heads} key heads or be a multiple of them."
+            )
+
+
+def _make_position_hook(rank: int) -> Callable[..., Any]:
+    """Return a forward pre-hook that passes a chunk's positions in the full sequence."""
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = args[0] if args else kwargs["tokens"]
+        if kwargs.get("input_pos") is None:
+            rows, length = tokens.shape
+            positions = torch.arange(rank * length, (rank + 1) * length, device=tokens.device)
+            kwargs = {**kwargs, "input_pos": positions.expand(rows, length)}
+        return args, kwargs
+
+    return hook

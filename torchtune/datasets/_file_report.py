@@ -1,0 +1,324 @@
+"""Inspection of a data file without tokenizer and torch: format, sizes, duplicates and broken lines."""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from torchtune.utils import UserError, decode_line, has_json_lines, numbered_lines, open_lines, parse_json_line
+
+SAMPLE = 2000  # rows that are inspected by default
+_BAR = 32
+_CALLS = ("tool_calls", "function_call", "tools")
+_TURNS = {"openai": ("role", "content"), "sharegpt": ("from", "value")}
+# Role name in the data -> role in torchtune.data.
+_ROLES = {
+    "openai": {role: role for role in ("system", "user", "assistant", "ipython", "tool")},
+    "sharegpt": {
+        "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+        "tool": "tool", "observation": "tool",
+    },
+}  # fmt: skip
+
+
+@dataclass
+class FileFacts:
+    """Facts about a data file.
+
+    Attributes:
+        rows: number of rows.
+        read: number of inspected rows.
+        formats: (format, builder with columns) -> number of rows.
+        firsts: (format, builder with columns) -> number of the first such row.
+        columns: names of all columns of a row -> number of rows.
+        calls: number of rows with tools or tool calls.
+        problems: (line or row, reason) of rows that cannot be used.
+        copies: (row, earlier equal row), counted from 1, of all rows.
+        characters: number of characters of each inspected row.
+        hashes: hash of a row -> number of the first row with it.
+    """
+
+    path: str
+    rows: int = 0
+    read: int = 0
+    formats: Counter[tuple[str, str]] = field(default_factory=Counter)
+    firsts: dict[tuple[str, str], int] = field(default_factory=dict)
+    columns: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    characters: list[int] = field(default_factory=list)
+    hashes: dict[int, int] = field(default_factory=dict)
+    example: Any = None
+
+
+def _conversation(value: Any) -> str | None:
+    """Return ``openai`` or ``sharegpt`` if ``value`` is a list of messages, else None."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return None
+    return next((style for style, (role, _) in _TURNS.items() if role in value[0]), None)
+
+
+def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return (format, dataset builder with its columns) of a row; ("unknown", "") if no builder reads it."""
+    image = next((name for name in ("image", "images") if name in row), None)
+    turns = {name: style for name, value in row.items() if (style := _conversation(value))}
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference pairs", "preference_dataset"
+    if "completion" in row and isinstance(row.get("label"), bool | int):
+        return "labelled answers (KTO)", "kto_dataset"
+    if "instruction" in row and "output" in row:
+        return "Alpaca", "alpaca_dataset"
+    if turns and not ("prompt" in turns and len(row) > 1):
+        name, style = next(iter(turns.items()))
+        if image is not None and style == "sharegpt":
+            tag = " image_tag=<image>" if row[image] is None or "<image>" in str(row[name]) else ""
+            columns = f"column_map.conversations={name} column_map.image={image}{tag}"
+            return "ShareGPT with images", f"multimodal.multimodal_chat_dataset {columns}"
+        kind = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}[style]
+        return kind, f"chat_dataset conversation_column={name} conversation_style={style}"
+    for question, answer in (
+        ("input", "output"),
+        ("question", "answer"),
+        ("prompt", "completion"),
+        ("prompt", "response"),
+    ):
+        if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
+            if question == "question" and "####" in row[answer]:
+                return "prompts with answers", f"prompt_dataset column={question}"
+            if image is not None:
+                columns = f"column_map.input={question} column_map.output={answer} column_map.image={image}"
+                return "questions about images", f"multimodal.vqa_dataset {columns}"
+            return "instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}"
+    if "prompt" in row:
+        return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if texts and ("text" in row or len(row) == 1):
+        return "raw text", f"text_completion_dataset column={'text' if 'text' in row else texts[0]}"
+    return "unknown", ""
+
+
+def _problem(row: Any, kind: str, reader: str) -> str | None:
+    """Return why a row of a known format cannot be trained on, as far as a check without tokenizer can tell."""
+    if not reader.startswith("chat_dataset"):
+        return None
+    column, style = (word.partition("=")[2] for word in reader.split()[1:])
+    role_key, content_key = _TURNS[style]
+    last, answers = "", 0
+    for i, turn in enumerate(row[column]):
+        if not isinstance(turn, Mapping) or role_key not in turn:
+            return f"turn {i} has no '{role_key}'"
+        if not isinstance(turn[role_key], str):
+            return f"turn {i} has a '{role_key}' that is no text"
+        role = _ROLES[style].get(turn[role_key])
+        if role is None:
+            return f"turn {i} has the {role_key} '{turn[role_key]}', which is none of {', '.join(_ROLES[style])}"
+        if turn.get(content_key) is None and not turn.get("tool_calls"):
+            return f"turn {i} of '{role}' has no '{content_key}'"
+        if not isinstance(turn.get(content_key), str | list | None):
+            return f"turn {i} of '{role}' has a '{content_key}' that is no text"
+        if role == "system" and i:
+            return f"turn {i} is a system turn, which may only be the first"
+        if role == "user" and last == "user":
+            return f"turn {i} is a second user turn in a row"
+        if role == "assistant" and last not in ("user", "tool", "ipython"):
+            return f"turn {i} of the assistant follows {last or 'nothing'} instead of a user or tool turn"
+        last, answers = role, answers + (role == "assistant")
+    return None if answers else "no turn is the assistant's: there is nothing to train on"
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _others(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line, or row number in .json and .parquet files; row) of a file that is not JSON Lines."""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if suffix == ".json":
+        with open_lines(path) as file:
+            try:
+                rows = parse_json_line(file.read())
+            except UserError as error:
+                raise UserError(f"{path}: {error}; correct the file.") from error
+        if not isinstance(rows, list):
+            raise UserError(f"{path}: it holds one {type(rows).__name__}, not a list of rows.")
+        yield from enumerate(rows, 1)
+    elif suffix in (".csv", ".tsv"):
+        yield from _table(path, "\t" if suffix == ".tsv" else ",")
+    elif suffix == ".txt":
+        for number, text in enumerate(_texts(path), 1):
+            if not text.isspace():
+                yield number, {"text": text.rstrip("\n")}
+    elif suffix == ".parquet":
+        from torchtune.datasets._parquet import parquet_rows
+
+        yield from enumerate(parquet_rows(path), 1)
+    else:
+        raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
+
+
+def _table(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (first line, row) of a CSV file with a header; missing fields are None."""
+    csv.field_size_limit(1 << 30)
+    reader, header, line = csv.reader(_texts(path), delimiter=delimiter), None, 1
+    try:
+        for fields in reader:
+            if header is None:
+                header = fields or None
+            elif len(fields) > len(header):
+                raise UserError(
+                    f"{path}, line {line}: it has {len(fields)} fields and the header has {len(header)}: put texts "
+                    "with the delimiter in quotes."
+                )
+            elif fields:
+                yield line, dict(zip_longest(header, fields))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {line}: it cannot be read ({error}): save the file again.") from error
+
+
+def _texts(path: Path) -> Iterator[str]:
+    with open_lines(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield decode_line(line) + "\n"
+            except UserError as error:
+                raise UserError(f"{path}, line {number}: {error}.") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, row) of a data file; the number is the line in text files, else the row, counted from 1.
+
+    Raises:
+        UserError: the file type is not supported, or a line is broken.
+    """
+    if not has_json_lines(path):
+        yield from _others(path)
+        return
+    for number, line in numbered_lines(path):
+        try:
+            yield number, parse_json_line(line)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}; correct the line.") from error
+
+
+def scan(path: Path, *, everything: bool) -> FileFacts:
+    """Read a file: count and compare all rows, and inspect the first ``SAMPLE`` or all of them.
+
+    Args:
+        path: .jsonl, .json, .csv, .tsv, .parquet or .txt file.
+        everything: inspect all rows.
+
+    Raises:
+        UserError: the file is empty, unreadable or of an unsupported type.
+    """
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: the file is empty.")
+    facts = FileFacts(str(path))
+    is_lines = has_json_lines(path)
+    for number, row in numbered_lines(path) if is_lines else _others(path):
+        facts.rows += 1
+        key = hash(row.rstrip() if is_lines else json.dumps(row, sort_keys=True, default=str))
+        if facts.hashes.setdefault(key, number) != number:
+            facts.copies.append((number, facts.hashes[key]))
+        if everything or facts.rows <= SAMPLE:
+            try:
+                _look(facts, number, parse_json_line(row) if is_lines else row)
+            except UserError as error:
+                facts.problems.append((number, str(error)))
+    if not facts.rows:
+        raise UserError(f"{path}: there are no rows in it.")
+    return facts
+
+
+def _look(facts: FileFacts, number: int, row: Any) -> None:
+    facts.read += 1
+    if not isinstance(row, Mapping):
+        facts.problems.append((number, f"a row must be a mapping column -> value, not {type(row).__name__}"))
+        return
+    kind, reader = format_of(row)
+    facts.formats[kind, reader] += 1
+    facts.firsts.setdefault((kind, reader), number)
+    facts.columns[", ".join(row)] += 1
+    facts.characters.append(_characters(row))
+    if any(f'"{name}"' in json.dumps(row, default=str) for name in _CALLS):
+        facts.calls += 1
+    if facts.example is None:
+        facts.example = row
+    if problem := _problem(row, kind, reader):
+        facts.problems.append((number, problem))
+
+
+def histogram(values: list[int], unit: str) -> str:
+    """Return a text histogram with about ten bins of a round width; the last bin is open."""
+    ordered = sorted(values)
+    top = ordered[min(len(ordered) - 1, int(0.98 * len(ordered)))]
+    magnitude = 10 ** max(len(str(max(top // 10, 1))) - 1, 0)
+    width = next(m * magnitude for m in (1, 2, 5, 10, 20) if m * magnitude * 10 > top)
+    counts = Counter(min(value // width, top // width + 1) for value in values)
+    most, last = max(counts.values()), top // width + 1
+    lines = []
+    for place in range(last + 1):
+        if place < last or counts[place]:
+            until = f"{(place + 1) * width - 1:>9,}" if place < last else " or more "
+            bar = "#" * -(-counts[place] * _BAR // most)
+            lines.append(f"  {place * width:>9,} {'to' if place < last else '  '} {until}  {bar} {counts[place]:,}")
+    middle = ordered[len(ordered) // 2]
+    return "\n".join([f"{unit}: {ordered[0]:,} to {ordered[-1]:,}, half have at most {middle:,}", *lines])
+
+
+def report(facts: FileFacts) -> list[str]:
+    """Return the report of a file as lines."""
+    size = Path(facts.path).stat().st_size
+    part = (
+        "all"
+        if facts.read >= facts.rows - len(facts.problems)
+        else f"the first {facts.read:,}; --all looks into every row"
+    )
+    lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {part})"]
+    for (kind, reader), count in facts.formats.most_common(5):
+        first = f", the first in line {facts.firsts[kind, reader]}" if len(facts.formats) > 1 else ""
+        called = f": torchtune.datasets.{reader}" if reader else ""
+        lines.append(f"format      {kind}, {count:,} rows{first}{called}")
+    if len(facts.formats) > 1:
+        lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
+    if len(facts.columns) > 1:
+        for names, count in facts.columns.most_common(5):
+            lines.append(f"columns     {names}, {count:,} rows")
+    if facts.calls:
+        lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")
+    lines.append(f"duplicates  {_copies(facts)}")
+    for number, reason in facts.problems[:10]:
+        lines.append(f"error       {facts.path}:{number}: {reason}")
+    if len(facts.problems) > 10:
+        lines.append(f"error       … and {len(facts.problems) - 10:,} more rows")
+    if facts.characters:
+        lines.append(histogram(facts.characters, "characters per row"))
+    return lines
+
+
+def _copies(facts: FileFacts) -> str:
+    if not facts.copies:
+        return "none: no row is the same as another"
+    number, first = facts.copies[0]
+    return f"{len(facts.copies):,} rows are the same as an earlier one, the first in line {number} (as line {first})"
+
+
+def shared_rows(train: FileFacts, held_out: FileFacts) -> str:
+    """Return the report line on rows that occur in both files."""
+    both = train.hashes.keys() & held_out.hashes.keys()
+    if not both:
+        return f"leaks       none: no row of {held_out.path} is in {train.path}"
+    first = min(held_out.hashes[key] for key in both)
+    return (
+        f"leaks       {len(both):,} rows of {held_out.path} are in {train.path} too, the first in line {first}: "
+        "remove them from one"
+    )

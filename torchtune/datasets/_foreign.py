@@ -1,0 +1,143 @@
+"""Checks of datasets and collate functions from outside this library."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
+from torchtune.datasets._token_store import check_row
+
+# Maximum number of examples that are searched for a label.
+_LOOKED_AT = 32
+
+
+def is_own(value: Any) -> bool:
+    """Return whether a class, a function or an object's class is defined in this library."""
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return any(base.__module__.startswith("torchtune.") for base in getattr(kind, "__mro__", [kind]))
+
+
+class CheckedDataset(Dataset):
+    """Wrapper of a dataset from outside this library that checks examples when they are read.
+
+    Other attributes, such as ``lengths`` or ``fingerprint``, are passed through.
+
+    Args:
+        dataset: map-style dataset of examples (mappings with ``tokens`` and pre-shifted ``labels``) or packs (lists of
+            examples).
+        vocab_size: upper bound of token ids (exclusive); ``None`` if unknown.
+
+    Raises:
+        DataError: the dataset is empty or not map-style, an example has another format, or the first examples have no
+            labels or unshifted labels.
+    """
+
+    def __init__(self, dataset: Any, vocab_size: int | None) -> None:
+        self.dataset = dataset
+        self.name = type(dataset).__name__
+        self._vocab_size = vocab_size
+        missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
+        if missing:
+            raise DataError(
+                f"dataset: {self.name} has no {' and no '.join(missing)}: a dataset gives examples by index and has a "
+                "length, so that a run can be resumed."
+            )
+        self._length = len(dataset)
+        if self._length == 0:
+            raise DataError(f"dataset: {self.name} is empty: there is nothing to train on.")
+        self._check_labels()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return an example; raise :class:`DataError` if it has another format."""
+        try:
+            example = self.dataset[index]
+        except IndexError as error:
+            if index >= self._length or len(self.dataset) == self._length:
+                raise
+            raise DataError(
+                f"dataset: example {index} of {self.name} is gone: it had {self._length:,} examples at the start and "
+                f"has {len(self.dataset):,} now. Resume with all of them."
+            ) from error
+        try:
+            is_pack = isinstance(example, list) and bool(example)
+            for document in example if is_pack else [example]:
+                self._check(document)
+        except DataError as error:
+            raise DataError(f"dataset: example {index} of {self.name}: {error}.") from error
+        return example
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _check_labels(self) -> None:
+        """Raise if the first examples have no labels, or every label is the token at its own position."""
+        rows: dict[str, list[torch.Tensor]] = {"tokens": [], "labels": []}
+        for index in range(min(self._length, _LOOKED_AT)):
+            example = self[index]
+            for document in example if isinstance(example, list) else [example]:
+                for key, found in rows.items():
+                    found.append(torch.as_tensor(document[key], dtype=torch.int64))
+                differs = rows["labels"][-1] != rows["tokens"][-1]
+                # Prompts of the rollout recipes have a number; their labels are placeholders.
+                if "number" in document or differs[rows["labels"][-1] != CROSS_ENTROPY_IGNORE_IDX].any():
+                    return
+        tokens, labels = (torch.cat(found) for found in rows.values())
+        if (labels == CROSS_ENTROPY_IGNORE_IDX).all():
+            raise DataError(
+                f"dataset: {self.name} has no label in its first {index + 1:,} examples: labels[i] is the token to "
+                f"predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is."
+            )
+        check_shifted(tokens, labels, [len(row) for row in rows["tokens"]], self.name)
+
+    def _check(self, document: Any) -> None:
+        if not isinstance(document, Mapping):
+            raise DataError(f"it is {type(document).__name__}, not a mapping with 'tokens' and 'labels'")
+        for key in ("tokens", "labels"):
+            if key not in document:
+                raise DataError(f"it has no '{key}' among {', '.join(map(repr, document)) or 'nothing'}")
+        tokens, labels = check_row(document["tokens"], document["labels"])
+        if len(tokens) == 0:
+            raise DataError("it has no tokens")
+        for name, ids in (("token id", tokens), ("label", labels[labels != CROSS_ENTROPY_IGNORE_IDX])):
+            if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
+                raise DataError(f"{name} {np.max(ids)} is not below {self._vocab_size}, the tokenizer's vocabulary")
+
+
+def checked_collate(collate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a collate function from outside this library to check its batches.
+
+    Raises:
+        DataError: when called, a batch is not a mapping with int64 ``tokens`` and ``labels`` of the same shape ``[b,
+            s]``.
+    """
+    name = getattr(collate, "__name__", type(collate).__name__)
+
+    @wraps(collate, assigned=("__name__", "__doc__"), updated=())
+    def checked(examples: Sequence[Any], **settings: Any) -> Any:
+        batch = collate(examples, **settings)
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"collate_fn: {name} gives {type(batch).__name__}, not a mapping with 'tokens' and 'labels'."
+            )
+        for key in ("tokens", "labels"):
+            value = batch.get(key)
+            if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype != torch.int64:
+                found = type(value).__name__ if key in batch else f"nothing (it gives {', '.join(map(str, batch))})"
+                if isinstance(value, torch.Tensor):
+                    found = f"a tensor of {value.dtype} of shape {tuple(value.shape)}"
+                raise DataError(f"collate_fn: '{key}' of {name} must be a torch.int64 tensor [b, s], not {found}.")
+        if batch["tokens"].shape != batch["labels"].shape:
+            shapes = " and ".join(str(tuple(batch[key].shape)) for key in ("tokens", "labels"))
+            raise DataError(f"collate_fn: 'tokens' and 'labels' of {name} differ in shape: {shapes}.")
+        return batch
+
+    return checked

@@ -1,0 +1,75 @@
+"""Instantiation of datasets and collate functions from configs."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torchtune import config
+from torchtune.config import locate
+from torchtune.data import Batch, DataError, collate_documents, padded_collate_sft
+from torchtune.datasets._concat import ConcatDataset
+from torchtune.datasets._foreign import CheckedDataset, checked_collate, is_own
+from torchtune.utils import doing
+
+
+@doing("preparing data")
+def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
+    """Instantiate the dataset of a config node; a list of nodes is concatenated.
+
+    Args:
+        dataset: node with ``_component_``, or a list of them.
+        tokenizer: passed to every dataset.
+
+    Raises:
+        DataError: see the datasets; a dataset from outside this library is empty, or its examples lack ``tokens`` and
+            ``labels``.
+
+    Example:
+        >>> rows = [{"input": "Who?", "output": "one cat"}]
+        >>> node = {"_component_": "torchtune.datasets.instruct_dataset", "source": rows}
+        >>> len(torchtune.datasets.instantiate_dataset(node, tokenizer))
+        1
+    """
+    if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
+        parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
+        return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    return _checked(config.instantiate(dataset, tokenizer), tokenizer)
+
+
+def _checked(dataset: Any, tokenizer: Any) -> Any:
+    if is_own(dataset):
+        return dataset
+    return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None))
+
+
+def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:
+    """Return the collate function of a dotted path, with the tokenizer's ``pad_id`` as ``padding_idx`` if it takes one.
+
+    Dicts that it returns are converted to batches (:meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`). The
+    result of a function from outside this library is checked first.
+
+    Raises:
+        DataError: it pads on the left, or takes text only while the tokenizer returns images; when called, see
+            :meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`.
+
+    Example:
+        >>> collate = torchtune.datasets.instantiate_collate("torchtune.data.collate_documents", tokenizer)
+        >>> collate([{"tokens": [1, 2], "labels": [2, -100]}]).num_labels
+        1
+    """
+    collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
+    if getattr(collate, "__name__", "") == "left_pad_sequence":
+        raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
+    if getattr(tokenizer, "takes_images", False) and collate in (collate_documents, padded_collate_sft):
+        raise DataError(
+            f"collate_fn: {collate.__name__} takes text only, but the tokenizer gives images: set "
+            "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask."
+        )
+    signature, own = inspect.signature(collate), is_own(collate)
+    if own and signature.return_annotation is Batch:
+        return collate
+    collate = collate if own else checked_collate(collate)
+    if "padding_idx" in signature.parameters:
+        collate = partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0))
+    return lambda examples: Batch.from_dict(collate(examples))

@@ -1,0 +1,118 @@
+"""Images of rows, and their checks before training."""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune.data import DataError, Message, open_image
+from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._processes import in_parts
+from torchtune.datasets._tokenize import Tokenize
+
+
+class EncodedRows:
+    """Rows of a ``datasets.Dataset`` with encoded images, ``{"bytes", "path"}``, instead of decoded ones.
+
+    Args:
+        rows: a ``datasets.Dataset``.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        return self._rows[index].to_pylist()[0]
+
+
+def encoded(rows: Any, message_transform: Any) -> Any:
+    """Return a ``datasets.Dataset`` as :class:`EncodedRows` if ``message_transform`` accepts encoded images."""
+    is_table = hasattr(rows, "with_format") and hasattr(rows, "features")
+    return EncodedRows(rows) if is_table and getattr(message_transform, "takes_encoded_images", False) else rows
+
+
+def images_of(sample: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a conversation, in order."""
+    messages = sample.get("messages") or ()
+    return [image for message in messages if isinstance(message, Message) for image in message.get_media()]
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Return (width, height) of an image in pixels; raise :class:`DataError` if it cannot be read."""
+    if isinstance(image, torch.Tensor):
+        return image.shape[-1], image.shape[-2]
+    return open_image(image, decode=False).size
+
+
+def content_of(image: Any) -> Any:
+    """Return a value that identifies an image: its bytes or path, else the ``id`` of the object."""
+    if isinstance(image, Mapping):
+        return image.get("bytes") or image.get("path")
+    if isinstance(image, bytes):
+        return image
+    return str(image) if isinstance(image, str | Path) else id(image)
+
+
+def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
+    """Open a conversation's images, and decode them if ``decode``; raise :class:`DataError` if that fails.
+
+    Returns:
+        number of images, and a checksum of their paths or bytes (0 if they have neither).
+    """
+    images, checksum = images_of(sample), 0
+    for image in images:
+        if not isinstance(image, torch.Tensor):
+            open_image(image, decode)
+        if not isinstance(content := content_of(image), int):
+            checksum = zlib.crc32(content.encode() if isinstance(content, str) else content, checksum)
+    return [len(images), checksum]
+
+
+def with_images(sample: dict[str, Any]) -> dict[str, Any]:
+    """Replace image paths and bytes by Pillow images; raise :class:`DataError` if one cannot be read."""
+    for message in sample.get("messages") or ():
+        if isinstance(message, Message) and message.contains_media:
+            message.content = [
+                {**item, "content": open_image(item["content"])}
+                if item["type"] == "image" and not isinstance(item["content"], torch.Tensor)
+                else item
+                for item in message.content
+            ]
+    return sample
+
+
+def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
+    """Return ``check(row)`` for all rows.
+
+    Raises:
+        DataError: some rows cannot be trained on and are not skipped.
+    """
+
+    def noted(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"": {"note": check(row)}}
+
+    notes = []
+    for _, facts in in_parts(rows, Tokenize(noted, [], None)):
+        notes += facts["notes"]
+        for index, reason in facts["bad"]:
+            bad.add(index, reason)
+    bad.check()
+    return notes
+
+
+def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -> DataError:
+    """Build the error of a row that failed only when it was read."""
+    place = getattr(rows, "place", None)
+    where = "" if place is None else f" ({place(row)})"
+    hint = "" if skips else ", or leave such rows out with on_bad_row=skip"
+    return DataError(f"{source}, row {row}{where}: {str(error).rstrip('.')}; correct it{hint}.")

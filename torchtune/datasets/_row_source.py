@@ -1,0 +1,478 @@
+"""Loading of rows from local files, folders and the Hub."""
+
+import difflib
+import glob
+import logging
+import socket
+import threading
+import urllib.request
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from torchtune.data import DataError
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._lines import LineRows, line_files
+from torchtune.datasets._preview import limited, look
+from torchtune.utils import UserError, decode_line, get_logger, numbered_lines, parse_json_line
+
+# File suffix -> loader of the datasets package.
+LOADERS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+# Name of a Hub dataset, folder, file or loader; or rows in memory.
+Source = str | Path | Iterable[Mapping[str, Any]]
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+def _suffix(name: str) -> str:
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _is_remote(name: str) -> bool:
+    return "://" in name
+
+
+def _files(data_files: Any) -> list[str]:
+    """Return all files of a ``data_files`` setting: one, a list, or a mapping split -> files."""
+    if isinstance(data_files, str | Path):
+        return [str(data_files)]
+    values = data_files.values() if isinstance(data_files, Mapping) else data_files
+    return [name for value in values for name in _files(value)]
+
+
+def _looks_local(name: str) -> bool:
+    """Return whether a name can only be a path: a Hub dataset has at most one slash, and none at an end."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
+
+
+def _matches(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def _is_here(name: str) -> bool:
+    return Path(name).expanduser().is_file()
+
+
+def _not_here(what: str, name: str) -> DataError:
+    path = Path(name).expanduser()
+    beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"; did you mean {path.with_name(near[0])}" if near else ""
+    where = "" if path.is_absolute() else f" (in {Path.cwd()})"
+    return DataError(f"There is no {what} {name}{where}: correct the path{hint}.")
+
+
+def _check_files(names: Sequence[str]) -> None:
+    for name in names:
+        path = Path(name).expanduser()
+        if _is_remote(name):
+            continue
+        if path.is_dir():
+            raise DataError(f"data_files names the folder {name}: name the files in it, for example {path}/*.jsonl.")
+        if path.is_file():
+            if path.stat().st_size == 0:
+                raise DataError(f"The data file {name} is empty.")
+        elif not _matches(name):
+            raise _not_here("data file", name)
+        elif not glob.glob(str(path), recursive=True):
+            raise DataError(f"No file matches {name} (in {Path.cwd()}): correct the pattern.")
+
+
+def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the path and arguments for ``datasets.load_dataset``.
+
+    ``source`` may be a file; its suffix selects the loader. Local ``data_files`` replace a Hub dataset, so that
+    ``dataset.data_files=mine.jsonl`` alone is enough.
+
+    Raises:
+        DataError: a file or folder is missing or empty, or has an unsupported type.
+    """
+    kwargs = dict(kwargs)
+    if source.startswith("~"):
+        source = str(Path(source).expanduser())
+    data_files = kwargs.get("data_files")
+    names = [] if data_files is None else _files(data_files)
+    loaders = set(LOADERS.values())
+    if source in loaders and not names and kwargs.get("data_dir") is not None:
+        source = _folder_of(source, str(kwargs.pop("data_dir")))
+    is_folder = Path(source).is_dir()
+    if source in loaders:
+        if not names:
+            raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
+        _check_files(names)
+    elif _suffix(source) in LOADERS and not is_folder:
+        _check_files([source])
+        kwargs["data_files"], source = source, LOADERS[_suffix(source)]
+    elif names and not is_folder:
+        if any(map(_is_here, names)) or any(map(_is_path, names)):
+            _check_files(names)
+            kinds = {LOADERS.get(_suffix(name)) for name in names}
+            if len(kinds) != 1 or None in kinds:
+                raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
+            get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
+            source = kinds.pop()
+    elif not is_folder and Path(source).is_file():
+        raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
+    if not is_folder and source not in loaders and not _is_remote(source) and _looks_local(source):
+        raise _not_here("folder or file", source)
+    if source in loaders:
+        kwargs["data_files"] = _plain(kwargs["data_files"])
+        if all(_suffix(name) == ".tsv" for name in _files(kwargs["data_files"])):
+            kwargs.setdefault("sep", "\t")
+    return source, kwargs
+
+
+def _folder_of(loader: str, data_dir: str) -> str:
+    """Return ``data_dir``; raise unless ``loader`` is its most frequent type, which the datasets package reads."""
+    folder = Path(data_dir).expanduser()
+    if not folder.is_dir():
+        raise _not_here("folder", data_dir)
+    kinds = Counter(LOADERS.get(_suffix(path.name)) for path in folder.rglob("*") if path.is_file())
+    del kinds[None]
+    if not kinds or max(kinds.values()) > kinds[loader] or list(kinds.values()).count(kinds[loader]) > 1:
+        found = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items())) or "none that are read"
+        raise DataError(
+            f"data_dir={data_dir} is to be read as {loader}, and its files are {found}: name those that are meant with "
+            "data_files."
+        )
+    return str(folder)
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a data file is a local path, not one inside a Hub dataset."""
+    return name.startswith(("/", "./", "../", "~"))
+
+
+def _plain(data_files: Any) -> Any:
+    """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded."""
+    if isinstance(data_files, str | Path):
+        name = str(data_files)
+        return name if _is_remote(name) else str(Path(name).expanduser())
+    if isinstance(data_files, Mapping):
+        return {str(split): _plain(files) for split, files in data_files.items()}
+    return [_plain(name) for name in data_files]
+
+
+def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
+    """Return the local files of a whole split, for this library's readers; None if other settings are used."""
+    files, split = kwargs.get("data_files"), kwargs.get("split")
+    if isinstance(files, Mapping):
+        files = files.get(split)
+    elif split not in ("train", None) or (split is None and not kwargs.get("streaming")):
+        return None
+    others = kwargs.keys() - {"split", "data_files", "streaming"}
+    if files is None or any(kwargs[name] is not None for name in others) or any(map(_is_remote, _files(files))):
+        return None
+    return _files(files)
+
+
+def _broken_line(names: Sequence[str]) -> str | None:
+    """Find the first line that is not valid JSON or text, in files that the datasets package rejected."""
+    for name in names:
+        path, kind = Path(name).expanduser(), LOADERS.get(_suffix(name))
+        if not path.is_file() or kind not in ("json", "csv", "text") or path.suffix in _COMPRESSED[1:]:
+            continue
+        first = next(numbered_lines(path), (1, b""))[1].lstrip()
+        if _suffix(name) == ".json" and first.startswith(b"["):
+            continue
+        for number, line in numbered_lines(path):
+            try:
+                parse_json_line(line) if kind == "json" else decode_line(line)
+            except UserError as error:
+                return f"{name}, line {number}: {error}; correct the line"
+    return None
+
+
+class RowSource:
+    """Source of rows, by name or in memory.
+
+    Args:
+        source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows: a
+            ``datasets.Dataset`` or any iterable of mappings column -> value.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        filter_kwargs: passed to ``datasets.Dataset.filter``.
+        on_bad_row: ``stop`` at a row that cannot be trained on, or ``skip`` and list such rows.
+        prepared: output folder of ``tune data prepare``; it must have been made from the same rows.
+        **kwargs: passed to ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
+
+    Attributes:
+        skips: whether rows that cannot be trained on are skipped.
+        shown: name of the source, for messages.
+
+    Raises:
+        DataError: ``source`` is neither a name nor rows, or an argument does not apply to rows in memory.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        filter_fn: Callable[..., bool] | None = None,
+        filter_kwargs: Mapping[str, Any] | None = None,
+        prepared: str | Path | None = None,
+        on_bad_row: Literal["stop", "skip"] = "stop",
+        **kwargs: Any,
+    ) -> None:
+        if on_bad_row not in ("stop", "skip"):
+            raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
+        self.skips = on_bad_row == "skip"
+        if kwargs.pop("streaming", None):
+            raise DataError(
+                "streaming=True is not possible here: the rows are tokenized before training; leave it out."
+            )
+        if kwargs.pop("shuffle_buffer", None) is not None:
+            raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
+        self.prepared = None if prepared is None else Path(prepared).expanduser()
+        self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
+        self._rows: Any = None
+        self._is_here = not isinstance(source, str | Path)
+        # A call, so that configs are checked against the arguments of `load_rows`.
+        self._load = partial(load_rows, source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **kwargs)
+        if self._is_here:
+            self._rows = _rows_in_memory(source, kwargs.copy())
+            self.shown = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
+        else:
+            self._source = str(source)
+            self.shown = str(kwargs.get("data_files") or source)
+
+    def rows(self) -> Any:
+        """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
+        if self._is_here:
+            return _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
+        if self._rows is None:
+            self._rows = self._load()
+        return self._rows
+
+    def add_to(self, fingerprint: Fingerprint) -> None:
+        """Add the content of the rows to a fingerprint. Loads Hub datasets, but not local files.
+
+        Raises:
+            DataError: a file is missing, or see :func:`load_rows`.
+        """
+        fingerprint.add("filter", [self._filter, self._filter_kwargs])
+        if self.skips:
+            fingerprint.add("on_bad_row", "skip")
+        if not self._is_here:
+            where, kwargs = resolve_source(self._source, self._kwargs)
+            names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
+            if all(not _is_remote(name) and _exists(name) for name in names):
+                files = kwargs.pop("data_files", None) if where in LOADERS.values() else None
+                splits = {split: len(_flat(part)) for split, part in files.items()} if _is_map(files) else None
+                fingerprint.add_files("data", [where if files is not None else "folder", kwargs, splits], names)
+                return
+        rows = self._rows if self._is_here else self.rows()
+        known = getattr(rows, "_fingerprint", None)  # of the datasets package: covers content and transforms
+        if isinstance(known, str):
+            fingerprint.add("data", known)
+        else:
+            fingerprint.add_rows("data", rows)
+
+
+def _is_map(files: Any) -> bool:
+    return isinstance(files, Mapping)
+
+
+def _flat(data_files: Any) -> list[str]:
+    return [str(Path(name).expanduser()) if not _is_remote(name) else name for name in _files(data_files)]
+
+
+def _exists(name: str) -> bool:
+    return Path(name).exists() or bool(glob.glob(name, recursive=True))
+
+
+def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Convert rows in memory to a sequence."""
+    others = sorted(name for name, value in kwargs.items() if name != "split" and value is not None)
+    if others:
+        raise DataError(f"{others[0]} does not go with rows in memory: leave it out.")
+    split = kwargs.get("split")
+    is_table = type(source).__module__.partition(".")[0] == "datasets"
+    if isinstance(source, Mapping):
+        if not is_table:
+            raise DataError("source is a mapping: rows in memory must be a list of mappings column -> value.")
+        if split not in source:
+            raise DataError(f"source has the splits {', '.join(source)}: set split to one of them, not {split!r}.")
+        return source[split]
+    if split not in (None, "train"):
+        raise DataError(f"split='{split}' does not go with rows in memory: hand over the rows that are meant.")
+    if (is_table and hasattr(source, "__len__")) or isinstance(source, list | tuple):
+        return source
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "columns"):
+        return [source[i] for i in range(len(source))]
+    if not hasattr(source, "__iter__") or hasattr(source, "columns"):
+        raise DataError(
+            f"source must be a name, or rows (a list of mappings, a datasets.Dataset), not {type(source).__name__}."
+        )
+    return list(source)
+
+
+def _filtered(
+    rows: Any, filter_fn: Callable[..., bool] | None, filter_kwargs: Mapping[str, Any] | None, shown: str
+) -> Any:
+    if filter_fn is not None:
+        if not callable(filter_fn):
+            raise DataError(f"filter_fn is {filter_fn!r}, not a function of a row: let a builder of yours pass it.")
+        if hasattr(rows, "filter"):
+            rows = rows.filter(filter_fn, **(filter_kwargs or {}))
+        else:
+            rows = [row for row in rows if filter_fn(row)]
+    if hasattr(rows, "__len__") and len(rows) == 0:
+        raise DataError(f"{'filter_fn leaves no rows' if filter_fn is not None else 'There are no rows'} in {shown}.")
+    return rows
+
+
+def load_rows(
+    source: str,
+    *,
+    filter_fn: Callable[..., bool] | None = None,
+    filter_kwargs: Mapping[str, Any] | None = None,
+    **load_dataset_kwargs: Any,
+) -> Any:
+    """Load rows with the ``datasets`` package, and filter them if ``filter_fn`` is set.
+
+    Args:
+        source: Hub dataset, folder, file, or loader name (``json``, ``csv``, ``parquet`` …).
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        filter_kwargs: passed to ``datasets.Dataset.filter``.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
+
+    Returns:
+        a sequence of at least one row, usually a ``datasets.Dataset``; with ``streaming``, an unfiltered
+        ``datasets.IterableDataset``.
+
+    Raises:
+        DataError: the source cannot be found, reached or read, has no such split, or has no rows.
+    """
+    where, kwargs = resolve_source(source, load_dataset_kwargs)
+    names = _files(kwargs["data_files"]) if where in LOADERS.values() else []
+    look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
+    shown = ", ".join(names) or source
+    split = kwargs.get("split")
+    streaming = bool(kwargs.get("streaming"))
+    files = plain_files(kwargs) if where == "json" and not streaming and not filter_kwargs else None
+    if files is not None and (paths := line_files(files)) is not None:
+        return limited(_filtered(LineRows(paths), filter_fn, None, shown))
+    import datasets
+
+    try:
+        with warnings.catch_warnings(), _reported_once():
+            warnings.simplefilter("ignore", ResourceWarning)
+            if _is_saved(where) and not streaming:
+                rows = _saved_rows(where, split)
+            elif names or Path(where).is_dir():
+                rows = datasets.load_dataset(where, **kwargs)
+            else:
+                with without_waiting_for_the_hub():
+                    rows = datasets.load_dataset(where, **kwargs)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(
+            f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
+            "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
+        ) from error
+    except ConnectionError as error:
+        missing = _files(load_dataset_kwargs.get("data_files") or [])
+        here = f"there is no data file {', '.join(missing)} in {Path.cwd()}, and " if missing else ""
+        raise DataError(
+            f"Dataset '{source}' cannot be fetched: {here}the hub cannot be reached; check the network, or give a "
+            "local file with dataset.data_files."
+        ) from error
+    except FileNotFoundError as error:
+        missing = ", ".join(_files(load_dataset_kwargs.get("data_files") or []))
+        here = f", and there is no {missing} in {Path.cwd()}" if missing else ""
+        raise DataError(f"{shown} cannot be found: {_first_line(error)}{here}.") from error
+    except datasets.exceptions.DatasetGenerationError as error:
+        place = _broken_line(names)
+        reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"
+        raise DataError(f"Cannot read the data file {reason}.") from error
+    except (EOFError, zlib.error, StopIteration) as error:  # StopIteration: a second read of a file that failed before
+        raise DataError(f"Cannot load {shown}: a file is not packed to its end, pack it again.") from error
+    except (ValueError, TypeError, OSError) as error:
+        if "corresponds to no data" in str(error):
+            raise DataError(f"There are no rows in {shown} (split {split}).") from error
+        raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
+    if isinstance(rows, dict):
+        raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
+    if streaming:
+        return rows
+    part = "" if split is None else f" (split {split})"
+    return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
+
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
+    """Silence the error logs of the datasets package's loaders, which raise these errors as well."""
+    log = logging.getLogger("datasets.packaged_modules")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def without_waiting_for_the_hub() -> Iterator[None]:
+    """Set the datasets package offline inside the block if the Hub does not answer within seconds.
+
+    It would otherwise retry for 25 to 40 seconds before it fails.
+    """
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not _hub_answers(datasets.config.HF_ENDPOINT)
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
+    """Return whether a connection to the Hub can be opened; True behind a proxy."""
+    if urllib.request.getproxies():
+        return True
+    address = urlsplit(endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    answers = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+            answers.set()
+        except OSError:
+            pass  # no answer from the Hub
+
+    thread = threading.Thread(target=connect, daemon=True)  # name resolution has no timeout
+    thread.start()
+    thread.join(seconds)
+    return answers.is_set()
+
+
+def _is_saved(source: str) -> bool:
+    """Return whether ``source`` is a folder written by ``datasets.Dataset.save_to_disk``."""
+    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _saved_rows(folder: str, split: str | None) -> Any:
+    import datasets
+
+    rows = datasets.load_from_disk(folder)
+    if isinstance(rows, dict) and split is not None:
+        if split not in rows:
+            raise DataError(f"{folder} has the splits {', '.join(rows)}, not '{split}'.")
+        return rows[split]
+    return rows
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

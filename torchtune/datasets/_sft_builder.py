@@ -1,0 +1,58 @@
+"""Shared code of the dataset builders."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtune.data import DataError, Transform
+from torchtune.datasets._packed import PackedDataset
+from torchtune.datasets._row_source import Source
+from torchtune.datasets._sft import SFTDataset, SFTTransform
+from torchtune.datasets._streamed import StreamedDataset
+
+
+def pack_length(tokenizer: Any) -> int:
+    """Return the tokenizer's ``max_seq_len`` as pack length; raise :class:`DataError` if it is not set."""
+    length = getattr(tokenizer, "max_seq_len", None)
+    if length is None:
+        raise DataError("packed=True needs the length of a pack: set the tokenizer's max_seq_len.")
+    return length
+
+
+def sft_dataset(
+    tokenizer: Any,
+    source: Source,
+    message_transform: Transform,
+    *,
+    packed: bool,
+    filter_fn: Callable[..., bool] | None,
+    split: str,
+    **load_dataset_kwargs: Any,
+) -> SFTDataset | PackedDataset | StreamedDataset:
+    """Build an :class:`SFTDataset`, packed if ``packed``, or a :class:`StreamedDataset` with ``streaming=True``.
+
+    Raises:
+        DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
+    """
+    length = pack_length(tokenizer) if packed else None
+    if load_dataset_kwargs.get("streaming"):
+        return StreamedDataset(
+            SFTTransform(message_transform, tokenizer).as_arrays,
+            source,
+            limit=getattr(tokenizer, "max_seq_len", None),
+            side=getattr(tokenizer, "truncation_type", "right"),
+            pack_length=length,
+            filter_fn=filter_fn,
+            split=split,
+            **load_dataset_kwargs,
+        )
+    dataset = SFTDataset(
+        source=source,
+        message_transform=message_transform,
+        model_transform=tokenizer,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )
+    if length is None:
+        return dataset
+    return PackedDataset(dataset, max_seq_len=length, padding_idx=getattr(tokenizer, "pad_id", 0))

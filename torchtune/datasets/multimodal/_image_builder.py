@@ -1,0 +1,55 @@
+"""Shared code of the builders of image datasets."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError, Transform
+from torchtune.datasets._preview import is_preview
+from torchtune.datasets._row_source import Source
+from torchtune.datasets._sft import SFTDataset
+
+
+def image_dataset(
+    model_transform: Any,
+    source: Source,
+    message_transform: Transform,
+    *,
+    packed: bool,
+    filter_fn: Callable[..., bool] | None,
+    split: str,
+    **load_dataset_kwargs: Any,
+) -> SFTDataset:
+    """Build a dataset of rows with images, which are transformed when they are read.
+
+    Raises:
+        DataError: ``packed`` or ``streaming`` is set, or no row has an image; see :class:`SFTDataset`.
+    """
+    for name, value in (("packed", packed), ("streaming", load_dataset_kwargs.get("streaming"))):
+        if value:
+            raise DataError(f"{name}=True is not possible with images: leave {name} out.")
+    dataset = SFTDataset(
+        source=source,
+        message_transform=message_transform,
+        model_transform=model_transform,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )
+    if dataset.num_images == 0 and not is_preview():
+        raise DataError(
+            f"{dataset.source}: no row has an image: set column_map to the column of the images, or use a dataset of "
+            "text."
+        )
+    return dataset
+
+
+def folder_of(image_dir: str | Path | None) -> Path | None:
+    """Return the folder of the images; raise :class:`DataError` if it does not exist."""
+    if image_dir is None:
+        return None
+    folder = Path(image_dir).expanduser()
+    if not folder.is_dir():
+        where = "" if folder.is_absolute() else f" (in {Path.cwd()})"
+        raise DataError(f"There is no folder {image_dir}{where}: set image_dir to that of the images.")
+    return folder

@@ -1,0 +1,49 @@
+"""Constraints between the settings of every training recipe."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torchtune.training import SettingsView
+from torchtune.utils import UserError, parse_device
+
+
+def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield (setting, problem and solution) for settings that exclude each other.
+
+    Args:
+        settings: settings of a training recipe; see any recipe's ``Settings`` for the names.
+
+    Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has the wrong type.
+    """
+    cfg = SettingsView.of(settings)
+    if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
+        yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
+    if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
+        yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
+    if cfg.ac_mode is not None and cfg.enable_activation_checkpointing:
+        yield "ac_mode", "recomputes some layers and enable_activation_checkpointing all of them: set one of the two"
+    if cfg.ac_mode == "selective" and not (
+        cfg.ac_option == "op" or (str(cfg.ac_option).isdigit() and int(cfg.ac_option))
+    ):
+        yield "ac_option", "must be op or a number from 1 on with ac_mode=selective"
+    if cfg.ac_option is not None and cfg.ac_mode != "selective":
+        yield "ac_option", "needs ac_mode=selective"
+    if cfg.enable_activation_offloading and not (cfg.enable_activation_checkpointing or cfg.ac_mode):
+        yield "enable_activation_offloading", "needs enable_activation_checkpointing=True, or ac_mode"
+    if cfg.enable_activation_offloading and cfg.device is not None and not cfg.device.startswith("cuda"):
+        yield "enable_activation_offloading", f"needs device=cuda, not {cfg.device}"
+    try:
+        parse_device(cfg.device)
+    except UserError as error:
+        yield "device", str(error).removeprefix("device: ").rstrip(".")
+    if cfg.fake_quant_after_n_steps is not None and cfg.quantizer is None:
+        yield "fake_quant_after_n_steps", "needs quantizer, which says what is simulated"
+    if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
+        yield "run_val_every_n_steps", "needs dataset_val"
+    for name in ("keep_best", "early_stopping_patience"):
+        if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None:
+            yield name, "compares validations: set run_val_every_n_steps and dataset_val"
+    if cfg.keep_best is not None and not re.match(r"(max:)?val_\w", cfg.keep_best):
+        yield "keep_best", f"must be a metric of validation, such as val_loss or max:val_accuracy, not {cfg.keep_best}"

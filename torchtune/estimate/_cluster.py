@@ -1,0 +1,75 @@
+"""A simulated process group of any size within one process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from torchtune.estimate._fake_distributed import fake_store
+
+
+def _fill(found: list[Any], value: Any, *_: Any, **__: Any) -> None:
+    found[:] = [value] * len(found)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _is_simulated(processes: int) -> bool:
+    return dist.is_initialized() and dist.get_backend() == "fake" and dist.get_world_size() == processes
+
+
+@contextmanager
+def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
+    """Make this process rank 0 of ``processes`` inside the block; nothing is sent, received tensors are uninitialized.
+
+    CPU groups are simulated too. Object collectives return this rank's objects.
+
+    Args:
+        processes: number of processes; 1 changes nothing, nor does a nested block of the same size. Run several
+            simulations in one block: DTensor caches process groups across blocks.
+        per_machine: processes per machine.
+    """
+    if processes == 1 or _is_simulated(processes):
+        yield
+        return
+    local = min(processes, per_machine)
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": 1}
+    environment = {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "simulated"}
+    new_group, destroy, module = dist.new_group, dist.destroy_process_group, dist.distributed_c10d
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    changed = {
+        "new_group": fake_group,
+        "all_gather_object": _fill,
+        "broadcast_object_list": _nothing,
+        "barrier": _nothing,
+        "monitored_barrier": _nothing,
+        "destroy_process_group": _nothing,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=processes)
+        stack.callback(destroy)
+        for name, function in changed.items():
+            for owner in (dist, module):
+                stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run backward passes in the calling thread inside the block, because dispatch modes are per thread."""
+    before = torch.autograd.is_multithreading_enabled()
+    torch.autograd.set_multithreading_enabled(False)
+    try:
+        yield
+    finally:
+        torch.autograd.set_multithreading_enabled(before)

@@ -1,0 +1,93 @@
+"""Accelerators and their links, from the vendors' data sheets."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from torchtune.supervision import peak_flops
+from torchtune.utils import UserError
+
+
+class DeviceNameError(UserError):
+    """The device or the number of devices is invalid."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device and its links.
+
+    Attributes:
+        name: name in the table.
+        memory: GiB that torch can allocate; less than the nominal size, which is decimal or partly reserved.
+        bandwidth: memory bandwidth in GB/s.
+        fp32: peak TFLOP/s of float32 matrix products without tensor cores (torch's default for float32).
+        link: one-way bandwidth to devices of the same machine, in GB/s.
+        network: one-way bandwidth to other machines per device, in GB/s.
+        per_machine: devices per machine.
+        multiplies_float8: whether it has float8 matrix products; otherwise float32 emulates them.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    fp32: float
+    link: float
+    network: float
+    per_machine: int = 8
+    multiplies_float8: bool = True
+
+    @property
+    def bf16(self) -> float:
+        """Dense bf16 peak in FLOP/s."""
+        return peak_flops(self.name)
+
+    @property
+    def float8(self) -> float:
+        """Dense float8 peak in FLOP/s with float32 accumulation: twice the bf16 peak if supported."""
+        return 2 * self.bf16 if self.multiplies_float8 else self.fp32 * 1e12
+
+
+# SXM or OAM variants where several exist. Network per device: 400 Gbit/s, 200 for A100, 100 for PCIe cards.
+_TABLE = (
+    Accelerator("H100", 79.1, 3350, 67.0, 450, 50),
+    Accelerator("H200", 139.8, 4800, 67.0, 450, 50),
+    Accelerator("B200", 178.4, 8000, 80.0, 900, 50),
+    Accelerator("A100", 79.2, 2039, 19.5, 300, 25, multiplies_float8=False),
+    Accelerator("L40S", 44.4, 864, 91.6, 32, 12.5),
+    Accelerator("RTX 4090", 23.5, 1008, 82.6, 32, 12.5),
+    Accelerator("RTX 5090", 31.4, 1792, 104.8, 64, 12.5),
+    Accelerator("MI300X", 191.7, 5300, 163.4, 448, 50),
+)
+_BY_NAME = {re.sub(r"[^a-z0-9]", "", device.name.lower()): device for device in _TABLE}
+_BY_NAME |= {"4090": _BY_NAME["rtx4090"], "5090": _BY_NAME["rtx5090"]}
+
+
+def parse_cluster(text: str) -> tuple[int, Accelerator]:
+    """Parse ``"64xH100"`` or ``"H100"`` into (number, device).
+
+    Raises:
+        DeviceNameError: the device is unknown or the text is malformed; the message has the nearest names.
+    """
+    match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
+    names = ", ".join(device.name.replace(" ", "") for device in _TABLE)
+    if match is None or (match[1] is not None and int(match[1]) < 1):
+        raise DeviceNameError(f"--simulate {text}: give a number of devices and their name, for example 8xH100.")
+    name = re.sub(r"[^a-z0-9]", "", match[2].lower())
+    if name not in _BY_NAME:
+        close = difflib.get_close_matches(name, _BY_NAME, n=2, cutoff=0.5)
+        near = " or ".join(_BY_NAME[key].name.replace(" ", "") for key in close)
+        hint = f"did you mean {near}? The table has" if near else "the table has"
+        raise DeviceNameError(f"--simulate {text}: the device '{match[2]}' is not known: {hint} {names}.")
+    return int(match[1] or 1), _BY_NAME[name]
+
+
+def parse_memory(text: str) -> float:
+    """Parse ``"80GiB"``, ``"80GB"`` or ``"80"`` (GiB) into bytes.
+
+    Raises:
+        DeviceNameError: the text is malformed.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|)", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise DeviceNameError(f"--fit {text}: give the memory of a device, for example 80GiB.")
+    return float(match[1]) * (1e9 if match[2] == "gb" else 2**30)

@@ -1,0 +1,200 @@
+"""What a run needs with all layers, from simulations with few of them.
+
+Layers of one kind have the same modules, parameters and attention. The first simulation keeps the first and the last
+layers, and the last one of every kind. One more simulation for each kind of which there are more has a further layer of
+it: FLOPs, traffic and memory grow by the difference with every layer that was left out. Memory is compared moment by
+moment (the forward and the backward pass of each layer that all simulations have, beside layers of the same size), so
+that the peak of the whole model is found where it is, even if it is elsewhere in a model of few layers: between the
+first and the last layers, memory is a straight line.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchtune.estimate._cluster import simulated_cluster
+from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
+from torchtune.estimate._observer import Observer, Work, magnitude
+from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, row_length
+from torchtune.estimate._simulate import Kept, check_simulated, simulate
+from torchtune.modules import text_decoder
+from torchtune.training import SettingsView
+from torchtune.training.parallel import ParallelDims
+from torchtune.utils import simulated
+
+# Names of other models -> their settings.
+_SETTINGS = {"teacher": "teacher_model", "reference": "ref_model"}
+# So many layers more are kept rather than simulated apart.
+_FEW = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step of a run takes.
+
+    Attributes:
+        settings: of the run.
+        dims: how its processes are arranged.
+        length: tokens of a row.
+        length_is_assumed: whether the settings do not say it.
+        layers: of the model; ``simulated`` has how many of them each simulation had.
+        parameters: (all, trained).
+        moments: most memory of a device in every moment, in the order of the step.
+        work: what was done, by phase.
+        host: bytes of host memory for each process.
+    """
+
+    settings: SettingsView
+    dims: ParallelDims
+    length: int
+    length_is_assumed: bool
+    layers: int
+    simulated: tuple[int, ...]
+    parameters: tuple[int, int]
+    moments: dict[Moment, Peak]
+    work: dict[str, Work]
+    host: float
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        """Most memory of a device, by phase."""
+        return highest_by_phase(self.moments)
+
+    @property
+    def peak(self) -> float:
+        """Most bytes of a device."""
+        return max(peak.total for peak in self.moments.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        cfg = self.settings
+        return cfg.batch_size * cfg.gradient_accumulation_steps * self.dims.data_size * self.length
+
+
+def estimate_run(
+    main: Callable[[Any], Any], settings: Any, processes: int = 1, *, per_machine: int = 8, whole: bool = False
+) -> Estimate:
+    """Simulate a step of a run with few layers, and continue what it takes to all of them.
+
+    Args:
+        main: ``recipe_main`` of a recipe.
+        settings: checked settings, for a real run.
+        processes: of the run.
+        per_machine: of them on a machine.
+        whole: simulate all layers.
+
+    Raises:
+        ParallelDimsError, RecipeSettingsError: the mesh does not fit the processes.
+        SimulationError: the recipe asks for something that a simulated run does not have.
+        UserError: as the run itself.
+    """
+    cfg = SettingsView.of(settings)
+    dims = arrange(cfg, processes)
+    check_simulated(cfg)
+    with simulated(), simulated_cluster(processes, per_machine):
+        views = {"model": cfg} | {_SETTINGS[name]: other for name, (_, other) in cfg.other_models().items()}
+        models = {key: build_on_meta(view)[0] for key, view in views.items()}
+        length, is_assumed = row_length(cfg, models["model"])
+        depth = _depth(models["model"])
+        parts = [(1.0, {})] if whole else choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
+        runs = [
+            (weight, simulate(main, settings, processes, length=length, kept=kept, models=models, micro_batches=1))
+            for weight, kept in parts
+        ]
+    return Estimate(
+        cfg,
+        dims,
+        length,
+        is_assumed,
+        depth,
+        tuple(len(kept.get("model", range(depth))) for _, kept in parts),
+        tuple(map(sum, zip(*map(count_parameters, models.values()), strict=True))),
+        _moments(runs),
+        _work(runs),
+        sum(weight * _host(run) for weight, run in runs),
+    )
+
+
+def _moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment, Peak]:
+    peaks = [(weight, run.ledger.peaks()) for weight, run in runs]
+    common = [moment for moment in peaks[0][1] if all(moment in found for _, found in peaks)]
+    return {moment: Peak.combine((weight, found[moment]) for weight, found in peaks) for moment in common}
+
+
+def _work(runs: Sequence[tuple[float, Observer]]) -> dict[str, Work]:
+    return {
+        phase: Work.combine((weight, run.work[step, phase]) for weight, run in runs)
+        for step, phase in list(runs[0][1].work)
+        if phase != PHASES[0]
+    }
+
+
+def _host(run: Observer) -> int:
+    return sum(run.ledger.held(component, on_host=True) for component in COMPONENTS)
+
+
+def _group(cfg: SettingsView) -> int:
+    """How many layers stay together: every n-th one is recomputed, counted from the first."""
+    return int(cfg.ac_option) if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit() else 1
+
+
+def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1) -> list[tuple[float, Kept]]:
+    """The layers to keep in each simulation, and the weights with which their results are added up.
+
+    Args:
+        models: by the name of their setting, on the meta device.
+        group: number of consecutive layers that stay together.
+        ends: number of layers (or groups) to keep at both ends; FSDP gathers one ahead.
+    """
+    base, further = {}, []
+    for key, model in models.items():
+        base[key], more = _split(text_decoder(model), group, ends)
+        further += [(count, {key: sorted([*base[key], *one])}) for count, one in more]
+    kept: list[Kept] = [base, *(base | changed for _, changed in further)]
+    if sum(len(some) for one in kept for some in one.values()) >= sum(map(_depth, models.values())):
+        return [(1, {})]
+    weights = [count for count, _ in further]
+    return list(zip([1 - sum(weights), *weights], kept, strict=True))
+
+
+def _depth(model: nn.Module) -> int:
+    return len(getattr(text_decoder(model), "layers", ()))
+
+
+def _split(decoder: nn.Module, group: int, ends: int) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
+    """(layers that every simulation keeps, how many times a kind was left out and one of them)."""
+    layers = list(getattr(decoder, "layers", ()))
+    groups = [tuple(range(len(layers)))[start : start + group] for start in range(0, len(layers), group)]
+    kinds: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for one in groups:
+        kinds.setdefault(tuple(_kind(layers[index]) for index in one), []).append(one)
+    kept, further = {*groups[:ends], *groups[-ends:], *(alike[-1] for alike in kinds.values())}, []
+    kept |= {one for one in groups if {*one} & {*getattr(decoder, "kv_sources", {}).values()}}
+    if ends > 1:  # what is gathered together is what the whole model gathers
+        sizes = {one: magnitude(layers[one[-1]]) for one in groups}
+        unlike = [at for at, pair in enumerate(itertools.pairwise(groups)) if sizes[pair[0]] != sizes[pair[1]]]
+        kept |= {one for at in unlike[:1] for one in groups[at : at + 3]}
+        below, nearest = (sorted(some)[-ends - 1 : -ends] for some in (groups, kept))
+        if [sizes[one] for one in below] != [sizes[one] for one in nearest]:
+            kept |= {*below}
+    for alike in kinds.values():
+        left = [one for one in alike if one not in kept]
+        if len(left) > _FEW:
+            further.append((len(left), left[0]))
+        else:
+            kept |= {*left}
+    return sorted(index for one in kept for index in one), further
+
+
+def _kind(layer: nn.Module) -> str:
+    """What memory and FLOPs of a layer depend on."""
+    modules = [
+        (name, type(module), getattr(module, "window", None), getattr(module, "chunk", None))
+        for name, module in layer.named_modules()
+    ]
+    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+    return repr((modules, parameters))

@@ -1,0 +1,458 @@
+"""Observe every operator of a run: memory, FLOPs, bytes and collectives; supply values that fake tensors lack."""
+
+import math
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import flop_registry
+
+from torchtune.estimate._fake_distributed import (
+    FakeTensor,
+    TorchDispatchMode,
+    fsdp_groups,
+    group_named,
+    shape_propagation,
+    tree_leaves,
+    unset_fake_temporarily,
+)
+from torchtune.estimate._ledger import Ledger, storages, weighted_sum
+from torchtune.modules import text_decoder
+from torchtune.supervision import attention_pairs
+from torchtune.utils import is_on_host
+
+_aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
+_COPIES = (_aten.copy_.default, _aten._to_copy.default)
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+_LIBRARY = "torchtune"
+_HERE = __file__.rpartition("/")[0]
+# What, and the ranks of its group.
+Collective = tuple[str, tuple[int, ...]]
+_COLLECTIVES = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+class Work:
+    """Work of a phase of a step.
+
+    Attributes:
+        flops: by dtype.
+        calls: (FLOPs, bytes read and written, dtype) -> how many operators.
+        collectives, sent: numbers and bytes of those inside FSDP, which overlap with computation.
+        waiting, awaited: numbers and bytes of all others.
+        hosted: bytes copied to host memory and back, beside the computation.
+    """
+
+    def __init__(self) -> None:
+        self.flops: Counter[torch.dtype] = Counter()
+        self.calls: Counter[tuple[int, int, torch.dtype]] = Counter()
+        self.collectives: Counter[Collective] = Counter()
+        self.sent: Counter[Collective] = Counter()
+        self.waiting: Counter[Collective] = Counter()
+        self.awaited: Counter[Collective] = Counter()
+        self.hosted: Counter[str] = Counter()
+
+    @classmethod
+    def combine(cls, works: Iterable[tuple[float, "Work"]]) -> "Work":
+        """Weighted sum."""
+        found, works = cls(), list(works)
+        for name in vars(found):
+            setattr(found, name, weighted_sum((factor, getattr(work, name)) for factor, work in works))
+        return found
+
+
+def magnitude(layer: torch.nn.Module) -> int:
+    """Logarithm of the number of parameters: FSDP gathers a layer while its neighbour computes."""
+    return round(math.log2(1 + sum(parameter.numel() for parameter in layer.parameters())))
+
+
+class Observer(TorchDispatchMode):
+    """Dispatch mode that counts the work of a run; enter it inside a fake tensor mode, or with real tensors.
+
+    Values read from fake data are made up: a float is 0, an integer 1, a bool False, all() is True, every element is
+    nonzero, and a boolean index selects every row. Integers computed from real ones are real.
+
+    Attributes:
+        ledger: memory.
+        work: what was done, by (step, phase), from step 0.
+        step: optimizer steps so far.
+        path: names of the modules that are being called.
+        in_fsdp: whether FSDP communicates, so that what is allocated are its buffers.
+        offload: whether parameters, gradients and optimizer states lie in host memory.
+        accumulates: whether the backward pass that is run stands for those of several micro-batches.
+    """
+
+    def __init__(self, *, fake: bool = True) -> None:
+        super().__init__()
+        self.ledger, self.fake = Ledger(), fake
+        self.work: dict[tuple[int, str], Work] = defaultdict(Work)
+        self.step = 0
+        self.path: list[str] = []
+        self.in_fsdp = 0
+        self.offload = self.accumulates = False
+        self._quiet = 0
+        self._has_stepped = False
+        self._names: dict[int, str] = {}
+        self._layers: dict[int, str] = {}
+        self._parameters: set[int] = set()
+        self.entered = False
+        self._patches = ExitStack()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE_OF:  # half of all calls
+            return func(*args)
+        if any(kind not in _PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+            return NotImplemented  # a wrapper tensor: its inner operators are dispatched later
+        out = self._answer(func, args, kwargs) if self.fake else func(*args, **kwargs)
+        if not self._quiet:
+            self._count(func, args, kwargs, out)
+        return out
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; make up values that a fake tensor lacks."""
+        first = args[0] if args else None
+        tensors = list(_tensors((args, kwargs)))
+        is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+        if is_real and (func._overloadpacket is _aten.arange or (tensors and _is_small(tensors))):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 1
+        if func is _aten.nonzero.default:
+            return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
+        if func is _aten.equal.default:
+            return False
+        if func is _aten.all.default:
+            with unset_fake_temporarily():
+                return torch.tensor(True)
+        if func is _aten.index.Tensor and (mask := _boolean(args[1])) is not None:
+            return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
+        return func(*args, **kwargs)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        produced = list(_tensors(out))
+        for tensor in produced:
+            self.see(tensor, func)
+        inputs = list(_tensors((args, kwargs)))
+        work = self.work[self.step, self.ledger.phase]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._communicates(work, func, args, kwargs, inputs)
+            return
+        if not produced or _is_view(func):
+            return
+        dtype = (inputs if func._overloadpacket is _aten._scaled_mm else produced)[0].dtype
+        flops = self._flops(func, args, kwargs, out)
+        if func in _COPIES and any(map(self.ledger.is_on_host, (*inputs, *produced))):
+            work.hosted["bytes"] += produced[0].numel() * produced[0].element_size()
+            return
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *produced))
+        work.calls[flops, moved, dtype] += 1
+        if flops:
+            work.flops[dtype] += flops
+
+    def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            return flop_registry[packet](*args, **kwargs, out_val=out)
+        own = _OWN_FLOPS.get(str(packet))
+        return 0 if own is None else own(*args, **kwargs)
+
+    def _communicates(self, work: Work, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
+        name = func._schema.name.split("::")[1].strip("_")
+        kind = next((text for key, text in _COLLECTIVES.items() if key in name), None)
+        if kind is None or not inputs:
+            return
+        size = max(tensor.numel() * tensor.element_size() for tensor in inputs)
+        ranks = _ranks_of(func, (*args, *kwargs.values()))
+        if func.namespace == "_c10d_functional" and kind == "all-gather":
+            size *= len(ranks)
+        calls, sizes = (work.collectives, work.sent) if self.in_fsdp else (work.waiting, work.awaited)
+        calls[kind, ranks] += 1
+        sizes[kind, ranks] += size
+
+    def see(self, tensor: torch.Tensor, func: Any = None) -> None:
+        """Record the memory of a tensor."""
+        for storage in storages(tensor):
+            if storage._cdata not in self.ledger._live:
+                name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
+                shape = " x ".join(map(str, tensor.shape)) or "scalar"
+                what = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
+                on_host = is_on_host() or (self.offload and self.ledger.phase in ("set-up", "optimizer"))
+                self.ledger.add(storage, self._component(), what, self._where(), on_host=on_host)
+
+    def multiply(self, factor: float) -> None:
+        """Count the work of forward and backward passes more than once: for micro-batches that were not run."""
+        for (step, phase), work in self.work.items():
+            if phase in ("forward", "backward"):
+                self.work[step, phase] = Work.combine([(factor, work)])
+
+    def _component(self) -> str:
+        return "other" if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer") else "activations"
+
+    def _where(self) -> str:
+        """Return the module being called, and the line of the library or of the recipe."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith(_HERE) and f"{_TORCH}/" not in file and not file.startswith("<"):
+                place = f"{_short(file)}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        else:
+            place = "torch"
+        return f"{self.path[-1]}, {place}" if self.path else place
+
+    # Patches of torch inside the block.
+
+    def patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace an attribute by ``make(attribute)`` until the block ends."""
+        before = getattr(owner, name, None)
+        if before is not None:
+            setattr(owner, name, make(before))
+            self._patches.callback(setattr, owner, name, before)
+
+    def __enter__(self) -> "Observer":
+        def noted(resize_: Callable[..., Any]) -> Callable[..., Any]:
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                resize_(storage, size)
+                self.ledger.resized(storage, "other")
+                return storage
+
+            return resize
+
+        self.patch(torch.UntypedStorage, "resize_", noted)
+        for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
+            self.patch(shape_propagation(), name, self._quietly)
+        if self.fake:
+            from torchtune.modules.parallel import expert_parallel
+
+            self.patch(expert_parallel, "exchange_sizes", lambda _: _balanced)
+        self.entered = True
+        self._watch_phases()
+        self._watch_fsdp()
+        self._watch_modules()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _quietly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Ignore DTensor's shape propagation, which runs operators on full fake tensors."""
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            self._quiet += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._quiet -= 1
+
+        return quiet
+
+    def _watch_phases(self) -> None:
+        def in_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self.ledger.enter("backward")
+                try:
+                    return backward(*args, **kwargs)
+                finally:
+                    self.ledger.enter("optimizer")
+                    if self.accumulates:
+                        self.ledger.accumulate()
+
+            return run
+
+        self.patch(torch.autograd, "backward", in_backward)
+        hook = register_optimizer_step_post_hook(self._stepped)
+        self._patches.callback(hook.remove)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in self._parameters:  # not the stand-ins of a higher-precision step
+                for value in state.values():
+                    self.ledger.mark(value, "optimizer", on_host=self.offload)
+        self.ledger.end_step()
+
+    def _watch_fsdp(self) -> None:
+        def inside(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+                if method.__name__ == "post_backward":
+                    for parameter in group.fsdp_params:
+                        self.ledger.mark(getattr(parameter, "unsharded_accumulated_grad", None), "gradients")
+                        unsharded = getattr(parameter, "_unsharded_param", None)
+                        self.ledger.mark(getattr(unsharded, "grad", None), "gradients")
+                self.in_fsdp += 1
+                self.path.append(f"FSDP of {getattr(group, '_module_fqn', None) or 'model'}")
+                try:
+                    return method(group, *args, **kwargs)
+                finally:
+                    self.in_fsdp -= 1
+                    self.path.pop()
+                    if method.__name__ in ("post_backward", "finalize_backward"):
+                        for parameter in group.fsdp_params:
+                            self.ledger.mark(parameter.sharded_param.grad, "gradients", on_host=self.offload)
+
+            run.__name__ = method.__name__
+            return run
+
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+            self.patch(fsdp_groups(), name, inside)
+
+    def _watch_modules(self) -> None:
+        pre = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        post = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
+        self._patches.callback(pre.remove)
+        self._patches.callback(post.remove)
+
+    def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            if self.ledger.phase != "backward":
+                if self._has_stepped:
+                    self.step, self._has_stepped = self.step + 1, False
+                if self.ledger.phase != "forward":
+                    self.ledger.enter("forward")
+                if id(module) in self._layers:
+                    self.ledger.enter("forward", self._layers[id(module)])
+            self.path.append(name)
+
+    def _leave_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        if id(module) in self._names and self.path:
+            self.path.pop()
+        layer = self._layers.get(id(module))
+        if layer is not None and self.ledger.phase != "backward":
+            self.ledger.enter("forward", f"after {layer}")
+            for tensor in filter(lambda one: one.requires_grad, _tensors(output)):
+                tensor.register_hook(lambda _: self.ledger.enter("backward", layer))
+                break
+
+    def loaded(self, model: torch.nn.Module, name: str) -> None:
+        """Record a model after its weights are loaded."""
+        self._names |= {id(module): path or name for path, module in model.named_modules()}
+        self._names = {key: re.sub(r"(layers)\.\d+", r"\1.*", path) for key, path in self._names.items()}
+        decoder = text_decoder(model)
+        layers = getattr(decoder, "layers", ())
+        kept = getattr(decoder, "kept_layers", range(len(layers)))
+        sizes = [magnitude(layer) for layer in layers]
+        beside = zip([None, *sizes], [*sizes[1:], None], strict=False)
+        for layer, index, neighbours in zip(layers, kept, beside, strict=True):
+            self._layers[id(layer)] = f"{name} {index} {neighbours}"
+        for parameter in model.parameters():
+            self.see(parameter)
+            self._parameters.add(id(parameter))
+            self.ledger.mark(parameter, "parameters", on_host=self.offload)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: self.ledger.mark(parameter.grad, "gradients")
+                )
+
+
+def _balanced(own: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Return the rows that an expert all-to-all sends to and receives from every rank under perfect balance."""
+    sizes = [(rows + rank) // len(own) for rank in range(len(own))]
+    return sizes, sizes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _is_small(tensors: list[torch.Tensor]) -> bool:
+    return sum(tensor.numel() for tensor in tensors) < 2**26
+
+
+def _boolean(indices: Any) -> torch.Tensor | None:
+    """Return the mask of a boolean index."""
+    first = indices[0]
+    return first if first is not None and first.dtype == torch.bool else None
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    info = returns[0].alias_info if returns else None
+    return info is not None and not info.is_write
+
+
+def _ranks_of(func: Any, args: Any) -> tuple[int, ...]:
+    for value in tree_leaves(args):
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+        if isinstance(value, str) and func.namespace == "_c10d_functional" and not value.isalpha():
+            return tuple(dist.get_process_group_ranks(group_named(value)))
+    return tuple(range(dist.get_world_size()))
+
+
+def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    if isinstance(cu_seqlens, FakeTensor):
+        return [total]
+    with unset_fake_temporarily():
+        return cu_seqlens.diff().tolist()
+
+
+def _attention_flops(products: int, q: torch.Tensor, cu_seqlens: torch.Tensor, window: int) -> int:
+    pairs = sum(attention_pairs(length, window or None) for length in _lengths(cu_seqlens, q.shape[0]))
+    return 2 * products * pairs * q.shape[1] * q.shape[2]
+
+
+def _forward_flops(q: Any, k: Any, v: Any, cu: Any, sinks: Any = None, window: int = 0, *_: Any) -> int:
+    return _attention_flops(2, q, cu, window)
+
+
+def _backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu: Any, sinks: Any = None, window: int = 0, *_: Any
+) -> int:
+    return _attention_flops(5, q, cu, window)
+
+
+def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int, k: Any, v: Any) -> int:
+    """Count the products per position and head with the state and with the 64 positions of its chunk."""
+    (heads, value), (shared, key) = v.shape[2:], k.shape[2:]
+    chunk = heads * (of_value * value + of_key * key) + of_shared * shared * key
+    return v.shape[0] * v.shape[1] * (of_state * heads * key * value + 64 * chunk)
+
+
+# The library's custom operators by name. Attention: scores and values forward; scores and four gradients backward.
+_OWN_FLOPS: dict[str, Callable[..., int]] = {
+    "torchtune.document_attention": _forward_flops,
+    "torchtune.document_attention_backward": _backward_flops,
+    "torchtune.gated_delta_rule": lambda q, k, v, *_: _delta_rule_flops(6, 3, 0, 4, k, v),
+    "torchtune.gated_delta_rule_backward": lambda grad, q, k, v, *_: _delta_rule_flops(18, 8, 6, 6, k, v),
+    "torchtune.state_space": lambda q, k, v, *_: _delta_rule_flops(4, 2, 0, 2, k, v),
+    "torchtune.state_space_backward": lambda grad, q, k, v, *_: _delta_rule_flops(10, 4, 0, 6, k, v),
+    "torchtune.grouped_rows": lambda x, weight, counts: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
+    "torchtune.grouped_weights": lambda x, grad, counts: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
+}
+_TORCH = torch.__path__[0]
+
+
+def _short(file: str) -> str:
+    """Return a path relative to the library's folder, or the name of the file."""
+    _, found, rest = file.rpartition(f"/{_LIBRARY}/")
+    return f"{_LIBRARY}/{rest}" if found else file.rpartition("/")[2]

@@ -1,0 +1,134 @@
+"""Cheap facts about a run: its model on the meta device, parameters, mesh, and tokens of a step."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchtune import config
+from torchtune.modules.conversion import apply_conversions, full_shapes
+from torchtune.training import RecipeSettingsError, SettingsView
+from torchtune.training.parallel import ParallelDims
+from torchtune.training.precision import (
+    PRECISION_STR_TO_DTYPE,
+    emulation_warning,
+    has_fast_matmul,
+    set_default_dtype,
+)
+from torchtune.utils import parse_device
+
+_ASSUMED_LENGTH = 2048
+
+
+def arrange(settings: SettingsView, processes: int) -> ParallelDims:
+    """The device mesh of a recipe.
+
+    Raises:
+        ParallelDimsError: the sizes do not fit the number of processes.
+        RecipeSettingsError: there are several processes, and the dataclass of a training recipe does not say how.
+    """
+    if "data_parallel_shard_dim" not in settings.declared:
+        trains = "optimizer" in settings.declared  # what else several processes do is a recipe's own affair
+        if processes > 1 and trains and dataclasses.is_dataclass(settings.source):
+            raise RecipeSettingsError(
+                f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
+                "data_parallel_shard_dim and the other settings of the mesh, as full_finetune_distributed does."
+            )
+        return ParallelDims()
+    return ParallelDims(
+        dp_replicate=settings.data_parallel_replicate_dim,
+        dp_shard=settings.data_parallel_shard_dim,
+        tp=settings.tensor_parallel_dim,
+        cp=settings.context_parallel_dim,
+        ep=settings.expert_parallel_dim,
+        world_size=processes,
+    )
+
+
+def build_on_meta(settings: SettingsView) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+    """(model on the meta device, dtype of its weights, reports of the conversions)."""
+    dtype = PRECISION_STR_TO_DTYPE[settings.resolved_dtype()]
+    with set_default_dtype(dtype), torch.device("meta"):
+        model = config.instantiate(settings.model)
+        return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
+
+
+def nodes_of(dataset: Any) -> Sequence[Any]:
+    """The datasets of a setting: itself, a list of them, or those of a mixture."""
+    if isinstance(dataset, Mapping):
+        inner = dataset.get("datasets")
+        return list(inner.values()) if is_mixture(dataset) and isinstance(inner, Mapping) else [dataset]
+    return dataset if isinstance(dataset, Sequence) and not isinstance(dataset, str) else [dataset]
+
+
+def is_mixture(dataset: Any) -> bool:
+    """Whether a setting is a mixture of this library."""
+    return isinstance(dataset, Mapping) and str(dataset.get("_component_")).endswith("datasets.mixed_dataset")
+
+
+def row_length(settings: SettingsView, model: torch.nn.Module | None = None) -> tuple[int, bool]:
+    """(tokens of the longest row, whether that is assumed)."""
+    nodes = nodes_of(settings.dataset)
+    given = [settings.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
+    known = [length for length in given if length]
+    if known:
+        return min(known), False
+    return min(_ASSUMED_LENGTH, getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH), True
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(all parameters, trained ones): of those in another form, elements of the weight that they store."""
+    total = sum(map(math.prod, full_shapes(model).values()))
+    return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def weights_memory(settings: SettingsView) -> str:
+    """GiB of the weights of all models of a run, as stored."""
+    views = [settings, *(other for _, other in settings.other_models().values())]
+    weights = [parameter for view in views for parameter in build_on_meta(view)[0].parameters()]
+    return f"{sum(map(_num_bytes, weights)) / 2**30:.2f} GiB of weights"
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised: count what is really kept
+        return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
+
+
+def plan_run(settings: Any, processes: int = 1) -> str:
+    """Describe a run: parameters, types, mesh and tokens of a step. Nothing is loaded and no file is opened.
+
+    Args:
+        settings: of a recipe. ``SettingsView`` has the names that are read; a recipe that does not train declares
+            those of the model alone.
+        processes: of the run.
+
+    Returns:
+        Text of about five lines.
+
+    Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+        ParallelDimsError: the mesh does not fit the number of processes.
+    """
+    settings = SettingsView.of(settings)
+    dims = arrange(settings, processes)
+    model, dtype, reports = build_on_meta(settings)
+    total, trained = count_parameters(model)
+    share = trained / max(total, 1)
+    lines = [
+        f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        *(f"{name:<12}{other.model.get('_component_')}" for name, (_, other) in settings.other_models().items()),
+        f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
+        *(f"converted   {report}" for report in reports),
+        f"mesh        {dims}, device {settings.device or 'chosen at start'}",
+    ]
+    device = parse_device(settings.device)
+    if not has_fast_matmul(dtype, device):
+        lines.append(emulation_warning(settings.resolved_dtype(), device))
+    if settings.optimizer is None:
+        return "\n".join([*lines, f"memory      {weights_memory(settings)}"])
+    batch_size, (length, is_assumed) = settings.batch_size, row_length(settings, model)
+    remark = "(tokenizer.max_seq_len is not set, so this is a guess)" if is_assumed else "at most"
+    return "\n".join([*lines, f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}"])

@@ -1,0 +1,107 @@
+"""Roofline model of step time: every operator is bound by its arithmetic or by its memory traffic.
+
+Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785. Collectives are bound by the slowest link of a ring
+(all-gather and reduce-scatter of ``n`` bytes over ``r`` ranks move ``n (r - 1) / r`` through every rank, all-reduce
+twice that). In an all-to-all every rank sends ``n / r`` to each other rank, at the same time over the links of its
+machine and over the network. FSDP's collectives overlap with computation; others do not.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from torchtune.estimate._devices import Accelerator
+from torchtune.estimate._observer import Collective, Work
+
+# Fractions of the published peaks that large kernels and messages reach.
+ARITHMETIC, MEMORY, LINKS = 0.7, 0.85, 0.8
+# Seconds of host time per operator launch, and latency of a collective.
+LAUNCH, LATENCY = 6e-6, 20e-6
+# Bytes per second to host memory: PCIe 4 x16, one way. Newer links of some devices are twice as fast.
+HOST_LINK = 32e9
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        computing: kernels, sequentially.
+        launching: host time for launches, which overlaps with the device.
+        overlapped: FSDP's collectives.
+        waiting: all other collectives.
+        hosted: copies to and from host memory, overlapping with computation.
+    """
+
+    computing: float
+    launching: float
+    overlapped: float
+    waiting: float
+    hosted: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return max(self.computing, self.launching, self.overlapped, self.hosted) + self.waiting
+
+    @property
+    def bound(self) -> str:
+        """Name of the bottleneck."""
+        parts = {"computation": self.computing, "the host": self.launching, "FSDP's collectives": self.overlapped}
+        parts["copies to host memory and back"] = self.hosted
+        return max(parts, key=parts.__getitem__)
+
+
+def step_time(phases: Iterable[Work], device: Accelerator) -> StepTime:
+    """Predict the time of a step from what is done in its phases."""
+    works = list(phases)
+    computing = sum(_compute(work, device) for work in works)
+    operators = sum(sum(work.calls.values()) for work in works)
+    overlapped = sum(_send(work.collectives, work.sent, device) for work in works)
+    waiting = sum(_send(work.waiting, work.awaited, device) for work in works)
+    hosted = sum(sum(work.hosted.values()) for work in works) / (HOST_LINK * LINKS)
+    return StepTime(computing, operators * LAUNCH, overlapped, waiting, hosted)
+
+
+def _compute(work: Work, device: Accelerator) -> float:
+    seconds = 0.0
+    for (flops, moved, dtype), calls in work.calls.items():
+        peak = device.fp32 * 1e12 if dtype in (torch.float32, torch.float64) else device.bf16
+        peak = device.float8 if dtype.itemsize == 1 else peak
+        slowest = max(flops / (peak * ARITHMETIC), moved / (device.bandwidth * 1e9 * MEMORY))
+        seconds += calls * slowest
+    return seconds
+
+
+def _send(collectives: Counter[Collective], sizes: Counter[Collective], device: Accelerator) -> float:
+    seconds = 0.0
+    for (kind, ranks), calls in collectives.items():
+        size = sizes[kind, ranks]
+        if kind == "all-to-all":
+            seconds += calls * LATENCY + size * _seconds_of_a_byte_to_all(ranks, device) / (1e9 * LINKS)
+            continue
+        share = (len(ranks) - 1) / len(ranks)
+        rounds = 2 if kind == "all-reduce" else 1
+        seconds += calls * LATENCY + rounds * size * share / (_link(ranks, device) * 1e9 * LINKS)
+    return seconds
+
+
+def _seconds_of_a_byte_to_all(ranks: tuple[int, ...], device: Accelerator) -> float:
+    """Return 1e9 times the seconds per byte of an all-to-all, on the slower of links and network."""
+    near = min(_by_machine(ranks, device))
+    return max((near - 1) / device.link, (len(ranks) - near) / device.network) / len(ranks)
+
+
+def _link(ranks: tuple[int, ...], device: Accelerator) -> float:
+    """Return GB/s of the slowest link in a ring over these ranks; ranks of a machine share its network links."""
+    machines = _by_machine(ranks, device)
+    if len(machines) == 1:
+        return device.link
+    return min(device.link, device.network * min(machines))
+
+
+def _by_machine(ranks: tuple[int, ...], device: Accelerator) -> list[int]:
+    """Return the number of these ranks on each of their machines."""
+    return list(Counter(rank // device.per_machine for rank in ranks).values())

@@ -1,0 +1,180 @@
+"""Run a user's recipe for a step, without weights, data, files or devices."""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from torchtune import config
+from torchtune.estimate import _simulated_inputs
+from torchtune.estimate._cluster import one_thread, simulated_cluster
+from torchtune.estimate._fake_distributed import FakeTensorMode
+from torchtune.estimate._observer import Observer
+from torchtune.estimate._plan import arrange, row_length
+from torchtune.estimate._simulated_inputs import SimulationError
+from torchtune.training import SettingsView
+from torchtune.utils import simulated
+
+_HERE = _simulated_inputs.__name__
+# Layers to keep of the models of some settings, by the name of the setting; of all others every layer.
+Kept = Mapping[str, Sequence[int]]
+
+
+def simulate(
+    main: Callable[[Any], Any],
+    settings: Any,
+    processes: int = 1,
+    *,
+    length: int | None = None,
+    per_machine: int = 8,
+    observer: Observer | None = None,
+    kept: Kept | None = None,
+    models: Mapping[str, nn.Module] | None = None,
+    micro_batches: int | None = None,
+    steps: int = 1,
+) -> Observer:
+    """Run ``main`` and count what it takes. No file is read but a ``config.json``, and none written.
+
+    Args:
+        main: ``recipe_main`` of a recipe.
+        settings: checked settings, for a real run; those about data, files and the length of the run are replaced.
+        processes: of the run, simulated.
+        length: tokens of a row; by default those of the settings.
+        per_machine: processes on a machine.
+        observer: counts; one that is not ``fake`` lets the recipe compute with real tensors, on as many real processes,
+            which the caller has started.
+        kept: layers to leave of ``models``, which are on the meta device and converted.
+        micro_batches: of a step to run at most, all by default. The work of forward and backward passes is multiplied
+            to that of all, and gradients are counted as if there were earlier ones.
+        steps: of the optimizer.
+
+    Raises:
+        ParallelDimsError, RecipeSettingsError: the parallel dimensions do not fit the processes.
+        SimulationError: the recipe needs something that a simulated run lacks.
+        UserError: the run itself would raise it.
+    """
+    cfg = SettingsView.of(settings)
+    dims = arrange(cfg, processes)
+    observer = Observer() if observer is None else observer
+    observer.accumulates = micro_batches == 1 < cfg.gradient_accumulation_steps
+    observer.offload = cfg.fsdp_cpu_offload and processes > 1
+    length = row_length(cfg)[0] if length is None else length
+    loads = 0
+    accumulated = min(cfg.gradient_accumulation_steps, micro_batches or cfg.gradient_accumulation_steps)
+    changes = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
+    if kept:
+        changes["model_converters"] = []
+    for key, layers in (kept or {}).items():
+        changes[key] = {"_component_": f"{_HERE}.shallow", "setting": key, "layers": list(layers)}
+    rows = steps * cfg.batch_size * accumulated * dims.data_size
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        stack.enter_context(simulated())
+        stack.enter_context(one_thread())
+        stack.enter_context(_silence())
+        if observer.fake:
+            stack.enter_context(simulated_cluster(processes, per_machine))
+        modes = stack.enter_context(ExitStack())
+
+        def begin() -> None:
+            if not observer.entered:
+                if observer.fake:
+                    modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                modes.enter_context(observer)
+
+        def loaded(model: nn.Module) -> None:
+            nonlocal loads
+            loads += 1
+            observer.loaded(model, "model" if loads == 1 else f"model {loads}")
+
+        stack.enter_context(_set(_simulated_inputs.built, models or {}))
+        stack.enter_context(_set(_simulated_inputs.before_load, begin))
+        stack.enter_context(_set(_simulated_inputs.on_load, loaded))
+        main(_replaced(settings, cfg, folder, rows, length, changes))
+    if not loads:
+        raise SimulationError(
+            f"{main.__module__}: the recipe loads no model by checkpointer.load_model(model), so there is nothing to "
+            "simulate."
+        )
+    observer.multiply(cfg.gradient_accumulation_steps / accumulated)
+    return observer
+
+
+def check_simulated(settings: Any) -> str:
+    """What rows are made for.
+
+    Raises:
+        SimulationError: a run with these settings cannot be simulated.
+    """
+    cfg = SettingsView.of(settings)
+    if "images" in str(cfg.collate_fn):
+        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
+    kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
+    if kind == "prompts":
+        raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")
+    if cfg.teacher_cache is not None:
+        raise SimulationError("teacher_cache: it is of rows that a simulated run does not have: set it to null.")
+    return kind
+
+
+def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
+    """The settings with these changes, and stand-ins for files."""
+    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": check_simulated(cfg)}
+    changes = {
+        **changes,
+        "output_dir": folder,
+        "tokenizer": {"_component_": f"{_HERE}.StandInTokenizer", "max_seq_len": length},
+        "metric_logger": {"_component_": f"{_HERE}.StandInLogger"},
+        "dataset": data,
+        "dataset_val": None,
+        "run_val_every_n_steps": None,
+        "keep_best": None,
+        "early_stopping_patience": None,
+        "profiler": None,
+        "resume_from_checkpoint": False,
+        "device": "cpu",
+        "compile": False,
+        "epochs": 1,
+        "hang_timeout_minutes": None,
+        "share_prefix": False,  # the common prefix of answers is unknown
+        "log_level": "ERROR",
+    }
+    for key, value in _items(settings):
+        if isinstance(value, Mapping) and key.endswith("checkpointer"):
+            changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
+    if cfg.lr_scheduler is not None and "num_warmup_steps" in cfg.lr_scheduler:
+        changes["lr_scheduler"] = {**cfg.lr_scheduler, "num_warmup_steps": 0}
+    if dataclasses.is_dataclass(settings):
+        known = {item.name for item in dataclasses.fields(settings)}
+        return dataclasses.replace(settings, **{key: value for key, value in changes.items() if key in known})
+    kept = copy.deepcopy(settings)  # a DictConfig
+    for key, value in changes.items():
+        if key in kept:
+            kept[key] = value
+    return kept
+
+
+def _items(settings: Any) -> Iterable[tuple[str, Any]]:
+    if dataclasses.is_dataclass(settings):
+        return [(item.name, getattr(settings, item.name)) for item in dataclasses.fields(settings)]
+    return settings.items()
+
+
+@contextmanager
+def _set(variable: Any, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -1,0 +1,165 @@
+"""Stand-ins of a simulated run for checkpoints, tokenizers, datasets and loggers."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune.checkpoints import CheckpointStore, materialize
+from torchtune.modules.transformer import text_decoder
+from torchtune.utils import UserError
+
+# Called with every model after its weights are loaded.
+on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
+# Converted models on the meta device, by the name of their setting.
+built: ContextVar[Mapping[str, nn.Module]] = ContextVar("built")
+# Called before the first model gets its weights: from here on tensors are fake.
+before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
+
+
+class SimulationError(UserError):
+    """The run cannot be simulated."""
+
+
+def shallow(setting: str, layers: Sequence[int]) -> nn.Module:
+    """A copy of the model of a setting with some layers, and with what is before and after them."""
+    model = built.get()[setting]
+    decoder, every = text_decoder(model), text_decoder(model).layers
+    decoder.layers = nn.ModuleList(every[index] for index in layers)
+    try:
+        found = copy.deepcopy(model)
+    finally:
+        decoder.layers = every
+    decoder = text_decoder(found)
+    decoder.kept_layers = tuple(layers)
+    if sources := getattr(decoder, "kv_sources", None):
+        decoder.kv_sources = {layers.index(to): layers.index(of) for to, of in sources.items() if to in layers}
+    return found
+
+
+class StandInCheckpointer(CheckpointStore):
+    """Checkpointer that fills models with random weights and saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.checkpoint_dir = Path()
+
+    @property
+    def store(self) -> "StandInCheckpointer":
+        """The checkpointer itself, which manages the sources."""
+        return self
+
+    def add_source(self, name: str, source: Any) -> None:
+        """Accept any source."""
+
+    def source(self, name: str = "policy") -> Any:
+        """Return a source without files; its fingerprint is the name."""
+        return SimpleNamespace(checkpoint_dir=self.checkpoint_dir, fingerprint=name)
+
+    def load_model(
+        self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
+    ) -> None:
+        """Make every parameter of the meta device real, in the form in which conversions store it."""
+        if text_decoder(model) is not model:
+            raise UserError("model: a model of text and images cannot be simulated: use --dry-run.")
+        before_load.get()()
+        for weight, parameter in list(model.named_parameters()):
+            kind = dtype if parameter.is_floating_point() else None
+            torch.nn.init.zeros_(materialize(model, weight, torch.device("cpu"), kind))
+        model.adapter_init = None
+        on_load.get()(model)
+
+    def check_model(self, model: nn.Module, *, name: str = "policy") -> None:
+        """Do nothing: there are no files."""
+
+    def check_contents(self, models: Any, **_: Any) -> None:
+        """Layers do not have the names of the whole model."""
+
+    def check_output_dir(self, *, resume: bool) -> None:
+        """Do nothing: nothing is written."""
+
+    def lock_output_dir(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def find_resume_point(self, cfg: Any = None) -> None:
+        """Return None: there is no checkpoint."""
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Write nothing."""
+
+    def save_quantized(self, *_: Any, **__: Any) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+class StandInTokenizer:
+    """Tokenizer that only has a row length."""
+
+    vocab_size = 0  # fits every embedding
+    pad_id = bos_id = eos_id = 0
+
+    def __init__(self, max_seq_len: int) -> None:
+        self.max_seq_len = max_seq_len
+        self.stop_tokens = [0]
+        self.special_tokens: dict[str, int] = {}
+
+
+_COLUMNS = {
+    "texts": ("tokens", "labels"),
+    "answers": ("tokens", "labels"),
+    "pairs": ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"),
+}
+
+
+class StandInDataset:
+    """Dataset of rows of equal length, with a label for every token.
+
+    Args:
+        tokenizer: ignored.
+        rows: number of rows.
+        length: tokens per row.
+        kind: format of a row: a text, or the ``trains_on`` of a preference loss.
+    """
+
+    def __init__(self, tokenizer: Any, *, rows: int, length: int, kind: str) -> None:
+        self._rows, self._kind = rows, kind
+        self._row = dict.fromkeys(_COLUMNS[kind], [0] * length)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _Row(self._row | ({"is_chosen": index % 2 == 0} if self._kind == "answers" else {}))
+
+
+class _Row(dict[str, Any]):
+    """Row that raises if a collate function reads a missing column."""
+
+    def __missing__(self, name: str) -> Any:
+        raise SimulationError(
+            f"collate_fn: it reads '{name}' of a row, and those of a simulated run have {', '.join(self)} only: use "
+            "--dry-run."
+        )
+
+
+class StandInLogger:
+    """Metric logger that logs nothing."""
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        """Log nothing."""
+
+    def log_config(self, config: Any) -> None:
+        """Write nothing."""
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        """Log nothing."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""

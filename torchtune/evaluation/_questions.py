@@ -1,0 +1,136 @@
+"""Read evaluation rows: a conversation without the answer, and the reference answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import AlpacaToMessages, DataError, Message, ShareGPTToMessages, as_messages
+from torchtune.datasets import format_of, read_rows
+from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.generation import Prompt, to_be_answered
+
+# Column names of questions, and of their answers, in rows without a conversation.
+_QUESTIONS = ("prompt", "question", "input", "instruction")
+_ANSWERS = ("answer", "output", "completion", "response")
+
+
+@dataclass(frozen=True)
+class EvalRow(Prompt):
+    """An evaluation row.
+
+    Attributes:
+        line: line in the file, from 1.
+        given: the conversation, as in prompt files.
+        messages: the conversation without the answer.
+        row: the columns; ``answer`` is the reference answer, if there is one.
+
+    Example:
+        >>> path = folder / "rows.jsonl"
+        >>> _ = path.write_text('{"prompt": "2 + 2", "answer": "4"}')
+        >>> torchtune.evaluation.read_eval_rows(path)[0].row["answer"]
+        '4'
+    """
+
+    row: Mapping[str, Any]
+
+
+def read_eval_rows(
+    path: str | Path,
+    *,
+    prompt: str | None = None,
+    answer: str | None = None,
+    system: str | None = None,
+    limit: int | None = None,
+) -> list[EvalRow]:
+    """Read evaluation rows.
+
+    In a conversation (OpenAI messages or ShareGPT), a final assistant turn is the reference answer, and the turns
+    before it are the prompt. Rows of questions and answers, instructions (Alpaca) and prompts are recognized by their
+    columns.
+
+    Args:
+        path: path of a .jsonl, .json, .csv, .tsv, .parquet or .txt file.
+        prompt: column of the text or conversation; by default found by name.
+        answer: column of the reference answer; by default found by name.
+        system: system prompt for conversations without one.
+        limit: maximum number of rows; by default all.
+
+    Raises:
+        EvaluationError: the file does not exist or has no rows, a row has no prompt, or an image is not part of a turn.
+        UserError: a line is invalid.
+
+    Example:
+        >>> path = folder / "rows.jsonl"
+        >>> _ = path.write_text('{"prompt": "2 + 2", "answer": "4"}')
+        >>> [(row.line, row.messages[0].text_content) for row in torchtune.evaluation.read_eval_rows(path)]
+        [(1, '2 + 2')]
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise EvaluationError(f"there is no file {path}: correct the path.")
+    found = []
+    for line, row in read_rows(path) if path.stat().st_size else ():
+        where = f"{path}, line {line}"
+        if not isinstance(row, Mapping):
+            row = {"prompt": row}
+        try:
+            messages, columns = _split_answer(row, prompt, answer)
+        except DataError as error:
+            raise EvaluationError(f"{where}: {str(error).rstrip('.')}: correct the row, or name --prompt.") from error
+        column = next((name for name in ("image", "images") if row.get(name)), None)
+        if column and not any(message.contains_media for message in messages):
+            raise EvaluationError(
+                f"{where}: the image in the column '{column}' would not be seen: write it as a part of a turn, "
+                '{"type": "image", "image": …}, or take the column out.'
+            )
+        messages = to_be_answered(messages, system, where)
+        given = [{"role": message.role, "content": _content_of(message)} for message in messages]
+        found.append(EvalRow(line, given, messages, columns))
+        if len(found) == limit:
+            break
+    if not found:
+        raise EvaluationError(f"{path}: there are no rows in it: write one per line.")
+    return found
+
+
+def _content_of(message: Message) -> Any:
+    """Return the text of a turn, or its parts if it contains media."""
+    return message.content if message.contains_media else message.text_content
+
+
+def _split_answer(
+    row: Mapping[str, Any], prompt: str | None, answer: str | None
+) -> tuple[list[Message], dict[str, Any]]:
+    """Return the turns before the answer, and the columns."""
+    columns = dict(row)
+    for name in (prompt, answer):
+        if name is not None and row.get(name) is None:
+            raise DataError(f"there is no column '{name}' among {', '.join(map(str, row)) or 'none'}")
+    messages = _to_messages(row, prompt)
+    if messages and messages[-1].role == "assistant":
+        right = messages.pop().text_content
+    else:
+        right = next((row[name] for name in _ANSWERS if row.get(name) is not None and name != prompt), None)
+    right = right if answer is None else row[answer]
+    if right is not None and (answer is not None or columns.get("answer") is None):
+        columns["answer"] = right
+    return messages, columns
+
+
+def _to_messages(row: Mapping[str, Any], prompt: str | None) -> list[Message]:
+    kind, reader = format_of(row)
+    if prompt is None and kind == "Alpaca":
+        return AlpacaToMessages()(row)["messages"]
+    if prompt is None and kind in ("OpenAI messages", "ShareGPT"):
+        prompt = reader.split()[1].partition("=")[2]
+    if prompt is None:
+        prompt = next((name for name in _QUESTIONS if row.get(name) is not None), None)
+    if prompt is None:
+        raise DataError(f"none of the columns {', '.join(map(str, row)) or '(there are none)'} is a prompt")
+    value = row[prompt]
+    if isinstance(value, str):
+        return [Message(role="user", content=value)]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping) and "from" in value[0]:
+        return ShareGPTToMessages(column_map={"conversations": prompt})(row)["messages"]
+    return as_messages(value)

@@ -1,0 +1,131 @@
+"""Generate answers to rows and score them."""
+
+import hashlib
+import json
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune.evaluation._questions import EvalRow
+from torchtune.evaluation._scores import combine_scores
+from torchtune.generation import Prompt, answer_prompts, model_digest
+from torchtune.modules.transformer import TransformerDecoder
+from torchtune.rlhf.reward_functions import Reward
+
+
+@dataclass(frozen=True)
+class AnswerReport:
+    """Scores of a model's answers to rows.
+
+    Attributes:
+        path: JSONL file of the answers.
+        scores: name -> one score per row, NaN if the row could not be scored.
+        ends: reason why answers ended (``stop``, ``max_new_tokens``, ``context``) -> number of rows.
+
+    Example:
+        >>> report = torchtune.evaluation.AnswerReport(folder / "answers.jsonl", {"exact": [1.0, 0.0]}, {"stop": 2})
+        >>> report.mean("exact")
+        (0.5, 0.5)
+    """
+
+    path: Path
+    scores: dict[str, list[float]]
+    ends: dict[str, int]
+
+    def mean(self, name: str) -> tuple[float, float]:
+        """Return the mean and standard error of a score over the scored rows; NaN if there are too few rows."""
+        values = [value for value in self.scores[name] if not math.isnan(value)]
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return (statistics.fmean(values) if values else math.nan), error
+
+    def unscored(self, name: str) -> int:
+        """Return the number of rows that could not be scored."""
+        return sum(map(math.isnan, self.scores[name]))
+
+
+def evaluate_answers(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    rows: Sequence[EvalRow],
+    scores: Sequence[Reward],
+    *,
+    source: str | Path,
+    folder: str | Path = "eval",
+    label: str = "model",
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_sequences: int = 16,
+) -> AnswerReport:
+    """Generate and score an answer for each row.
+
+    Answers are appended to a file in ``folder`` as they end; its name contains a digest of model, tokenizer, prompts
+    and sampling. The same call resumes after an interruption; if all answers exist, it only scores them again.
+
+    Args:
+        model: the decoder.
+        tokenizer: the model's tokenizer.
+        rows: from :func:`read_eval_rows`.
+        scores: from :func:`make_scores`.
+        source: origin of the rows, for file names and messages.
+        folder: folder of the answers.
+        label: name of the model, part of the file name.
+        max_new_tokens: maximum length of an answer; longer ones are truncated and scored.
+        temperature: 0 is greedy; otherwise see :func:`torchtune.generation.answer_prompts`.
+        seed: seed of sampling.
+        max_sequences: number of rows that are answered at the same time.
+
+    Raises:
+        GenerationError: a prompt is at least as long as the model's context.
+        RolloutError: a score raises or returns an invalid value; the message names the rows.
+
+    Example:
+        >>> _ = (folder / "rows.jsonl").write_text('{"prompt": "the cat", "answer": "sees"}')
+        >>> rows = torchtune.evaluation.read_eval_rows(folder / "rows.jsonl")
+        >>> report = torchtune.evaluation.evaluate_answers(
+        ...     model, tokenizer, rows, torchtune.evaluation.make_scores(["exact"]),
+        ...     source="rows.jsonl", folder=folder, max_new_tokens=4,
+        ... )
+        >>> report.mean("exact")[0]
+        0.0
+    """
+    digest = model_digest(model, tokenizer)
+    sampling = [max_new_tokens, temperature, seed if temperature else None]
+    what = json.dumps([digest, sampling, [[row.line, row.given] for row in rows]], default=str)
+    short = hashlib.sha256(what.encode()).hexdigest()[:8]
+    safe = re.sub(r"[^\w.-]+", "_", label) or "model"
+    total, by_line = combine_scores(scores), {row.line: row for row in rows}
+    checked: list[bool] = []
+
+    def check_first(prompt: Prompt, text: str) -> None:
+        if not checked:  # fail before an hour of generation, not after it
+            checked.append(True)
+            total([by_line[prompt.line].row], [text], [prompt.line])
+
+    answers = answer_prompts(
+        model,
+        tokenizer,
+        rows,
+        Path(folder) / f"{Path(source).stem}.{safe}.{short}.jsonl",
+        {},
+        source=source,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        max_sequences=max_sequences,
+        digest=digest,
+        on_answer=check_first,
+    )
+    texts = [answers.done[row.line]["answer"] for row in rows]
+    parts = total([row.row for row in rows], texts, [row.line for row in rows]).parts
+    notes = {}
+    for at, row in enumerate(rows):
+        values = {name: None if math.isnan(part[at]) else part[at] for name, part in parts.items()}
+        notes[row.line] = {"right": row.row.get("answer"), "scores": values}
+    answers.finish(notes)
+    return AnswerReport(answers.path, parts, dict(Counter(answers.done[row.line]["end"] for row in rows)))

@@ -1,0 +1,261 @@
+"""Answers of a model to many prompts, written as they end."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from torchtune.data import DataError, Message
+from torchtune.datasets import Fingerprint
+from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._generation_error import GenerationError
+from torchtune.generation._prompt_file import AnswerFile, Prompt
+from torchtune.generation._prompt_images import images_of_prompt, images_of_row
+from torchtune.generation._tokens import TokenStep, finite_steps, stream_tokens
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
+from torchtune.supervision import checksum_bits
+
+# Prompts that are given to one continuous batch, for each of its sequences.
+_PART = 64
+
+
+@torch.no_grad()
+def model_digest(model: nn.Module, tokenizer: Any) -> str:
+    """A text that changes with any bit of the weights (adapters included), the layers, or the tokenizer.
+
+    Args:
+        model: with its weights, on one device.
+        tokenizer: that makes its prompts.
+
+    Example:
+        >>> before = torchtune.generation.model_digest(model, tokenizer)
+        >>> torch.nn.init.zeros_(model.norm.scale).requires_grad
+        True
+        >>> before == torchtune.generation.model_digest(model, tokenizer)
+        False
+    """
+    layers = [type(module).__qualname__ for module in model.modules()]
+    found = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
+    for name, parameter in model.named_parameters():
+        sums = [int(one) for one in checksum_bits(parameter)]
+        found.update(repr((name, str(parameter.dtype), list(parameter.shape), sums)).encode())
+    transform = getattr(tokenizer, "transform_image", None)
+    of_tokenizer = Fingerprint({"tokenizer": tokenizer, "images": None if transform is None else vars(transform)})
+    found.update(of_tokenizer.text.encode())
+    return found.hexdigest()
+
+
+@torch.inference_mode()
+def answer_prompts(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    output: str | Path,
+    settings: Mapping[str, Any],
+    *,
+    source: str | Path,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int | None = 0,
+    max_sequences: int = 16,
+    digest: str | None = None,
+    on_answer: Callable[[Prompt, str], None] | None = None,
+) -> AnswerFile:
+    """Answer every prompt that has no answer in a file yet, in a continuous batch.
+
+    Args:
+        model: the decoder, with its weights; or a vision model, for prompts with images, which are answered one by one.
+        tokenizer: of the model.
+        prompts: to answer.
+        output: the file of answers, see :class:`AnswerFile`.
+        settings: what the answers depend on beside the arguments here, for its digest.
+        source: where the prompts are from, for messages.
+        max_new_tokens: longest answer, in tokens.
+        temperature: see :func:`stream_tokens`.
+        top_k: see there.
+        seed: an answer depends on it and on the line of its prompt alone; None draws one.
+        max_sequences: sequences in the batch.
+        digest: :func:`model_digest` of model and tokenizer, if it is known already.
+        on_answer: is called with each prompt and its answer, once the answer is in the file.
+
+    Returns:
+        The file, with all answers and not yet finished: see :meth:`AnswerFile.finish`.
+
+    Raises:
+        GenerationError: a prompt leaves no room for an answer, an image cannot be read, the file has other answers, or
+            the logits are not finite.
+
+    Example:
+        >>> _ = (folder / "prompts.jsonl").write_text('"the cat"')
+        >>> prompts = torchtune.generation.read_prompts(folder / "prompts.jsonl")
+        >>> answers = torchtune.generation.answer_prompts(
+        ...     model, tokenizer, prompts, folder / "answers.jsonl", {}, source="prompts.jsonl", max_new_tokens=4
+        ... )
+        >>> answers.finish()
+        >>> list(answers.done)
+        [1]
+    """
+    given, pixels = {}, {}
+    for prompt in prompts:
+        row = _row(model, tokenizer, prompt, source)
+        given[prompt.line] = row["tokens"]
+        if prompt.has_images:  # which are read again when it is answered: all together they may fill the memory
+            pixels[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
+    limits = {
+        line: answer_limit(model, tokens, max_new_tokens, f"{source}, line {line}") for line, tokens in given.items()
+    }
+    settings = {
+        **settings,
+        "model": digest or model_digest(model, tokenizer),
+        "sampling": [max_new_tokens, temperature, top_k, seed],
+        **({"images": pixels} if pixels else {}),
+    }
+    answers = AnswerFile(output, prompts, settings)
+    waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
+    device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
+    bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
+    with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
+        for part in _parts(waiting, _PART * max_sequences):
+            images = images_of_row(_row(model, tokenizer, part[0], source), device) if part[0].has_images else {}
+            steps = stream_tokens(
+                model,
+                [torch.tensor(given[prompt.line], device=device) for prompt in part],
+                max_new_tokens=[limits[prompt.line] for prompt in part],
+                temperature=temperature,
+                top_k=top_k,
+                stop_tokens=list(stop),
+                draws=None if temperature == 0 else _draws(part, max_new_tokens, seed).to(device),
+                max_sequences=max_sequences,
+            )
+            with images_of_prompt(model, **images), closing(finite_steps(steps, model)) as steps:
+                for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
+                    prompt, stopped = part[row], tokens[-1] in stop
+                    end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"
+                    text = tokenizer.decode(tokens[:-1] if stopped else tokens)
+                    answers.add(prompt, text, end, len(tokens))
+                    bar.update()
+                    if on_answer is not None:
+                        on_answer(prompt, text)
+    return answers
+
+
+def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    """Yield the prompts that are answered together: texts in groups, a prompt with images alone."""
+    texts = [prompt for prompt in prompts if not prompt.has_images]
+    for start in range(0, len(texts), size):
+        yield texts[start : start + size]
+    for prompt in prompts:
+        if prompt.has_images:
+            yield [prompt]
+
+
+def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
+    """Tokenize a prompt of a file.
+
+    Raises:
+        GenerationError: see :func:`prompt_tokens`; or an image cannot be read, by the model or at all.
+    """
+    where = f"{source}, line {prompt.line}"
+    if not prompt.has_images:
+        return {"tokens": prompt_tokens(tokenizer, prompt.messages, where)}
+    if text_decoder(model) is model or not getattr(tokenizer, "takes_images", False):
+        raise GenerationError(
+            f"{where}: it holds an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text: "
+            "name model and tokenizer of a vision model, or take the image out."
+        )
+    try:
+        return prompt_row(tokenizer, prompt.messages, where)
+    except DataError as error:
+        raise GenerationError(f"{where}: {str(error).rstrip('.')}: correct the line.") from error
+
+
+def _pixel_digest(images: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for image in images:
+        found.update(repr(list(image.shape)).encode() + image.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
+    """(sequence, its tokens) of the sequences, as they end with a stop token or at their limit."""
+    found: list[list[int]] = [[] for _ in limits]
+    for step in steps:
+        for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+            found[row].append(token)
+            if token in stop or len(found[row]) == limits[row]:
+                yield row, found[row]
+
+
+def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> list[int]:
+    """Tokens of a conversation, up to where the answer begins.
+
+    Raises:
+        GenerationError: they are as many as the tokenizer keeps, so that it may have cut them, or there is an image;
+            the message begins with ``where``.
+
+    Example:
+        >>> question = [torchtune.data.Message(role="user", content="Why?")]
+        >>> torchtune.generation.prompt_tokens(tokenizer, question, where="prompt")[0] == tokenizer.bos_id
+        True
+    """
+    if any(message.contains_media for message in messages):
+        raise GenerationError(f"{where}: it holds an image, and text is read here: ask about one with prompt.image.")
+    return prompt_row(tokenizer, messages, where)["tokens"]
+
+
+def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[str, Any]:
+    """Tokenize a conversation up to the beginning of the answer: ``tokens``, and images if there are any.
+
+    Raises:
+        GenerationError: there are as many tokens as the tokenizer keeps, so that it may have cut them; the message
+            begins with ``where``.
+
+    Example:
+        >>> question = [torchtune.data.Message(role="user", content="Why?")]
+        >>> sorted(torchtune.generation.prompt_row(tokenizer, question, where="prompt"))
+        ['mask', 'tokens']
+    """
+    given = [*messages, Message(role="assistant", content="")]
+    row = dict(tokenizer({"messages": given}, inference=True))
+    row["tokens"] = tokens = list(row["tokens"])
+    longest = getattr(tokenizer, "max_seq_len", None)
+    if longest is not None and len(tokens) >= longest:
+        raise GenerationError(
+            f"{where}: tokenizer.max_seq_len = {longest} cuts it: set that to None, or shorten the prompt."
+        )
+    return row
+
+
+def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:
+    """Most new tokens after ``tokens``, within the model's context.
+
+    Raises:
+        GenerationError: there is no room for one; the message begins with ``where``.
+
+    Example:
+        >>> torchtune.generation.answer_limit(model, [1, 2, 3], max_new_tokens=8, where="prompt")
+        8
+    """
+    room = model.max_seq_len - len(tokens)
+    if room < 1:
+        raise GenerationError(
+            f"{where}: it has {len(tokens)} tokens, which leaves no room for an answer in the model's context of "
+            f"{model.max_seq_len}: shorten it."
+        )
+    return min(max_new_tokens, room)
+
+
+def _draws(part: Sequence[Prompt], count: int, seed: int | None) -> Tensor:
+    """Random numbers of each prompt by seed and line, so that an answer is the same in a run that goes on."""
+    seed = torch.seed() if seed is None else seed
+    keys = [np.array([seed, prompt.line], np.uint64) for prompt in part]
+    return torch.from_numpy(
+        np.stack([np.random.Generator(np.random.Philox(key=key)).random(count, np.float32) for key in keys])
+    )

@@ -1,0 +1,283 @@
+"""A continuous batch: rows join and leave while others go on."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.data import Documents
+from torchtune.generation._model_ranks import ModelRanks
+from torchtune.modules.common_utils import attention_modules
+from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
+
+# (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
+Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass
+class Request:
+    """A prompt: the index of its first sequence, its tokens, the limit of new ones, and how many sequences."""
+
+    index: int
+    tokens: list[int]
+    limit: int
+    num_samples: int
+
+
+@dataclass
+class Row:
+    """A running sequence: its index, the column of its first token, new tokens so far, and their limit."""
+
+    index: int
+    start: int
+    count: int
+    limit: int
+
+
+def _takes_prompts_in_a_row(model: nn.Module) -> bool:
+    """Whether a step depends on earlier ones only by keys and values: no recurrent state, no encoder output."""
+    return isinstance(model, TransformerDecoder) and not (model.attends_to_encoder() or model.has_states())
+
+
+class Batch:
+    """Running sequences, aligned at their ends.
+
+    The last known token of every row is in column ``end - 1``, so that a step writes one column of all KV caches, and
+    attention reads the columns from the earliest start on, without a mask if all rows start there. Columns carry no
+    positions: a row that joins is prefilled into the columns before ``end - 1``. Prompts of several lengths are
+    prefilled padding-free, in one row, where the model allows it.
+
+    Args:
+        model: the decoder, without KV caches.
+        requests: prompts and limits, in the order of generation.
+        size: number of rows.
+        ranks: the ranks that share the model.
+        device: of the tokens.
+        use_cache: use KV caches; without them every step runs the model on whole sequences.
+        step: runs the model on one position per row after those in the caches; by default as on prompts.
+    """
+
+    def __init__(
+        self,
+        model: TransformerDecoder,
+        requests: Sequence[Request],
+        size: int,
+        ranks: ModelRanks,
+        device: torch.device,
+        use_cache: bool,
+        step: Step | None = None,
+    ) -> None:
+        self._model, self._ranks, self._device, self._use_cache = model, ranks, device, use_cache
+        self._step = step
+        self._packs = ranks.multiple(1) == 1 and _takes_prompts_in_a_row(model)
+        self._waiting = deque(requests)
+        self._size = size
+        self._rows: list[Row] = []
+        self._end = 0
+        self._place = Place()
+        self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(0, dtype=torch.int64, device=device)
+        self._caches: list[KVCache] = []
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a sequence is running or waiting."""
+        return bool(self._rows or self._waiting)
+
+    def forward(self) -> tuple[Tensor, list[Row]]:
+        """Run the model once.
+
+        Returns:
+            Logits of the next token, float32 ``[m, v]``, and their rows. There are none if everything has ended: the
+            model ran for the collectives of other ranks.
+        """
+        newcomers = self._newcomers()
+        if newcomers:
+            return self._prefill(newcomers)
+        if not self._rows:
+            self._fit(1, 1)
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            return self._run(tokens, tokens, None, None, Place()), []
+        self._fit(0, max(row.limit - row.count for row in self._rows))
+        first, count = min(row.start for row in self._rows), len(self._rows)
+        input_pos = (self._end - 1 - self._starts)[:, None]
+        if not self._use_cache or self._model.invalidates_caches(input_pos):
+            return self._whole(0, first, self._end), list(self._rows)
+        mask = None
+        if any(row.start != first for row in self._rows):
+            mask = (torch.arange(first, self._end, device=self._device) >= self._starts[:, None])[:, None]
+        x = self._tokens[:count, self._end - 1 : self._end]
+        logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1))
+        return logits, list(self._rows)
+
+    def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
+        """Add the tokens ``[m, 1]`` of the rows of :meth:`forward`; those leave that end, by index and token."""
+        count = len(self._rows)
+        if rows[0].count:  # the column of the first token after a prompt exists already
+            self._end += 1
+        self._tokens[count - len(rows) : count, self._end - 1 : self._end] = drawn
+        ended = set()
+        for index, (row, token) in enumerate(zip(rows, drawn[:, 0].tolist(), strict=True), count - len(rows)):
+            row.count += 1
+            if ends(row.index, token) or row.count == row.limit:
+                ended.add(index)
+        if ended:
+            self._leave(ended)
+
+    def _newcomers(self) -> list[Request]:
+        """Requests for free rows; a few free rows wait for more, because a prefill holds the others up."""
+        free = self._size - len(self._rows)
+        if self._rows and free < self._size / 4:
+            return []
+        found = []
+        while self._waiting and self._waiting[0].num_samples <= free:
+            found.append(self._waiting.popleft())
+            free -= found[-1].num_samples
+        return found
+
+    def _prefill(self, newcomers: list[Request]) -> tuple[Tensor, list[Row]]:
+        count, longest = len(self._rows), max(len(request.tokens) for request in newcomers)
+        room = max(request.limit for request in newcomers)
+        if not self._rows:
+            self._end = 0
+        self._fit(longest + 1, max([room, *(row.limit - row.count for row in self._rows)]))
+        stop = self._end - 1
+        rows = [Row(request.index, stop - len(request.tokens), 0, request.limit) for request in newcomers]
+        for index, request in enumerate(newcomers, count):
+            known = torch.tensor(request.tokens, device=self._device)
+            self._tokens[index, stop - longest : stop - len(known)] = 0
+            self._tokens[index, stop - len(known) : stop] = known
+        self._set_rows(self._rows + rows)
+        logits = self._whole(count, stop - longest, stop)
+        samples = [request.num_samples for request in newcomers]
+        if max(samples) > 1:
+            source = torch.arange(len(rows), device=self._device)
+            source = source.repeat_interleave(torch.tensor(samples, device=self._device))
+            logits = logits[source]
+            self._copy_rows(source + count, torch.arange(len(source), device=self._device) + count)
+            rows = [
+                Row(row.index + sample, row.start, 0, row.limit)
+                for row, number in zip(rows, samples, strict=True)
+                for sample in range(number)
+            ]
+            self._set_rows(self._rows[:count] + rows)
+        return logits, rows
+
+    def _whole(self, row: int, first: int, end: int) -> Tensor:
+        """Logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
+        lengths = [end - one.start for one in self._rows[row:]]
+        if self._packs and min(lengths) < max(lengths):
+            return self._without_padding(row, lengths, end)
+        tokens = self._tokens[row : len(self._rows), first:end]
+        input_pos = (torch.arange(first, end, device=self._device) - self._starts[row:, None]).clamp(min=0)
+        documents = None
+        if min(lengths) < end - first:  # padding is a separate document: no mask
+            more = self._ranks.multiple(end - first) - (end - first)
+            rows = [(end - first - length, length + more) for length in lengths]
+            documents = Documents.from_lengths([part for parts in rows for part in parts if part], tokens.device)
+        return self._run(tokens, input_pos, None, documents, Place(row, first, first))
+
+    def _without_padding(self, row: int, lengths: list[int], end: int) -> Tensor:
+        """Logits ``[m, v]`` after the last columns before ``end`` of all rows from ``row`` on, in one row."""
+        documents = Documents.from_lengths(lengths, self._device)
+        positions = documents.positions()
+        index = torch.arange(row, len(self._rows), device=self._device)
+        rows = index.repeat_interleave(torch.tensor(lengths, device=self._device))
+        columns = self._starts[rows] + positions
+        place = Place(row, end, end, rows, columns)
+        last = documents.cu_seqlens[1:].long() - 1
+        return self._run(self._tokens[rows, columns][None], positions[None], None, documents, place, last)
+
+    def _run(
+        self,
+        x: Tensor,
+        input_pos: Tensor,
+        mask: Tensor | None,
+        documents: Documents | None,
+        place: Place,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """float32 logits ``[m, v]`` after the last position of each sequence.
+
+        Args:
+            x: tokens ``[m, s]``.
+            input_pos: their positions.
+            mask: bool ``[m, 1, t]`` of a single position.
+            documents: padding and tokens of each row; by default no row has padding.
+            place: of the KV caches.
+            last: the last positions ``[m]``, if ``x`` ``[1, s]`` has all sequences in a row.
+        """
+        s = x.shape[1]
+        missing = self._ranks.multiple(s) - s
+        if missing:  # sequence parallelism: pad on the right to a multiple; causal attention ignores it
+            x, input_pos = F.pad(x, (0, missing)), F.pad(input_pos, (0, missing))
+            if place.first < place.end:
+                mask = x.new_ones(len(x), 1, place.end + 1 - place.first, dtype=torch.bool) if mask is None else mask
+                mask = F.pad(mask, (0, missing)).expand(-1, x.shape[1], -1)
+        self._place.__dict__.update(vars(place))
+        if self._step is not None and place.first < place.end:
+            return self._step(x, input_pos, mask)
+        hidden = self._model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden")
+        hidden = hidden[-1] if text_decoder(self._model).output_hidden_states else hidden
+        hidden = hidden[:, s - 1 : s] if last is None else hidden[0, last, None]
+        return self._model.output(hidden).float()[:, 0]
+
+    def _set_rows(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self._starts = torch.tensor([row.start for row in rows], dtype=torch.int64, device=self._device)
+
+    def _leave(self, ended: set[int]) -> None:
+        """Remove rows; the last ones take their places, so that few move."""
+        kept = [index for index in range(len(self._rows)) if index not in ended]
+        holes = [index for index in range(len(kept)) if index in ended]
+        order = list(range(len(kept)))
+        movers = kept[len(kept) - len(holes) :]
+        if holes:
+            self._copy_rows(torch.tensor(movers, device=self._device), torch.tensor(holes, device=self._device))
+            for hole, mover in zip(holes, movers, strict=True):
+                order[hole] = mover
+        self._set_rows([self._rows[index] for index in order])
+
+    def _copy_rows(self, source: Tensor, target: Tensor) -> None:
+        first = min(row.start for row in self._rows)
+        self._tokens[target] = self._tokens[source]
+        for cache in self._caches:
+            cache.copy_rows(source, target, first, self._end)
+
+    def _fit(self, end: int, room: int) -> None:
+        """Let the rows end at column ``end`` at least, with a free column after it.
+
+        Args:
+            end: columns needed for the prompts of new rows.
+            room: most tokens that a row may still get: more is not allocated ahead.
+        """
+        first = min((row.start for row in self._rows), default=self._end)
+        span, columns = self._end - first, self._tokens.shape[1]
+        spare = self._ranks.multiple(1)
+        if self._end >= end and self._end + spare <= columns:
+            return
+        end = max(end, span)
+        if end + min(room, 16) + spare > columns:
+            columns = end + min(room, max(64, end // 2)) + spare
+        moved = self._tokens[:, first : self._end]
+        self._tokens = F.pad(moved, (end - span, columns - end))
+        if self._use_cache and not self._caches:
+            self._make_caches(columns)
+        for cache in self._caches:
+            cache.move(first, self._end, end - span, columns)
+        self._end = end
+        for row in self._rows:
+            row.start += end - span - first
+        self._set_rows(self._rows)
+
+    def _make_caches(self, columns: int) -> None:
+        with self._device:
+            self._model.setup_caches(self._size, self._model.tok_embeddings.weight.dtype, decoder_max_seq_len=columns)
+        kept = (module.kv_cache for module in attention_modules(self._model))
+        self._caches = [cache for cache in kept if cache is not None and not isinstance(cache, EncoderCache)]
+        for cache in self._caches:
+            cache.place = self._place

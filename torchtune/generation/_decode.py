@@ -1,0 +1,88 @@
+"""The decode loop: everything that generates runs it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.generation._continuous_batch import Batch, Request, Row, Step
+from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._model_ranks import ModelRanks
+from torchtune.modules.common_utils import attention_modules
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
+
+# New tokens from which on it pays to move weights into another layout and back.
+_WORTH_PACKING = 32
+
+
+def decode(
+    model: TransformerDecoder,
+    requests: Sequence[Request],
+    *,
+    size: int,
+    device: torch.device,
+    use_cache: bool,
+    draw: Callable[[Tensor, list[Row]], tuple[Tensor, Tensor]],
+    ends: Callable[[int, int], bool],
+    step: Step | None = None,
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Generate in a continuous batch. When the iterator ends, is closed or raises, the model is as before.
+
+    Args:
+        model: the decoder.
+        requests: prompts and limits, in the order of generation.
+        size: number of rows of the batch.
+        device: of the tokens.
+        use_cache: use KV caches.
+        draw: takes logits ``[m, v]`` of the next token and their rows; returns tokens int64 ``[m, 1]`` and a tensor
+            that is yielded with them.
+        ends: takes the index of a sequence and its new token; True ends the sequence.
+        step: see :class:`Batch`.
+
+    Yields:
+        Indices of the unfinished sequences, their next tokens ``[m, 1]`` and the second tensor of ``draw``.
+    """
+    ranks = ModelRanks(model)
+    pack = use_cache and max(request.limit for request in requests) >= _WORTH_PACKING
+    with ranks, evaluating(model), fast_linears(model, pack=pack), _without_caches(model):
+        batch = Batch(model, requests, size, ranks, device, use_cache, step)
+        while True:
+            logits, rows = batch.forward()
+            if rows:
+                tokens, values = draw(logits, rows)
+                tokens = ranks.agree(tokens)
+                indices = [row.index for row in rows]
+                batch.append(rows, tokens, ends)
+                yield indices, tokens, values
+            if not ranks.any(batch.is_unfinished):
+                return
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context manager for evaluation mode; restores the training mode of every module."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _without_caches(model: TransformerDecoder) -> Iterator[None]:
+    """Context manager that takes the model's KV caches away and restores them on exit."""
+    attentions = attention_modules(model)
+    before = [(module, module.kv_cache, module.cache_enabled) for module in attentions]
+    decoder = text_decoder(model)
+    lengths = decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len
+    for module in attentions:
+        module.kv_cache, module.cache_enabled = None, False
+    try:
+        yield
+    finally:
+        for module, cache, enabled in before:
+            module.kv_cache, module.cache_enabled = cache, enabled
+        decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len = lengths

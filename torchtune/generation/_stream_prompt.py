@@ -1,0 +1,63 @@
+"""Streaming generation from one prompt."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchtune.generation._prompt_images import images_of_prompt
+from torchtune.generation._tokens import finite_steps, stream_tokens
+from torchtune.modules.transformer import TransformerDecoder
+
+
+def stream(
+    model: TransformerDecoder,
+    prompt: Tensor,
+    *,
+    max_generated_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    use_cache: bool = True,
+    encoder_input: Mapping[str, Any] | None = None,
+    encoder_mask: Tensor | None = None,
+) -> Iterator[int]:
+    """Generate from one prompt and yield every new token; a stop token ends the stream and is not yielded.
+
+    Args:
+        model: the decoder.
+        prompt: tokens ``[s]``.
+        max_generated_tokens: maximum number of new tokens.
+        temperature: 0 takes the most likely token.
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        stop_tokens: tokens that end generation.
+        use_cache: use a KV cache.
+        encoder_input: images of the prompt, as :func:`torchtune.data.padded_collate_tiled_images_and_mask` gives them.
+        encoder_mask: bool ``[1, s, t]``, likewise. New tokens see what the last token of the prompt sees.
+
+    Raises:
+        GenerationError: there are images, but the model reads text only; or see :func:`stream_tokens`.
+
+    Example:
+        >>> prompt = torch.tensor([5, 40, 7])
+        >>> len(list(torchtune.generation.stream(model, prompt, max_generated_tokens=3, temperature=0.0)))
+        3
+    """
+    steps = stream_tokens(
+        model,
+        [prompt],
+        max_new_tokens=max_generated_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        stop_tokens=stop_tokens,
+        use_cache=use_cache,
+    )
+    steps = finite_steps(steps, model)
+    with images_of_prompt(model, encoder_input, encoder_mask):
+        try:
+            for step in steps:
+                if (token := step.tokens.item()) in (stop_tokens or ()):
+                    return
+                yield token
+        finally:
+            steps.close()

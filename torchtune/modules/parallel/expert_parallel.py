@@ -1,0 +1,103 @@
+"""Expert parallelism: all-to-all dispatch of rows to the ranks of their experts, and back."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.moe.moe import permute_rows
+from torchtune.modules.parallel._styles import ParallelError, place_parameters
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+def exchange_sizes(own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of rows that this rank sends to and receives from every rank. Syncs host and device.
+
+    Args:
+        own: numbers of this rank's rows by target rank and expert, int64 ``[ranks, e / ranks]``.
+        theirs: numbers of received rows by source rank and local expert, int64 ``[ranks, e / ranks]``.
+        rows: number of this rank's rows.
+    """
+    sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
+
+
+class ExpertParallel:
+    """Expert-parallel call of experts, between two all-to-alls of rows.
+
+    No row is dropped, at any load of a rank. Expert i is on rank ``i // (e / ranks)``.
+
+    Args:
+        group: process group of expert parallelism.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @outside_graphs  # the number of received rows changes with every call
+    def __call__(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """Apply the experts of all ranks to this rank's rows ``[t, d]``.
+
+        Args:
+            experts: this rank's experts.
+            rows: rows ``[t, d]``, sorted by expert.
+            counts: number of this rank's rows per expert, of all e experts, int64 ``[e]``.
+        """
+        ranks = self.group.size()
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        theirs = theirs.view(ranks, -1)
+        sent, received = exchange_sizes(counts.view(ranks, -1), theirs, len(rows))
+        arrived = _AllToAll.apply(rows, sent, received, self.group)
+        # Received rows are sorted by source rank, then by expert.
+        own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
+        order = own.repeat_interleave(theirs.flatten(), output_size=len(arrived)).argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        computed = experts(permute_rows(arrived, order, inverse), theirs.sum(0))
+        return _AllToAll.apply(permute_rows(computed, inverse, order), received, sent, self.group)
+
+
+def check_experts(path: str, experts: nn.Module, ranks: int) -> None:
+    """Check that ``ranks`` ranks can share the experts equally.
+
+    Raises:
+        ParallelError: the module is not a :class:`GroupedExperts`, or ``ranks`` does not divide the number of experts.
+    """
+    if not isinstance(experts, GroupedExperts):
+        raise ParallelError(
+            f"expert_parallel_dim is {ranks}: '{path}' is a {type(experts).__name__}, of which nothing says how it is "
+            "distributed: set it to 1."
+        )
+    if experts.num_experts % ranks:
+        raise ParallelError(
+            f"expert_parallel_dim is {ranks}: it must divide the {experts.num_experts} experts of '{path}', so that "
+            "every rank has as many."
+        )
+
+
+def place_experts(experts: GroupedExperts, mesh: DeviceMesh) -> None:
+    """Shard all parameters of experts, including adapters and quantised weights, by expert over ``mesh``."""
+    place_parameters(experts, mesh, {name: Shard(0) for name, _ in experts.named_parameters()})

@@ -1,0 +1,266 @@
+"""The only module that imports torchao, because torchao's import paths change between releases."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.modules.conversion import ConversionError
+from torchtune.utils import require
+
+
+@contextmanager
+def _silence_torchao() -> Iterator[None]:
+    """Silence torchao's logs and warnings about kernels that this machine lacks."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@functools.cache
+def torchao_quantization() -> ModuleType:
+    """Import and return ``torchao.quantization``.
+
+    Raises:
+        UserError: torchao is not installed.
+    """
+    with _silence_torchao():
+        require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
+        return require("torchao.quantization", extra="quantization", purpose="Quantization")
+
+
+def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) -> Any:
+    """Return torchao's configuration of symmetric integer weights.
+
+    Args:
+        bits: bits per weight, 2 to 8.
+        group_size: number of consecutive weights of a row that share a scale; None: one scale per row.
+        dynamic_activations: quantise inputs to int8, with a scale per token.
+    """
+    ao = torchao_quantization()
+    granularity = ao.PerAxis(0) if group_size is None else ao.PerGroup(group_size)
+    dtype = getattr(torch, f"int{bits}")
+    if dynamic_activations:
+        return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+    return ao.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
+
+
+def float8_config() -> Any:
+    """Return torchao's configuration of float8 (e4m3) weights with a scale per row."""
+    ao = torchao_quantization()
+    return ao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn)
+
+
+def group_size(base_config: Any) -> int | None:
+    """Return the group size of a torchao configuration, or None if it has none."""
+    for name in ("weight_granularity", "granularity"):
+        size = getattr(getattr(base_config, name, None), "group_size", None)
+        if size is not None:
+            return size
+    return getattr(base_config, "group_size", None)
+
+
+def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return torchao's fake quantizers of the input and of the weight of a linear layer; None: not quantised.
+
+    Args:
+        base_config: configuration of torchao.
+        shape: shape of the weight, ``[out, in]``.
+
+    Raises:
+        ConversionError: torchao cannot simulate this configuration.
+    """
+    ao = torchao_quantization()
+    out_dim, in_dim = shape
+    layer = nn.Sequential(nn.Linear(in_dim, out_dim, bias=False, device="meta"))
+    try:
+        with _silence_torchao():  # imports more of torchao
+            ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConversionError(
+            f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({_first_line(error)}): "
+            "choose another quantizer."
+        ) from error
+    return layer[0].activation_fake_quantizer, layer[0].weight_fake_quantizer
+
+
+def fake_quantize_configs(base_config: Any, group_size: int | None) -> tuple[Any, Any]:
+    """Return the configurations of torchao's fake quantizers of inputs and weights; None: not quantised."""
+    found = fake_quantizers(base_config, torch.Size((1, group_size or 1)))
+    return getattr(found[0], "config", None), getattr(found[1], "config", None)
+
+
+def fake_quantizer(config: Any) -> nn.Module:
+    """Make the fake quantizer of a ``FakeQuantizeConfigBase`` of torchao."""
+    return torchao_quantization().qat.FakeQuantizerBase.from_config(config)
+
+
+def quantize_linears(model: nn.Module, base_config: Any, paths: set[str]) -> None:
+    """Quantise the weights of linear layers in place.
+
+    Args:
+        model: model that is not on the meta device.
+        base_config: configuration of torchao.
+        paths: paths of the layers.
+
+    Raises:
+        ConversionError: torchao raises an error, for example because this device lacks a kernel.
+    """
+    ao = torchao_quantization()
+    try:
+        ao.quantize_(model, base_config, filter_fn=lambda module, path: path in paths)
+    except (ValueError, AssertionError, NotImplementedError, ImportError, RuntimeError) as error:
+        device = next(model.parameters()).device
+        raise ConversionError(
+            f"quantizer: torchao refuses {type(base_config).__name__} on {device} ({_first_line(error)}): choose "
+            "another quantizer, or another device."
+        ) from error
+
+
+@torch.no_grad()
+def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
+    """Quantise the weight of a linear layer with torchao.
+
+    Args:
+        weight: ``[out, in]``.
+        base_config: from :func:`int_config` or :func:`float8_config`.
+
+    Returns:
+        Quantised values ``[out, in]``, int8 or float8, and their scales ``[out, groups]``.
+
+    Raises:
+        ConversionError: torchao raises an error.
+    """
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    model = nn.Sequential(layer)
+    quantize_linears(model, base_config, {"0"})
+    return model[0].weight.qdata, model[0].weight.scale
+
+
+def convert_to_float8(model: nn.Module, paths: set[str], recipe: str, *, emulate: bool) -> None:
+    """Replace linear layers by layers that compute their matrix products in float8.
+
+    Args:
+        model: model, possibly on the meta device.
+        paths: paths of the layers.
+        recipe: ``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``.
+        emulate: round the operands to float8 and multiply them in high precision.
+    """
+    torchao_quantization()
+    import torchao.float8 as float8
+
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    # The number of tokens is the inner dimension of the weight gradient's product, and need not be a multiple of 16
+    config = replace(config, emulate=emulate, pad_inner_dim=True)
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, path: path in paths, config=config)
+
+
+def is_float8_linear(module: nn.Module) -> bool:
+    """Return whether :func:`convert_to_float8` made the layer."""
+    return type(module).__module__.startswith("torchao.float8.")
+
+
+class ShardInFloat8:
+    """FSDP's all-gather hooks of a weight shard, so that FSDP all-gathers float8: one byte per element.
+
+    They are set on a plain tensor, not on a subclass, so that code which reads or changes the shard needs no change.
+
+    Args:
+        layer: layer of :func:`convert_to_float8` with one scale for its weight.
+        scale: float32 scalar, equal on all ranks; the weight is multiplied by it before it is rounded.
+    """
+
+    def __init__(self, layer: nn.Module, scale: Tensor) -> None:
+        self.mm_config, self.dtype = layer.linear_mm_config, layer.config.cast_config_weight.target_dtype
+        self.scale = scale
+
+    @staticmethod
+    def set_on(layer: nn.Module, scale: Tensor) -> None:
+        """Make FSDP all-gather the layer's weight in float8, with this scale."""
+        sent, shard = ShardInFloat8(layer, scale), layer.weight._local_tensor  # FSDP's own object, not a copy
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = sent.fsdp_pre_all_gather, sent.fsdp_post_all_gather
+
+    @staticmethod
+    def is_set_on(layer: nn.Module) -> bool:
+        """Return whether the current shard of the layer's weight has the hooks of :meth:`set_on`."""
+        return hasattr(layer.weight._local_tensor, "fsdp_pre_all_gather")
+
+    @staticmethod
+    def scales(largest: Tensor, layer: nn.Module) -> Tensor:
+        """Return the float32 scales of weights with the largest absolute values ``largest``."""
+        from torchao.float8.float8_utils import amax_to_scale
+
+        return amax_to_scale(largest, layer.config.cast_config_weight.target_dtype)
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any) -> tuple[Any, Any]:
+        """Return (tensors to all-gather, metadata); shards are padded to the longest one."""
+        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+        shard = module.weight.to_local()
+        data = hp_tensor_and_scale_to_float8(shard, self.scale, self.dtype, self.mm_config)._data.view(torch.uint8)
+        missing = -(-size[0] // mesh.size()) - len(data)
+        return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], _: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the gathered weight, or None if ``out`` already holds the gathered memory."""
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        if out is not None:
+            out._scale = self.scale
+            return None
+        data = gathered[0].view(self.dtype)
+        weight = Float8TrainingTensor(data, self.scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+        return weight, (data,)
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """Storage format of a torchao optimizer's states: ``8bit``, ``4bit`` or ``fp8``."""
+
+    name: str
+    block_size: int
+
+    def zeros(self, numel: int, device: torch.device, *, signed: bool) -> Tensor:
+        """Return a state of zeros: as many as asked for, and those that fill the last block; at least one block."""
+        numel = max(1, -(-numel // self.block_size)) * self.block_size
+        if self.name == "fp8":
+            from torchao.optim.subclass_fp8 import OptimStateFp8
+
+            return OptimStateFp8.zeros((numel,), self.block_size, device)
+        if self.name == "8bit":
+            from torchao.optim.subclass_8bit import OptimState8bit as Kind
+        else:
+            from torchao.optim.subclass_4bit import OptimState4bit as Kind
+        return Kind.zeros((numel,), signed, self.block_size, device)
+
+
+def low_bit_format(optimizer: Any) -> tuple[StateFormat, type[torch.optim.Optimizer]] | None:
+    """Return the state format of a torchao optimizer and torch's equivalent class; None for other optimizers."""
+    if not type(optimizer).__module__.startswith("torchao."):
+        return None  # avoids importing torchao
+    import torchao.optim
+
+    for base, same in (("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)):
+        for name in ("8bit", "4bit", "Fp8"):
+            if type(optimizer) is getattr(torchao.optim, base + name, None):
+                return StateFormat(name.lower(), optimizer.block_size), same
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,80 @@
+"""Shared prompts of several answers, computed once."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchtune.data import Batch, BatchLoader, DataError, share_prefixes
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.transformer import text_decoder
+from torchtune.rlhf.loss import AnswerLoss, RewardLoss
+from torchtune.training import ParallelDims
+from torchtune.utils import UserError, get_logger, log_once
+
+
+class SharingError(UserError):
+    """``share_prefix`` is required but not possible."""
+
+    rank0_only = True  # every rank raises it: rank 0 prints it
+
+
+def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bool:
+    """Return whether documents can share prefixes in a run: ``share_prefix``, or if it is ``None``, by the model.
+
+    Raises:
+        SharingError: ``share_prefix`` is True, but the model does not support it.
+
+    Example:
+        >>> torchtune.rlhf.can_share_prefixes(model)
+        True
+    """
+    if share_prefix is False:
+        return False
+    decoder = text_decoder(model)
+    known = isinstance(decoder, TransformerDecoder)
+    reason = decoder.prefix_obstacle() if known else f"{type(decoder).__name__} is no TransformerDecoder"
+    if reason and share_prefix:
+        raise SharingError(f"share_prefix: no prompt can be computed once, because {reason}: set it to null.")
+    if reason:
+        log_once(get_logger(), f"A prompt is computed anew for each of its answers, because {reason}.")
+    return reason is None
+
+
+def share_pairs(
+    loader: BatchLoader | None, model: nn.Module, loss: Any, dims: ParallelDims, *, share_prefix: bool | None = None
+) -> BatchLoader | None:
+    """Return a loader in which both answers of a pair share their prefix, which is computed once.
+
+    Labelled tokens are shared, too, if the loss uses one number per answer, as the losses of this library do.
+
+    Args:
+        loader: loader of pairs; ``None`` stays ``None``.
+        model: the trained model.
+        loss: loss of the run.
+        dims: parallel dims, by which a batch may be split.
+        share_prefix: ``None`` shares if the model and data allow it, True requires it, False disables it.
+
+    Raises:
+        SharingError: ``share_prefix`` is True, but the model does not support it.
+        DataError: ``share_prefix`` is True, and a batch has no pairs; raised when the batch is collated.
+
+    Example:
+        >>> # In the setup of a recipe:
+        >>> self.loader = rlhf.share_pairs(self.loader, model, self.loss_fn, self.dims)  # doctest: +SKIP
+    """
+    if loader is None or not can_share_prefixes(model, share_prefix):
+        return loader
+    labelled = getattr(type(loss), "score", None) in (AnswerLoss.score, RewardLoss.score)
+    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
+    return loader.derive(collate_fn=dims.collate(partial(_share_pairs, collate, labelled, bool(share_prefix))))
+
+
+def _share_pairs(collate: Callable[..., Any], labelled: bool, required: bool, examples: Sequence[Any]) -> Batch:
+    batch = Batch.from_dict(collate(examples))
+    if "pair" in batch.per_document and batch.documents is not None and not batch.inputs:
+        return share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=labelled)
+    if required:
+        raise DataError("share_prefix: the batches have no pairs of documents: set it to null.")
+    return batch

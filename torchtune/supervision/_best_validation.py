@@ -1,0 +1,129 @@
+"""The best validation of a run: selects the checkpoint to keep, and stops training early."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtune.checkpoints import BEST, newest_record
+from torchtune.training.parallel import ParallelDims
+from torchtune.utils import UserError, atomic_write, get_logger
+
+_MAXIMIZE_PREFIX = "max:"  # prefix of a metric to maximize
+
+
+class ValidationMetricError(UserError):
+    """The metric for the best checkpoint is not a validation metric."""
+
+    rank0_only = True  # all ranks raise the same error
+
+
+class BestValidation:
+    """Tracks the best validation by one metric, and counts the validations since.
+
+    ``best.json`` in ``output_dir`` lists the checkpoints of all best validations so far, the newest last. Pruning keeps
+    the newest complete one.
+
+    Args:
+        output_dir: folder of the run.
+        metric: validation metric, such as ``val_loss``; with the prefix ``max:`` higher is better. None: ``val_loss``
+            if there is a patience, else nothing is compared.
+        patience: number of validations without improvement after which the run ends; None never ends it.
+        dims: processes of the run, of which the main one writes ``best.json``; None is one process.
+
+    Attributes:
+        metric: the metric without ``max:``, or None.
+
+    Example:
+        >>> best = torchtune.training.BestValidation("run", "val_loss", patience=1)
+        >>> best.update(10, {"val_loss": 2.0}), best.update(20, {"val_loss": 2.5}), best.should_stop
+        (True, False, True)
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        metric: str | None = None,
+        patience: int | None = None,
+        dims: ParallelDims | None = None,
+    ) -> None:
+        if metric is None and patience is not None:
+            metric = "val_loss"
+        self._dir, self._patience, self._is_writer = Path(output_dir), patience, dims is None or dims.is_main
+        self._metric_setting = metric
+        self.metric = None if metric is None else metric.removeprefix(_MAXIMIZE_PREFIX)
+        self._records: list[dict[str, Any]] = []
+        self._best: tuple[int, float] | None = None  # step, value
+        self._num_worse = 0
+        self._needs_checkpoint = False  # the best has no checkpoint yet
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the patience is exhausted."""
+        return self._patience is not None and self._num_worse >= self._patience
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Compare a validation with the best so far; return whether it is better. NaN and infinity never are.
+
+        Raises:
+            ValidationMetricError: the first validation lacks the metric.
+        """
+        if self.metric is None:
+            return False
+        if self._best is None and self.metric not in metrics:
+            raise ValidationMetricError(
+                f"keep_best: validation has no {self.metric}: choose one of {', '.join(sorted(metrics))}, with "
+                f"{_MAXIMIZE_PREFIX} before it if more is better, and go on with resume_from_checkpoint=True."
+            )
+        value = metrics.get(self.metric, math.nan)
+        sign = -1 if self._metric_setting.startswith(_MAXIMIZE_PREFIX) else 1
+        better = math.isfinite(value) and (self._best is None or sign * value < sign * self._best[1])
+        self._num_worse = 0 if better else self._num_worse + 1
+        if better:
+            self._best, self._needs_checkpoint = (step, value), True
+        return better
+
+    def record_checkpoint(self, name: str) -> None:
+        """Record the name of the checkpoint about to be written, if it is for a new best."""
+        if not self._needs_checkpoint:
+            return
+        self._needs_checkpoint = False
+        self._records.append({"checkpoint": name, "step": self._best[0], "value": self._best[1]})
+        if not self._is_writer:
+            return
+        try:
+            with atomic_write(self._dir / BEST, "w") as file:
+                json.dump({"keep_best": self._metric_setting, "best": self._records}, file, indent=1)
+        except UserError as error:
+            get_logger().warning(f"The best checkpoint, {name}, may be removed by a later one: {error}")
+
+    def describe(self) -> str:
+        """Return text such as ``"val_loss 1.2345 at step 20"``."""
+        return (
+            f"{self.metric} {self._best[1]:.4f} at step {self._best[0]:,}" if self._best else f"no finite {self.metric}"
+        )
+
+    def stop_reason(self) -> str:
+        """Return the reason why the run stops early."""
+        count = "1 validation was" if self._num_worse == 1 else f"{self._num_worse} validations in a row were"
+        return f"{count} not better than the best ({self.describe()})"
+
+    def best_checkpoint(self) -> tuple[Path, str] | None:
+        """Return the best complete checkpoint and a text with its value; None if there is none."""
+        record = newest_record(self._dir, self._records)
+        if record is None:
+            return None
+        return self._dir / record["checkpoint"], f"{self.metric} {record['value']:.4f} at step {record['step']:,}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best validations so far, and the number of validations since."""
+        best, waited = self._best, self._num_worse
+        return {"keep_best": self._metric_setting, "records": self._records, "best": best, "waited": waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`; a run that resumes with another metric compares anew."""
+        if self.metric is None or state.get("keep_best") != self._metric_setting:
+            return
+        self._records, self._num_worse = [dict(record) for record in state["records"]], int(state["waited"])
+        self._best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))

@@ -1,0 +1,191 @@
+"""FLOPs of a training step, and peak FLOPs of devices.
+
+A matrix of n elements costs 2 n FLOPs per token in the forward pass (one multiplication and one addition per element),
+2 n for the gradient of its input, and 2 n for its own gradient (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+That is 6 n for a trained matrix; 4 n for a frozen one that gradients flow through, such as the base of LoRA; 2 n below
+the first trained layer. Attention costs 4 FLOPs per query channel and visible query-key pair (scores and values), and
+8 in the backward pass (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; they count all pairs of a row, this module
+only pairs within the causal mask, the document and the layer's window). Linear attention costs 6 FLOPs per element of
+its state and token (read by the key, corrected, read by the query), and 12 in the backward pass. The output projection
+counts only where the loss computes it: at labels.
+
+Recomputation (activation checkpointing) does not count: these are FLOPs of the model, not of the hardware. Norms, RoPE,
+activations, the softmax and the optimizer are omitted, as is usual.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Dense bf16 TFLOPS with float32 accumulation (without sparsity), from the vendors' data sheets, by words of the device
+# name. The row with the most matching words applies.
+_PEAKS = {
+    "A10": 125.0,
+    "A10G": 70.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A100": 312.0,
+    "A800": 312.0,
+    "RTX A6000": 154.8,
+    "RTX 3090": 71.0,
+    "RTX 4090": 165.2,
+    "RTX 5090": 209.5,
+    "RTX 6000 Ada": 364.2,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "H20": 148.0,
+    "H100": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H800": 989.4,
+    "H800 PCIe": 756.0,
+    "H200": 989.4,
+    "H200 NVL": 835.5,
+    "GH200": 989.4,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+}
+# Words for other chips with the same name, or for a fraction of a chip.
+_OTHERS = {"Laptop", "D", "Ti", "MIG", "Max-Q"}
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the peak bf16 FLOPs per second of a device; None for an unknown device.
+
+    Args:
+        name: result of ``torch.cuda.get_device_name``, for example ``"NVIDIA A100-SXM4-80GB"``.
+    """
+    words = {part for word in name.split() for part in (word, *word.split("-"))}
+    if words & _OTHERS:
+        return None
+    found = [row for row in _PEAKS if words >= set(row.split())]
+    return _PEAKS[max(found, key=lambda row: len(row.split()))] * 1e12 if found else None
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of training, forward and backward.
+
+    Attributes:
+        token: FLOPs per token, without attention.
+        label: FLOPs per labelled token.
+        pair: FLOPs per visible query-key pair, by the window of the layers (None: no window).
+        chunked: the same in layers with chunked attention, by chunk size.
+    """
+
+    token: float
+    label: float
+    pair: Mapping[int | None, float]
+    chunked: Mapping[int, float] = field(default_factory=dict)
+
+    def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
+        """Return the attention FLOPs of documents of these lengths that continue from ``before`` earlier positions."""
+        lengths = list(lengths)
+        spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
+        spans = [(start, start + length) for start, length in spans]
+        found = sum(
+            each * sum(attention_pairs(end, window) - attention_pairs(start, window) for start, end in spans)
+            for window, each in self.pair.items()
+        )
+        for size, each in self.chunked.items():
+            found += each * sum(_chunk_pairs(end, size) - _chunk_pairs(start, size) for start, end in spans)
+        return found
+
+
+def _chunk_pairs(length: int, size: int) -> int:
+    """Return the number of visible query-key pairs in chunks of ``size``."""
+    return length // size * attention_pairs(size, None) + attention_pairs(length % size, None)
+
+
+def attention_pairs(length: int, window: int | None) -> int:
+    """Return the number of causal query-key pairs, limited to ``window``."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopCount | None:
+    """Count the training FLOPs of a decoder; None for a model without layers or with an image encoder.
+
+    An image encoder's FLOPs depend on the number of images in a batch. Only the experts that a token is routed to
+    count: a module with ``experts`` and a ``router`` that has ``num_experts`` and ``experts_per_token``.
+
+    Args:
+        model: converted model, possibly sharded; trained parameters require gradients.
+        labels_only: whether only labelled tokens are projected to logits, as in the losses of recipes; by default as
+            ``model(tokens)`` does.
+    """
+    from torchtune.modules.conversion import full_shapes
+    from torchtune.modules.mixers import RecurrentMixer
+    from torchtune.modules.transformer import text_decoder
+
+    decoder = text_decoder(model)
+    if not hasattr(decoder, "layers") or decoder is not model:
+        return None
+    if labels_only is None:
+        labels_only = getattr(decoder, "skip_output_layer", False)
+    flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
+    by_token, by_pair, by_chunk = 0.0, Counter(), Counter()
+    shapes = full_shapes(model)
+    if getattr(decoder, "layer_embeddings", None) is not None:
+        matrix = decoder.layer_embeddings.projection.weight
+        by_token += math.prod(shapes[matrix]) * _flops_per_weight(matrix, flows)
+    for layer in decoder.layers:
+        flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
+        by_token += sum(elements * _flops_per_weight(matrix, flows) for matrix, elements in _matrices(layer, shapes))
+        for attention in (getattr(layer, "attn", None), getattr(layer, "mixer", None)):
+            if isinstance(attention, RecurrentMixer):
+                by_token += 6 * attention.state_elements * (3 if flows else 1)
+            elif attention is not None:
+                head = getattr(attention, "head_dim", decoder.head_dim)
+                width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
+                chunk = getattr(attention, "chunk", None)
+                of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
+                of[size] += 2 * width * (6 if flows else 2)
+    by_label = sum(matrix.numel() * _flops_per_weight(matrix, flows) for matrix in _output_matrices(decoder))
+    if not labels_only:
+        by_token, by_label = by_token + by_label, 0.0
+    return FlopCount(by_token, by_label, dict(by_pair), dict(by_chunk))
+
+
+def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
+    """Return FLOPs per element and token."""
+    return 2 + 2 * flows + 2 * matrix.requires_grad
+
+
+def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:
+    output = decoder.output
+    weights = output.parameters() if hasattr(output, "parameters") else [getattr(output, "weight", None)]
+    return [weight for weight in weights if weight is not None and weight.dim() >= 2]
+
+
+def _matrices(
+    layer: "nn.Module", shapes: Mapping["nn.Parameter", tuple[int, ...]]
+) -> Iterator[tuple["torch.Tensor", float]]:
+    """Yield the matrices of a layer, with the number of their elements that a token uses."""
+    shares = {}
+    for module in layer.modules():
+        router = getattr(module, "router", None)
+        if router is not None and hasattr(module, "experts"):
+            share = router.experts_per_token / router.num_experts
+            shares.update(dict.fromkeys(module.experts.parameters(), share))
+    for parameter in layer.parameters():
+        if parameter.dim() >= 2:
+            yield parameter, math.prod(shapes[parameter]) * shares.get(parameter, 1.0)
+
+
+def document_spans(batch: Any) -> list[tuple[int, int]]:
+    """Return (length, earlier positions) of the documents of a batch; without documents, every row is one."""
+    documents = batch.get("documents")
+    if documents is not None:
+        return list(zip(documents.lengths, documents.before, strict=True))
+    rows, length = batch["tokens"].shape
+    return [(length, 0)] * rows

@@ -1,0 +1,183 @@
+"""Out-of-memory errors that name the settings to change."""
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune.training import SettingsView
+from torchtune.training.memory import get_memory_stats
+from torchtune.training.parallel import ParallelDims, ParallelDimsError
+from torchtune.utils import (
+    Activity,
+    UserError,
+    atomic_write,
+    get_logger,
+    memory_snapshot,
+    note_in_run_log,
+    record_memory_history,
+)
+
+_MAX_ADVICE = 4  # maximum number of suggestions
+_SHORTEST = 256  # tokens; shorter sequences are only suggested above this length
+# torch's messages for host memory (Linux, Windows), and CUDA's and cuBLAS's for device memory.
+_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+Changes = dict[str, Any]
+
+
+class OutOfMemoryError(UserError, RuntimeError):
+    """Memory ran out; the message names the place and settings that need less."""
+
+
+def _memory_kind(error: BaseException) -> str | None:
+    """Return the memory that ran out, ``"device"`` or ``"host"``; None for another error."""
+    if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
+        return "device"
+    return "host" if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST) else None
+
+
+@contextmanager
+def explain_out_of_memory(
+    settings: Any, activity: Activity, dims: ParallelDims, *, record_history: bool = False
+) -> Iterator[None]:
+    """Turn an out-of-memory error inside the block into one that names settings that need less memory.
+
+    On CUDA it writes a memory snapshot for https://pytorch.org/memory_viz to
+    ``<output_dir>/memory/rank_<r>_step_<n>.pickle``.
+
+    Args:
+        settings: settings of the recipe.
+        activity: activity of this process.
+        dims: the device mesh.
+        record_history: record the stack of every allocation in the snapshot, at a small cost.
+
+    Raises:
+        OutOfMemoryError: instead of torch's error for device or host memory, or of a ``MemoryError``.
+        RecipeSettingsError: on entry, if a setting is missing.
+    """
+    cfg = SettingsView.of(settings)
+    on_cuda = torch.cuda.is_available()
+    if record_history and on_cuda:
+        record_memory_history(True)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        kind = _memory_kind(error)
+        if kind is None:
+            raise
+        rank = torch.distributed.get_rank() if dims.mesh is not None else 0
+        snapshot = _write_snapshot(cfg, rank, activity) if on_cuda and kind == "device" else None
+        end = f"; what filled it is in {snapshot}." if snapshot else "."
+        message = _explain(cfg, activity, dims, rank, kind) + end
+        note_in_run_log(message)
+        raise OutOfMemoryError(message) from error
+    finally:
+        if record_history and on_cuda:
+            record_memory_history(False)
+
+
+def _write_snapshot(cfg: SettingsView, rank: int, activity: Activity) -> Path | None:
+    path = Path(cfg.output_dir or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
+    try:
+        with atomic_write(path) as file:
+            pickle.dump(memory_snapshot(), file)
+    except (UserError, OSError) as error:
+        get_logger().warning(f"There is no snapshot of the memory: {error}")
+        return None
+    return path
+
+
+def _explain(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
+    on_cuda = kind == "device" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    what = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
+    stats = get_memory_stats(device, reset_stats=False)
+    if on_cuda:
+        free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info())
+        used = f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB in use, {stats['peak_memory_active']:.1f} at the peak"
+        where, used = f"the GPU of {what}", f"{used}, {free:.1f} of {total:.1f} free"
+    else:
+        where, used = what, f"{stats['peak_memory_resident']:.1f} GiB at the peak"
+    batch = f" with a batch of {' x '.join(map(str, activity.shape))} tokens" if activity.shape else ""
+    advice = [_format_changes(changes) for changes in _suggest_changes(cfg, activity, dims, kind)][:_MAX_ADVICE]
+    text = f"There is not enough memory for {where} {activity}{batch} ({used}): "
+    if not advice:
+        return text + "no setting would need less: train adapters, a smaller model, or use more or larger devices"
+    return text + "set " + ", or ".join(advice)
+
+
+def _format_changes(changes: Changes) -> str:
+    return " ".join(f"{key}={'null' if value is None else value}" for key, value in changes.items())
+
+
+def _suggest_changes(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
+    """Yield changes that need less memory and that the recipe accepts, cheapest first."""
+    cfg = SettingsView.of(settings)
+    on_cuda = torch.cuda.is_available()
+    if kind == "host" and on_cuda:  # offloading fills host memory
+        found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if getattr(cfg, key))
+    else:
+        found = (*_smaller_steps(cfg, activity), *_smaller_dtypes(cfg, on_cuda), *_more_shards(cfg, dims))
+    for changes in found:
+        if all(cfg.can_set(key) for key in changes) and _is_accepted(cfg.source, changes):
+            yield changes
+
+
+def _is_accepted(cfg: Any, changes: Changes) -> bool:
+    """Return whether the recipe's own checks pass."""
+    if any("." in key for key in changes) or not dataclasses.is_dataclass(cfg) or not hasattr(cfg, "check"):
+        return True
+    return not list(dataclasses.replace(cfg, **changes).check())
+
+
+def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
+    """Yield changes with fewer tokens or activations."""
+    if not cfg.enable_activation_checkpointing:
+        yield {"enable_activation_checkpointing": True}
+    if activity.phase == "validation":
+        if (cfg.batch_size_val or cfg.batch_size) > 1:
+            yield {"batch_size_val": 1}
+    elif cfg.batch_size > 1:
+        steps = {"gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
+        yield {"batch_size": 1} | ({} if cfg.optimizer_in_bwd else steps)
+    adapts = "lora" in f"{cfg.model} {cfg.model_converters}".lower()  # adapters have small gradients
+    if not cfg.optimizer_in_bwd and not adapts:
+        yield {"optimizer_in_bwd": True}
+    longest = cfg.max_seq_len
+    if longest is None and cfg.batch_size == 1 and activity.shape:
+        longest = activity.shape[-1]
+    if longest is not None and longest > _SHORTEST:
+        yield {"tokenizer.max_seq_len": longest // 2}
+
+
+def _smaller_dtypes(cfg: SettingsView, on_cuda: bool) -> Iterator[Changes]:
+    """Yield smaller dtypes, or offloading to the host."""
+    if cfg.dtype == "fp32":
+        yield {"dtype": "bf16"}
+    if on_cuda and cfg.enable_activation_checkpointing and not cfg.enable_activation_offloading:
+        yield {"enable_activation_offloading": True}
+
+
+def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
+    if dims.world_size == 1:
+        return
+    if not cfg.fsdp_reshard_after_forward:
+        yield {"fsdp_reshard_after_forward": True}
+    rest = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
+    sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
+    if dims.dp_replicate > 1:
+        yield {"data_parallel_replicate_dim": 1, **rest}
+    for name, key in (("cp", "context_parallel_dim"), ("tp", "tensor_parallel_dim")):
+        try:
+            ParallelDims(**{**sizes, name: 2 * sizes[name]}, dp_shard=-1, world_size=dims.world_size)
+        except ParallelDimsError:
+            continue
+        yield {key: 2 * sizes[name], **rest}
+    if not cfg.fsdp_cpu_offload:
+        yield {"fsdp_cpu_offload": True}

@@ -1,0 +1,189 @@
+"""Profile a window of steps with ``torch.profiler``."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from torchtune.supervision._overlap import write_overlap
+from torchtune.utils import UserError, get_logger, get_world_size_and_rank, verbose_profiling
+
+PROFILER_KEY = "profiler"
+DEFAULT_PROFILER_ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}
+DEFAULT_SCHEDULE: dict[str, int] = {"wait_steps": 5, "warmup_steps": 5, "active_steps": 2, "num_cycles": 1}
+DEFAULT_TRACE_OPTS: dict[str, bool] = {
+    "profile_memory": False,
+    "with_stack": False,
+    "record_shapes": True,
+    "with_flops": False,
+}
+DEFAULT_PROFILE_DIR: str = "profiler_output"
+
+
+def trace_handler(
+    prof: torch.profiler.profile, output_dir: str, metric: str = "self_cuda_time_total", row_limit: int = 25
+) -> None:
+    """Write the trace of one window (for chrome://tracing or Perfetto) and a table of the most expensive operations.
+
+    Args:
+        prof: a profiler at the end of its window.
+        output_dir: output folder for ``iteration_{step}/rank{r}_trace.json`` and ``rank{r}_key_averages.txt``; with GPU
+            kernels also ``rank{r}_overlap.json``, the share of communication that does not overlap with computation.
+        metric: sort key of the table.
+        row_limit: number of rows of the table.
+    """
+    rank = get_world_size_and_rank()[1]
+    folder = Path(output_dir) / f"iteration_{prof.step_num}"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    trace = folder / f"rank{rank}_trace.json"
+    prof.export_chrome_trace(str(trace))
+    if ProfilerActivity.CUDA in prof.activities:
+        overlap = write_overlap(trace, folder / f"rank{rank}_overlap.json")
+        if overlap is not None:
+            get_logger().info(f"Rank {rank} in {folder.name}: {overlap}.")
+    if prof.profile_memory and torch.cuda.is_available():
+        prof.export_memory_timeline(str(folder / f"rank{rank}_memory-timeline.html"))
+    if prof.with_stack:
+        prof.export_stacks(str(folder / f"rank{rank}_stacks.txt"), metric=metric)
+    table = prof.key_averages().table(sort_by=metric, row_limit=row_limit)
+    (folder / f"rank{rank}_key_averages.txt").write_text(table + "\n", encoding="utf-8")
+    if rank == 0:
+        get_logger().info(f"Profile of {folder.name} is in {folder} ({time.perf_counter() - start:.1f} s).")
+
+
+class DummyProfiler:
+    """Profiler with the interface of ``torch.profiler.profile`` that does nothing.
+
+    Example:
+        >>> with torchtune.training.DummyProfiler() as profiler:
+        ...     profiler.step()
+    """
+
+    def __enter__(self) -> "DummyProfiler":
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+def _check_schedule(schedule: dict[str, int]) -> None:
+    for name, value in schedule.items():
+        least = 1 if name == "active_steps" else 0
+        if value < least:
+            raise UserError(f"profiler: {name}={value} must be at least {least}.")
+
+
+def setup_torch_profiler(
+    enabled: bool = False,
+    cpu: bool = True,
+    cuda: bool = True,
+    xpu: bool = True,
+    hpu: bool = False,
+    profile_memory: bool = DEFAULT_TRACE_OPTS["profile_memory"],
+    with_stack: bool = DEFAULT_TRACE_OPTS["with_stack"],
+    record_shapes: bool = DEFAULT_TRACE_OPTS["record_shapes"],
+    with_flops: bool = DEFAULT_TRACE_OPTS["with_flops"],
+    wait_steps: int | None = None,
+    warmup_steps: int | None = None,
+    active_steps: int | None = None,
+    num_cycles: int | None = None,
+    output_dir: str | None = None,
+) -> tuple[torch.profiler.profile | DummyProfiler, dict[str, Any]]:
+    """Build a profiler whose windows consist of idle steps, warmup steps (discarded) and recorded steps.
+
+    Args:
+        enabled: if False, return a ``DummyProfiler``.
+        cpu, cuda, xpu, hpu: activities to record; activities that the machine lacks are skipped.
+        profile_memory: record allocations.
+        with_stack: record source lines.
+        record_shapes: record the shapes of operands.
+        with_flops: estimate the FLOPs of matrix products.
+        wait_steps, warmup_steps, active_steps, num_cycles: lengths of the window's phases in steps, and number of
+            windows (0: until the end of the run). If one is None, all four take their defaults (5, 5, 2, 1).
+        output_dir: folder of the traces; ``profiler_output`` by default.
+
+    Returns:
+        The profiler and the settings in use.
+
+    Raises:
+        UserError: there is nothing to record, or a length is invalid.
+    """
+    if not enabled:
+        return DummyProfiler(), {"enabled": False}
+    wanted = {"CPU": cpu, "CUDA": cuda, "XPU": xpu, "HPU": hpu}
+    supported = torch.profiler.supported_activities()
+    activities = [
+        getattr(ProfilerActivity, name)
+        for name, asked in wanted.items()
+        if asked and hasattr(ProfilerActivity, name) and getattr(ProfilerActivity, name) in supported
+    ]
+    if not activities:
+        raise UserError("profiler: nothing to record on this machine: set one of cpu, cuda, xpu or hpu to True.")
+
+    schedule = {
+        "wait_steps": wait_steps,
+        "warmup_steps": warmup_steps,
+        "active_steps": active_steps,
+        "num_cycles": num_cycles,
+    }
+    if any(value is None for value in schedule.values()):
+        schedule = dict(DEFAULT_SCHEDULE)
+        get_logger().info(f"profiler: the windows are not all given, using {schedule}.")
+    _check_schedule(schedule)
+
+    options = {
+        "profile_memory": profile_memory,
+        "with_stack": with_stack,
+        "record_shapes": record_shapes,
+        "with_flops": with_flops,
+    }
+    output_dir = str(output_dir or DEFAULT_PROFILE_DIR)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    on_cuda = ProfilerActivity.CUDA in activities
+    metric = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(
+            wait=schedule["wait_steps"],
+            warmup=schedule["warmup_steps"],
+            active=schedule["active_steps"],
+            repeat=schedule["num_cycles"],
+        ),
+        experimental_config=verbose_profiling() if with_stack else None,
+        on_trace_ready=partial(trace_handler, output_dir=output_dir, metric=metric),
+        **options,
+    )
+    asked = {name.lower(): getattr(ProfilerActivity, name, None) in activities for name in wanted}
+    return profiler, {"enabled": True, "output_dir": output_dir, **asked, **schedule, **options}
+
+
+def profiler_from_config(cfg: Any | None) -> torch.profiler.profile | DummyProfiler:
+    """Build the profiler of a recipe's ``profiler`` section, or a ``DummyProfiler`` if ``cfg`` is None.
+
+    Raises:
+        UserError: ``_component_`` is not ``setup_torch_profiler``.
+    """
+    if cfg is None:
+        return DummyProfiler()
+    from torchtune import config
+
+    component = cfg.get("_component_", "torchtune.training.setup_torch_profiler")
+    if component != "torchtune.training.setup_torch_profiler":
+        raise UserError(f"profiler: {component} is not torchtune.training.setup_torch_profiler, the only one there is.")
+    profiler, used = config.instantiate({**cfg, "_component_": component})
+    if used["enabled"]:
+        get_logger().info(f"Profiling: {used}")
+    return profiler

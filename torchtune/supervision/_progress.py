@@ -1,0 +1,103 @@
+"""The progress bar of a run."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import IO, Any
+
+from tqdm import tqdm
+
+_SHOWN = {
+    "loss": ("loss", "{:.4f}"),
+    "val_loss": ("val_loss", "{:.4f}"),
+    "rewards/total": ("reward", "{:.3f}"),
+    "val_rewards/total": ("val_reward", "{:.3f}"),
+    "rewards/accuracies": ("accuracy", "{:.0%}"),
+    "val_rewards/accuracies": ("val_accuracy", "{:.0%}"),
+    "tokens_per_second_per_gpu": ("tok/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.0%}"),
+}
+
+
+class ProgressBar:
+    """Shows step, total, loss, tokens per second and remaining time on rank 0.
+
+    A terminal shows one line; a log file or pipe gets a plain line every ``interval`` seconds and at the end.
+
+    Args:
+        total: optimizer steps of the run.
+        initial: completed steps of a resumed run.
+        file: output; stderr by default.
+        interval: seconds between plain lines.
+
+    Example:
+        >>> with open(folder / "bar", "w") as file:
+        ...     bar = torchtune.training.ProgressBar(total=2, file=file)
+        ...     bar.advance(1)
+        ...     bar.close()
+    """
+
+    def __init__(self, total: int, initial: int = 0, file: IO[str] | None = None, interval: float = 10.0) -> None:
+        file = sys.stderr if file is None else file
+        terminal = file.isatty()
+        sized = terminal and _has_size(file)
+        self._shown: dict[str, str] = {}
+        self._bar = _Bar(
+            total=total,
+            initial=initial,
+            file=file if terminal else _Lines(file),
+            disable=int(os.environ.get("RANK", "0")) != 0,
+            dynamic_ncols=sized,
+            **({"ncols": 80, "nrows": 24} if terminal and not sized else {}),
+            mininterval=0.1 if terminal else interval,
+            miniters=1,
+            unit="step",
+            bar_format=None if terminal else "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+        )
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def update_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Show loss, reward, accuracy (also of validation), tokens per second and MFU; other metrics are ignored."""
+        for name, (label, form) in _SHOWN.items():
+            if name in metrics:
+                self._shown[label] = form.format(float(metrics[name]))
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def advance(self, step: int) -> None:
+        """Set the number of completed steps, including steps before a resume."""
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Draw the final state and end the line."""
+        self._bar.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _has_size(file: IO[str]) -> bool:
+    """Return whether the terminal reports a size; some report 0."""
+    return min(os.get_terminal_size(file.fileno())) > 0
+
+
+class _Bar(tqdm):
+    """tqdm without its monitor thread, which outlives the bar."""
+
+    monitor_interval = 0
+
+
+class _Lines:
+    """File that gets one line per redraw."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        text = text.strip("\r\n \x1b[A")
+        if text:
+            self._file.write(text + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()

@@ -1,0 +1,257 @@
+"""Decide when a run saves and stops."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtune.data import BatchLoader
+from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
+from torchtune.supervision._signals import StopSignal
+from torchtune.supervision._step_metrics import StepMetrics
+from torchtune.supervision._throughput import Throughput
+from torchtune.training.parallel import ParallelDims, all_gather_object, any_rank, broadcast_object
+from torchtune.utils import UserError, get_logger, log_rank_zero
+
+# EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
+EXIT_REQUEUE = 75
+_EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
+
+
+class DifferentDataError(UserError):
+    """Ranks read different training data."""
+
+    rank0_only = True  # all ranks raise the same error
+
+
+class Step(NamedTuple):
+    """The micro-batches of this rank, and the global counts of all ranks.
+
+    Attributes:
+        batches: micro-batches of this rank.
+        num_tokens: global count of tokens.
+        num_labels: global count of labelled tokens.
+        num_terms: global divisor of the loss: labelled tokens unless a batch has ``terms``.
+    """
+
+    batches: list[Any]
+    num_tokens: int
+    num_labels: int
+    num_terms: int
+
+
+class RunControl:
+    """Iterates over the steps of a run, and decides when it saves and stops: by settings, time, file and signals.
+
+    Ranks agree in one all-reduce per step, :meth:`synchronize`. It carries the loss and whether all values are finite,
+    the requests (time and file on rank 0, signals on any rank), and the counts of the next step, which is loaded before
+    the host waits for the device. Only the first step of an epoch or after a resume has a separate all-reduce.
+
+    Inside the block, SIGTERM or SIGINT on any rank stops the run after the step; a second signal ends that process at
+    once.
+
+    Args:
+        dims: the device mesh.
+        output_dir: folder of the run; a file ``SAVE`` in it requests a checkpoint and is then removed.
+        every_n_steps: interval of checkpoints; None saves after every epoch.
+        every_n_minutes: maximum time since the last checkpoint, or None.
+        clock: monotonic time in seconds.
+        best: the best validation so far; requests a checkpoint of a new best, and ends the run after its patience.
+
+    Attributes:
+        finished: whether this is the last step of the run.
+        exit_code: 75 after SIGTERM, so that schedulers requeue the job; 130 after SIGINT; 0 without a signal.
+
+    Example:
+        >>> control = torchtune.training.RunControl(torchtune.training.ParallelDims(), folder)
+        >>> control.ending
+        False
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        output_dir: str | Path,
+        every_n_steps: int | None = None,
+        every_n_minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        best: BestValidation | None = None,
+    ) -> None:
+        self._dims, self._file = dims, Path(output_dir) / "SAVE"
+        self._steps, self._clock, self._saved_at = every_n_steps, clock, clock()
+        self._seconds = None if every_n_minutes is None else 60 * every_n_minutes
+        self._signals = StopSignal()
+        self._throughput: Throughput | None = None
+        self._loader: BatchLoader | None = None
+        self._epochs = 0
+        self._counts: list[int] | None = None  # tokens, labels and terms of the next step
+        self._should_save = self.finished = False
+        self._failure: ValidationMetricError | None = None
+        self.exit_code = 0
+        self._best = BestValidation(output_dir) if best is None else best
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal, the patience of validation or a missing metric stops the run."""
+        return self.exit_code != 0 or self._best.should_stop or self._failure is not None
+
+    @property
+    def ending(self) -> bool:
+        """Whether this is the last step, so that its checkpoint is the last one."""
+        return self.stopping or self.finished
+
+    def steps(self, loader: BatchLoader, epochs: int, throughput: Throughput | None = None) -> Iterator[Step]:
+        """Yield the steps from the loader's position to the end of the last of ``epochs``, or until the run stops.
+
+        Args:
+            loader: loader of the training data.
+            epochs: number of epochs of the run.
+            throughput: measures the time of data loading.
+
+        Raises:
+            DifferentDataError: ranks read different data; otherwise they would mix up rows, or deadlock at the end of
+                an epoch.
+        """
+        self._loader, self._epochs = loader, epochs
+        self._throughput = Throughput(dims=self._dims) if throughput is None else throughput
+        _check_same_data(loader.state_dict()["fingerprint"])
+        while loader.epoch < epochs and not self.stopping:
+            self._counts = None
+            for batches in self._throughput.loading(loader):
+                counts = self._dims.sum(*loader.count(batches)) if self._counts is None else self._counts
+                yield Step(batches, *counts)
+                if self.stopping:
+                    return
+
+    def synchronize(
+        self, step: int, step_metrics: StepMetrics, grad_norm: float | torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Agree on a step with all ranks in one all-reduce; the host waits for the device here.
+
+        Args:
+            step: number of completed steps, including this one.
+            step_metrics: losses and other values of this rank's micro-batches.
+            grad_norm: norm of the gradients over all ranks.
+
+        Returns:
+            The metrics of the step, equal on all ranks: ``loss``, the means of the values, and ``grad_norm``, which is
+            NaN if it is not finite on any rank.
+        """
+        bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
+        upcoming = None
+        if self._loader is not None:
+            with self._throughput.loading_ahead():
+                upcoming = self._loader.peek_counts()
+        counts = [0, 0, 0] if upcoming is None else upcoming
+        flags = [bad, step_metrics.has_new_names, *self._local_requests()]
+        sums, (bad, new_names, *requests) = self._dims.exchange([*counts, *step_metrics.sums_and_counts()], flags)
+        if new_names:  # on any rank; usually in the first step
+            sums += step_metrics.new_sums(self._dims)
+        self._counts = None if upcoming is None else sums[: len(counts)]
+        self._apply_requests(requests)
+        metrics = step_metrics.total(sums[len(counts) :])
+        step_metrics.record(step, metrics)
+        if grad_norm is not None:
+            metrics["grad_norm"] = math.nan if bad and math.isfinite(grad_norm) else grad_norm
+        return metrics
+
+    def _local_requests(self) -> list[bool]:
+        """Return whether this rank requests a checkpoint, and whether it received each signal."""
+        found = [self._signals.number == number for number in _EXIT_CODES]
+        return [self._dims.is_main and self._is_save_requested(), *found]
+
+    def _is_save_requested(self) -> bool:
+        if self._file.exists():
+            self._file.unlink(missing_ok=True)
+            return True
+        return self._seconds is not None and self._clock() - self._saved_at >= self._seconds
+
+    def _apply_requests(self, requests: list[bool]) -> None:
+        self._should_save = self._should_save or requests[0]
+        signals = zip(_EXIT_CODES.values(), requests[1:], strict=True)
+        self.exit_code = next((code for code, found in signals if found), 0)
+
+    def record_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a validation; a new best requests a checkpoint. All ranks have the same values.
+
+        If validation lacks the metric, the run saves and stops, and :meth:`finish` raises.
+
+        Args:
+            step: number of completed steps.
+            metrics: metrics of this validation.
+        """
+        try:
+            self._should_save = self._best.update(step, metrics) or self._should_save
+        except ValidationMetricError as error:
+            self._failure = error
+
+    def checkpoint_due(self, step: int) -> str | None:
+        """Return the name of the checkpoint to write now, ``epoch_<n>`` or ``step_<n>``; None if none is due.
+
+        Args:
+            step: number of completed steps.
+        """
+        if self._dims.world_size == 1:  # also catches requests after synchronize()
+            self._apply_requests(self._local_requests())
+        epoch_ends = self._loader.at_epoch_end
+        self.finished = epoch_ends and self._loader.epoch == self._epochs - 1
+        due = self._should_save or self.stopping or (self._steps is not None and step % self._steps == 0)
+        self._should_save = False
+        whole_epoch = epoch_ends and self._steps is None and (self.finished or self.exit_code == 0)
+        if due or whole_epoch:
+            self._saved_at = self._clock()
+        if not (due or whole_epoch or self.finished):
+            return None
+        name = f"epoch_{self._loader.epoch}" if whole_epoch else f"step_{step}"
+        self._best.record_checkpoint(name)
+        return name
+
+    def finish(self, step: int, total: int) -> int:
+        """Return the exit code; if the run stopped early, log how to resume it.
+
+        Args:
+            step: number of completed steps.
+            total: number of steps of the run.
+
+        Raises:
+            ValidationMetricError: validation lacks the metric.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if step >= total:
+            return 0
+        if self.exit_code == 0 and self._best.should_stop:
+            log_rank_zero(get_logger(), f"stopped early: {self._best.stop_reason()}.")
+        elif self._dims.is_main:
+            get_logger().warning(
+                f"Stopped after step {step} of {total}; everything is saved in {self._file.parent}: run the same "
+                "command with resume_from_checkpoint=True to continue."
+            )
+        return self.exit_code
+
+    def __enter__(self) -> "RunControl":
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._signals.__exit__(*details)
+        if self._throughput is not None:
+            self._throughput.activity.move("closing")
+
+
+def _check_same_data(own: Mapping[str, Any]) -> None:
+    if not any_rank(broadcast_object(own) != own):
+        return
+    found = all_gather_object(own)
+    other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+    lengths = [found[rank]["dataset_length"] for rank in (0, other)]
+    differ = "{:,} examples an epoch there, {:,} here".format(*lengths) if len({*lengths}) == 2 else "other examples"
+    raise DifferentDataError(
+        f"Rank {other} reads other training data than rank 0 ({differ}): give all machines the same files, or a folder "
+        "that they share."
+    )

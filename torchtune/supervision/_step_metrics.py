@@ -1,0 +1,180 @@
+"""Values logged per step: sums and counts by name, over micro-batches and ranks."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch
+from torchtune.modules.loss import keep_row_losses
+from torchtune.training.parallel import ParallelDims
+from torchtune.utils import get_logger, log_once
+
+# Metrics that show progress of a run, and their labels in a report.
+PROGRESS_METRICS = {"loss": "loss", "rewards/total": "reward", "rewards/accuracies": "accuracy"}
+# Name -> (sum, count).
+Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
+
+
+class Means:
+    """Sums and counts by name, for means over all ranks; ``prefix`` precedes each name.
+
+    Ranks may add different names in a different order; :meth:`sync_names` builds a common list.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._sums: dict[str, list[Any]] = {}
+        self._names: list[str] = []  # known to all ranks, in a common order
+
+    def add(self, figures: Figures) -> None:
+        """Add the sums and counts of a micro-batch, without a host sync."""
+        for name, pair in figures.items():
+            sums = self._sums.setdefault(self._prefix + name, [0.0, 0.0])
+            sums[:] = [before + _to_float64(value) for before, value in zip(sums, pair, strict=True)]
+
+    @property
+    def has_new_names(self) -> bool:
+        """Whether this rank has names that are not in the common list."""
+        return not self._sums.keys() <= set(self._names)
+
+    def sync_names(self, dims: ParallelDims) -> list[str]:
+        """Add the new names of all ranks to the common list, and return them. A collective."""
+        found = set().union(*dims.gather(sorted(self._sums.keys() - set(self._names))))
+        self._names += (new := sorted(found - set(self._names)))
+        return new
+
+    def sums_and_counts(self, names: list[str] | None = None) -> list[Any]:
+        """Return sum and count of names (by default the common list) for an all-reduce."""
+        return [number for name in names or self._names for number in self._sums.get(name, (0.0, 0.0))]
+
+    def over(self, dims: ParallelDims) -> dict[str, float]:
+        """Return the means over all ranks. A collective."""
+        self.sync_names(dims)
+        return self.from_sums(dims.exchange(self.sums_and_counts())[0])
+
+    def from_sums(self, sums: list[float]) -> dict[str, float]:
+        """Return the means from the all-reduced :meth:`sums_and_counts`; names with a count of 0 are omitted."""
+        pairs = zip(self._names, sums[::2], sums[1::2], strict=True)
+        return {name: total / count for name, total, count in pairs if count}
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self._sums = {}
+
+
+def _to_float64(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+class StepMetrics:
+    """Losses and other logged values of a step's micro-batches on this rank.
+
+    Only :meth:`RunControl.synchronize` waits for the device and for other ranks; it calls :meth:`total` once per step.
+
+    Attributes:
+        losses: losses of the step's micro-batches, scalars.
+        history: name -> first (step, value) since start or resume, and last, of ``loss``, ``rewards/total`` and
+            ``rewards/accuracies``.
+
+    Example:
+        >>> metrics = torchtune.training.StepMetrics()
+        >>> metrics.add_loss(torch.tensor(2.0))
+        >>> metrics.log_mean({"accuracy": (torch.tensor(3.0), 4)})
+        >>> metrics.total([2.0, *metrics.new_sums(torchtune.training.ParallelDims())])
+        {'loss': 2.0, 'accuracy': 0.75}
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._means = Means()
+        self._is_new = True  # the next loss begins another step
+        self.history: dict[str, tuple[tuple[int, float], tuple[int, float]]] = {}
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the scalar loss of a micro-batch; the loss of the step is the sum over micro-batches and ranks."""
+        if self._is_new:
+            self.losses, self._is_new = [], False
+        self.losses.append(loss.detach())
+
+    def log_mean(self, figures: Figures) -> None:
+        """Add other values of a micro-batch; their means over the step, or over the validation data, are logged.
+
+        Args:
+            figures: name -> (sum, count); the count is 0 if a micro-batch has no value.
+        """
+        self._means.add(figures)
+
+    @contextmanager
+    def by_source(self, batch: Batch) -> Iterator[None]:
+        """Log the losses inside the block by source dataset, as ``loss/<name>``, if the batch is of a mixture.
+
+        A loss that only returns a mean cannot be split; that is logged once.
+
+        Args:
+            batch: batch on the device of the losses.
+        """
+        if not batch.sources:
+            yield
+            return
+        with keep_row_losses() as kept:
+            yield
+        labelled = batch.labels.flatten() != CROSS_ENTROPY_IGNORE_IDX
+        source = batch.per_token["source"].flatten()[labelled]
+        losses = torch.cat(kept) if kept else source.new_zeros(0, dtype=torch.float32)
+        if len(losses) == len(labelled):  # the loss also covers unlabelled positions
+            losses = losses[labelled]
+        if len(losses) != len(source):
+            log_once(get_logger(), "loss/<name> is not logged: this loss gives no losses of single tokens.")
+            losses, source = losses[:0], source[:0]  # log the same names on all ranks, even without labels
+        count = len(batch.sources)
+        sums = _to_float64(losses.new_zeros(count))
+        sums.index_add_(0, source, losses.to(sums.dtype))
+        counts = torch.bincount(source, minlength=count)
+        self.log_mean({f"loss/{name}": (sums[i], counts[i]) for i, name in enumerate(batch.sources)})
+
+    @contextmanager
+    def validation(self) -> Iterator[Means]:
+        """Log values inside the block to the yielded ``Means``, with the prefix ``val_``."""
+        training, self._means = self._means, Means("val_")
+        try:
+            yield self._means
+        finally:
+            self._means = training
+
+    def sums_and_counts(self) -> list[Any]:
+        """Return the loss of the step, and sum and count of every other value, for an all-reduce."""
+        if self._is_new:  # no micro-batch in this step
+            self.losses = []
+        return [torch.stack(self.losses).sum() if self.losses else 0.0, *self._means.sums_and_counts()]
+
+    @property
+    def has_new_names(self) -> bool:
+        """Whether this rank has logged a name that is not in :meth:`sums_and_counts` yet."""
+        return self._means.has_new_names
+
+    def new_sums(self, dims: ParallelDims) -> list[float]:
+        """Extend the common list of names, and return the sums to append to :meth:`sums_and_counts`. A collective."""
+        new = self._means.sync_names(dims)
+        return dims.exchange(self._means.sums_and_counts(new))[0] if new else []
+
+    def total(self, sums: list[float]) -> dict[str, float]:
+        """Return the metrics of the step from the all-reduced :meth:`sums_and_counts`; the next loss begins a step."""
+        found = {"loss": sums[0], **self._means.from_sums(sums[1:])}
+        self._means.clear()
+        self._is_new = True
+        return found
+
+    def record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Update :attr:`history` with the values of a step.
+
+        Args:
+            step: number of completed steps.
+            metrics: metrics of the step.
+        """
+        for name in PROGRESS_METRICS.keys() & metrics.keys():
+            now = (step, metrics[name])
+            self.history[name] = (self.history[name][0] if name in self.history else now, now)

@@ -1,0 +1,215 @@
+"""Tokens per second, and shares of lost time."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchtune.supervision._flops import count_flops, document_spans, peak_flops
+from torchtune.utils import Activity, get_logger, log_once, watched_activity
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from torchtune.training.parallel import ParallelDims
+
+
+class Throughput:
+    """Tokens per second over the last steps: processed tokens and labelled tokens.
+
+    Time inside ``paused`` (saving, validation) does not count. With ``dims`` and ``model``, the metrics also include
+    the shares of lost time and the MFU (docs/observability.rst).
+
+    Args:
+        window: number of steps to average over.
+        clock: monotonic time in seconds.
+        model: the trained model; every forward pass updates :attr:`activity`, and on a device with known peak FLOPs the
+            MFU is measured.
+        dims: the processes of the run.
+        device: device of the model.
+        step: number of completed optimizer steps of a resumed run.
+
+    Attributes:
+        activity: current activity of the process.
+        processed: number of processed tokens.
+        trained: number of labelled tokens.
+
+    Example:
+        >>> throughput = torchtune.training.Throughput()
+        >>> throughput.step(processed=512, trained=128)
+    """
+
+    def __init__(
+        self,
+        window: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        model: "nn.Module | None" = None,
+        dims: "ParallelDims | None" = None,
+        device: "torch.device | None" = None,
+        step: int = 0,
+    ) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}.")
+        self._clock = clock
+        self._window: deque[tuple[float, int, int, float]] = deque(maxlen=window)
+        self._step_start = self._logged = clock()
+        self._dims, self._device = dims, device
+        self._waited = self._dims_waited()
+        self._lost_seconds: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
+        self._peak_flops = None if model is None or device is None else _peak_flops(model, device)
+        self._flops = None if self._peak_flops is None else count_flops(model, labels_only=True)
+        self._pair_flops = 0.0  # attention FLOPs per token in the current step
+        self._expert_load = None if model is None else _expert_load(model)
+        self.activity = watched_activity() or Activity(step)
+        self.activity.step = step
+        self.activity.move("training")
+        self.processed = 0
+        self.trained = 0
+        if model is not None:
+            model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _on_forward(self, model: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = args[0] if args else kwargs.get("tokens")
+        self.activity.shape = getattr(tokens, "shape", None)
+        self.activity.move()
+
+    def _dims_waited(self) -> float:
+        return 0.0 if self._dims is None else self._dims.waited
+
+    def loading(self, loader: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """Yield the items of ``loader``; the time spent loading counts as lost to data.
+
+        Args:
+            loader: iterable over the micro-batches of each step.
+        """
+        self._lost_seconds.setdefault("data", 0.0)
+        batches = iter(loader)
+        while True:
+            try:
+                with self._waiting_for_data("loading data"):
+                    loaded = next(batches)
+            except StopIteration:
+                return
+            if self._flops is not None:
+                self._pair_flops = self._attention_by_token(loaded)
+            self.activity.move("training")
+            yield loaded
+
+    @contextmanager
+    def loading_ahead(self) -> Iterator[None]:
+        """Count the time inside the block as lost to data, unless the device stays busy."""
+        with self._waiting_for_data("loading ahead", while_computing=True):
+            yield
+        self.activity.move("training")
+
+    @contextmanager
+    def _waiting_for_data(self, phase: str, while_computing: bool = False) -> Iterator[None]:
+        start = self._clock()
+        self.activity.move(phase)
+        try:
+            yield
+        finally:
+            if not (while_computing and self._device_is_busy()):
+                self._lost_seconds["data"] = self._lost_seconds.get("data", 0.0) + self._clock() - start
+
+    def _device_is_busy(self) -> bool:
+        """Return whether a GPU still has queued work, so that it does not wait."""
+        if self._device is None or self._device.type != "cuda":
+            return False
+        import torch
+
+        return not torch.cuda.current_stream(self._device).query()
+
+    def _attention_by_token(self, batches: list[Any]) -> float:
+        spans = [span for batch in batches if isinstance(batch, Mapping) for span in document_spans(batch)]
+        lengths, before = zip(*spans, strict=True) if spans else ((), ())
+        return self._flops.attention(lengths, before) / max(sum(lengths), 1)
+
+    def step(self, *, processed: int, trained: int) -> None:
+        """Count one optimizer step.
+
+        Args:
+            processed: number of tokens of this process that passed through the model.
+            trained: number of labelled tokens of all processes.
+        """
+        now = self._clock()
+        flops = 0.0
+        if self._flops is not None:
+            labels = trained / (1 if self._dims is None else self._dims.world_size)
+            flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
+        self._window.append((now - self._step_start, processed, trained, flops))
+        self._step_start = now
+        self.processed += processed
+        self.trained += trained
+        self.activity.step += 1
+        self.activity.move()
+
+    @contextmanager
+    def paused(self, phase: str | None = None) -> Iterator[None]:
+        """Exclude the time inside the block.
+
+        Args:
+            phase: name under which the time counts as lost, ``"saving"`` or ``"validation"``; None omits it from the
+                metrics.
+        """
+        start, waited, before = self._clock(), self._dims_waited(), self.activity.phase
+        self.activity.move(phase)
+        try:
+            yield
+        finally:
+            seconds = self._clock() - start
+            self._step_start += seconds
+            if phase is not None:
+                self._lost_seconds[phase] = self._lost_seconds.get(phase, 0.0) + seconds
+            self._waited += self._dims_waited() - waited  # part of the phase
+            self.activity.move(before)
+
+    def metrics(self) -> dict[str, float]:
+        """Return averages over the window, and shares of the time since the last call.
+
+        Metrics: ``tokens_per_second_per_gpu`` (processed), ``trained_tokens_per_second``, ``mfu`` on a known device,
+        ``lost_to_data``, ``lost_to_waiting`` (for other processes) and ``lost_to_<phase>`` for each phase of
+        ``paused``. For a mixture of experts also ``expert_load_max`` and ``expert_load_min`` (a collective).
+        """
+        seconds, processed, trained, flops = (sum(column) for column in zip((0, 0, 0, 0), *self._window, strict=True))
+        seconds = seconds if seconds > 0 else float("inf")
+        found = {"tokens_per_second_per_gpu": processed / seconds, "trained_tokens_per_second": trained / seconds}
+        if self._flops is not None:
+            found["mfu"] = flops / seconds / self._peak_flops
+        if self._expert_load is not None:
+            found |= self._expert_load.metrics()
+        return found | self._lost_shares()
+
+    def _lost_shares(self) -> dict[str, float]:
+        now, waited = self._clock(), self._dims_waited()
+        if "waiting" in self._lost_seconds:
+            self._lost_seconds["waiting"] = waited - self._waited
+        wall = now - self._logged
+        shares = {f"lost_to_{kind}": lost / wall if wall > 0 else 0.0 for kind, lost in self._lost_seconds.items()}
+        self._lost_seconds = dict.fromkeys(self._lost_seconds, 0.0)
+        self._logged, self._waited = now, waited
+        return shares
+
+
+def _peak_flops(model: "nn.Module", device: "torch.device") -> float | None:
+    """Return peak FLOPs per second in the model's dtype; None on a CPU, in float32, or for an unknown device."""
+    import torch
+
+    parameter = next(model.parameters(), None)
+    if device.type != "cuda" or parameter is None or parameter.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name)
+    if peak is None:
+        log_once(get_logger(), f"There is no MFU: what '{name}' can do at most is not known here.")
+    return peak
+
+
+def _expert_load(model: "nn.Module") -> Any:
+    """Return the meter of how evenly ``model`` uses its experts; None without experts."""
+    from torchtune.modules.moe import ExpertLoad, TokenChoiceTopKRouter
+
+    return ExpertLoad(model) if any(isinstance(part, TokenChoiceTopKRouter) for part in model.modules()) else None

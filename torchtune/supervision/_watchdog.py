@@ -1,0 +1,322 @@
+"""Watchdog: end a stalled run with one sentence that names the stalled ranks."""
+
+import functools
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torchtune.supervision._heartbeats import FINISHED, ORPHANED, PEER_LOST, Beat, Heartbeats, describe_stall
+from torchtune.supervision._lost_ranks import agent_pid, is_connection_error, lost_rank_error, machine_name
+from torchtune.supervision._out_of_memory import explain_out_of_memory
+from torchtune.supervision._run_control import EXIT_REQUEUE
+from torchtune.supervision._throughput import Throughput
+from torchtune.training import SettingsView, is_distributed
+from torchtune.training.parallel import ParallelDims
+from torchtune.utils import (
+    LOOP_PHASES,
+    LOST,
+    Activity,
+    LostRankError,
+    UserError,
+    dump_stacks,
+    dump_stacks_after,
+    first_to_say,
+    get_logger,
+    get_rank,
+    note_in_run_log,
+    place,
+    restore_garbage_collection,
+    set_collective_timeout,
+    watch_activity,
+    watched_activity,
+)
+
+T = TypeVar("T")
+# Exit code of a stalled rank; neither torch nor Python uses it.
+HANG_EXIT_CODE = 76
+# Seconds without progress after which a rank ends if another one has failed.
+_QUIET_SECONDS = 10.0
+# Name prefix of threads that write checkpoints.
+WRITER_THREAD_PREFIX = "checkpoint"
+_watchdog_numbers = itertools.count()  # of this process; equal on all ranks, which run the same program
+
+
+def watched(recipe_main: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Decorate ``recipe_main`` with a :class:`Watchdog` over set-up, loop and end.
+
+    The timeout is the setting ``hang_timeout_minutes``; None disables it.
+    """
+
+    @functools.wraps(recipe_main)
+    def run(cfg: Any) -> T:
+        activity, timeout = Activity(None, "set-up"), _to_seconds(SettingsView.of(cfg).hang_timeout_minutes)
+        with watch_activity(activity), Watchdog(activity, None, timeout):
+            return recipe_main(cfg)
+
+    return run
+
+
+@contextmanager
+def watch_run(
+    cfg: Any, dims: ParallelDims, throughput: Throughput, hang_timeout_minutes: float | None
+) -> Iterator[None]:
+    """Run the training loop with :func:`explain_out_of_memory`, and with a :class:`Watchdog` unless :func:`watched`
+    has started one.
+
+    Args:
+        cfg: settings of the recipe.
+        dims: the device mesh.
+        throughput: has the activity of this process.
+        hang_timeout_minutes: timeout of the watchdog; None disables it.
+
+    Raises:
+        OutOfMemoryError: see :func:`explain_out_of_memory`.
+    """
+    restore_garbage_collection()  # set-up has ended
+    activity = throughput.activity
+    is_watched = watched_activity() is activity
+    watchdog = nullcontext() if is_watched else Watchdog(activity, dims, _to_seconds(hang_timeout_minutes))
+    with watchdog, explain_out_of_memory(cfg, activity, dims):
+        yield
+
+
+def _to_seconds(minutes: float | None) -> float | None:
+    return None if minutes is None else 60 * minutes
+
+
+class Watchdog:
+    """Context manager that ends this process if no rank shows a sign of life for ``timeout`` seconds, or if the process
+    that started it dies.
+
+    The first rank to find out logs one sentence that names the stalled ranks and their place in the code; it is also in
+    every log file. Every rank writes its stacks to its log file and exits with code 76. The timeout of torch's
+    collectives is set to more than twice ``timeout``, so that this message comes first.
+
+    A thread reads ``activity`` once a second; the loop does no work for it, and a step has no further collective. Ranks
+    exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward passes,
+    steps, and the beginning and end of validation; in other phases, any progress of the code.
+
+    If a collective fails because another rank is gone, the block raises an error that names that rank. If torchrun's
+    agent dies, the process exits with code 75; otherwise it would keep running and disturb a new run.
+
+    Args:
+        activity: activity of this process, see :attr:`Throughput.activity`.
+        dims: ignored.
+        timeout: seconds; None disables the timeout. It must be longer than any time between two signs of life, such as
+            compilation or loading of data.
+
+    Raises:
+        LostRankError: a collective failed because another rank is gone or failed.
+        ValueError: ``timeout`` is not above 0.
+
+    Example:
+        >>> activity = torchtune.utils.Activity()
+        >>> with torchtune.training.Watchdog(activity, None, timeout=60):
+        ...     activity.sign()
+    """
+
+    def __init__(self, activity: Activity, dims: ParallelDims | None, timeout: float | None) -> None:
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout must be above 0, got {timeout}.")
+        self._activity, self._timeout = activity, math.inf if timeout is None else timeout
+        self._agent = agent_pid()
+        self._is_disabled = timeout is None and self._agent is None and not is_distributed()
+        self._stop_event = threading.Event()
+        self._heartbeats: Heartbeats | None = None
+        self._beat_number = self._num_groups = 0
+        self._ignore_before = 0.0  # signs of life before this time do not count
+        self._last_stacks: list[tuple[object, int]] = []
+
+    def __enter__(self) -> "Watchdog":
+        if self._is_disabled:
+            return self
+        self._run_id = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_watchdog_numbers)}"
+        self._rank, self._interval = get_rank(), min(1.0, self._timeout / 20)
+        self._watched_thread = threading.get_ident()
+        self._connect()
+        self._ignore_before = time.monotonic()
+        self._schedule_stack_dump()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._is_disabled:
+            return
+        loss = self._find_lost_rank() if is_connection_error(error) else None
+        self._stop_event.set()
+        self._thread.join()
+        dump_stacks_after(None)
+        words = str(error) if isinstance(error, UserError) else ""
+        self._publish_exit(PEER_LOST if loss else FINISHED if kind is None else kind.__name__, words)
+        if loss is not None:
+            raise loss from error
+
+    def _find_lost_rank(self) -> LostRankError | None:
+        """Return the error for the ranks that made a collective fail; None if all ranks are alive."""
+        if self._heartbeats is None:
+            return None
+        self._activity.sign()
+        lost = self._heartbeats.find_lost_ranks(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
+        return lost_rank_error(lost, self._heartbeats.address) if lost or lost is None else None
+
+    def _publish_exit(self, left: str, words: str = "") -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.mine = replace(self._make_beat(left=left), words=words)
+            self._heartbeats.stop(seconds=2.0)
+
+    def _schedule_stack_dump(self) -> None:
+        if self._timeout < math.inf:
+            dump_stacks_after(2 * self._timeout)  # for code that blocks all threads, including this one
+
+    def _connect(self) -> None:
+        """Start the heartbeats, and set the timeout of new process groups."""
+        size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        if self._heartbeats is None and size > 1:
+            self._interval = max(self._interval, size / 500)
+            self._heartbeats = Heartbeats(self._rank, size, self._interval, self._run_id, self._make_beat())
+        if dist.is_available() and dist.is_initialized() and self._timeout < math.inf:
+            self._num_groups = set_collective_timeout(2 * self._timeout + 60, self._num_groups)
+
+    def _make_beat(self, still: bool = False, left: str = "") -> Beat:
+        now = self._activity
+        self._beat_number += 1
+        moved = time.time() - (time.monotonic() - now.moved)
+        where, waits = _current_line(self._watched_thread) if still else ("", False)
+        where = f"{now.row}, {where}" if still and now.row else where
+        return Beat(
+            self._beat_number, now.step, now.phase, now.moves, moved, now.signs, waits, where, left, machine_name()
+        )
+
+    def _watch(self) -> None:
+        timeout = self._timeout
+        armed = last = time.monotonic()
+        while not self._stop_event.wait(self._interval):
+            now = time.monotonic()
+            if self._agent not in (None, os.getppid()):
+                self._exit_orphaned()
+            if now - last > max(timeout / 4, 5 * self._interval):  # this process was suspended
+                self._ignore_before = now
+            last = now
+            if now - armed > timeout / 4:
+                self._schedule_stack_dump()
+                armed = now
+            self._connect()
+            self._check_stacks_for_progress()
+            still = now - max(self._activity.moved, self._ignore_before)
+            beats = self._heartbeats
+            if beats is not None:
+                beats.mine = self._make_beat(still > timeout / 2)
+                beats.reads_peers = still > timeout / 2
+            if beats is not None and still > min(_QUIET_SECONDS, timeout / 2) and (ended := beats.failed_ranks()):
+                self._exit_lost_peer(lost_rank_error(ended, beats.address))
+            if (still > timeout and self._all_ranks_stall(now)) or (
+                still > timeout / 2 and beats is not None and beats.is_stalled
+            ):
+                self._exit_stalled(now)
+
+    def _check_stacks_for_progress(self) -> None:
+        """Outside the loop and rows of data, count a change of the stack as a sign of life.
+
+        Threads that write a checkpoint count, too.
+        """
+        stacks: list[tuple[object, int]] = []
+        if self._activity.phase not in LOOP_PHASES and not self._activity.row:
+            frames = sys._current_frames()
+            writers = [thread.ident for thread in threading.enumerate() if thread.name.startswith(WRITER_THREAD_PREFIX)]
+            for frame in (frames.get(thread) for thread in (self._watched_thread, *writers)):
+                while frame is not None:
+                    stacks.append((frame.f_code, frame.f_lasti))
+                    frame = frame.f_back
+        if stacks and stacks != self._last_stacks:
+            self._activity.sign()
+        self._last_stacks = stacks
+
+    def _is_store_lost(self, now: float) -> bool:
+        """Return whether the store does not answer; a slow name server may delay it by seconds."""
+        return now - self._heartbeats.last_reply > self._timeout / 2
+
+    def _all_ranks_stall(self, now: float) -> bool:
+        if self._heartbeats is None or self._is_store_lost(now):
+            return True
+        return all(now - other.moved > self._timeout / 4 for other in list(self._heartbeats.seen.values()))
+
+    def _exit_stalled(self, now: float) -> None:
+        """Log the reason and exit, even if the stalled code holds a lock."""
+        _run_with_timeout(5.0, lambda: dump_stacks("The run stands still; this is where this process is:"))
+        sentence = self._stall_message(now)
+        beats = self._heartbeats
+        first = beats is None or self._is_store_lost(now) or beats.announce_stall(seconds=5 * self._interval + 2)
+        _run_with_timeout(5.0, lambda: get_logger().error(sentence) if first else note_in_run_log(sentence))
+        if beats is not None:
+            time.sleep(5 * self._interval)  # until the other ranks have written their stacks
+        _exit_process(HANG_EXIT_CODE)
+
+    def _exit_lost_peer(self, loss: LostRankError) -> None:
+        """Exit because another rank, for which this one waits, has ended."""
+        first = first_to_say(LOST)  # the failed rank may not get to log it
+        _run_with_timeout(5.0, lambda: get_logger().error(str(loss)) if first else note_in_run_log(str(loss)))
+        _run_with_timeout(5.0, lambda: self._publish_exit(PEER_LOST))
+        _exit_process(loss.exit_code)
+
+    def _exit_orphaned(self) -> None:
+        """Exit because the agent died. Files are always complete or have temporary names, so nothing is lost."""
+        sentence = (
+            f"Rank {self._rank} on {machine_name()} ends {place(self._activity.step, self._activity.phase)}, because "
+            f"process {self._agent}, which started it, has died: run the same command with resume_from_checkpoint=True "
+            "to continue from the last checkpoint."
+        )
+        _run_with_timeout(5.0, lambda: get_logger().error(sentence))
+        _run_with_timeout(5.0, lambda: self._publish_exit(ORPHANED))
+        _exit_process(EXIT_REQUEUE)
+
+    def _stall_message(self, now: float) -> str:
+        beats, silent = {self._rank: self._make_beat(still=True)}, set()
+        if self._heartbeats is not None:
+            for rank, other in list(self._heartbeats.seen.items()):
+                beats[rank] = other.beat
+                if now - other.beat_at > self._timeout / 4 and not other.beat.left:
+                    silent.add(rank)
+            if self._is_store_lost(now):
+                mine = describe_stall({self._rank: beats[self._rank]}, set(), time.time()).rstrip(".")
+                return (
+                    f"{mine}; the process at {self._heartbeats.address} through which ranks know of each other does "
+                    "not answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
+                )
+        return describe_stall(beats, silent, time.time())
+
+
+def _exit_process(code: int) -> None:
+    """End this process regardless of its other threads."""
+    _run_with_timeout(1.0, sys.stdout.flush)
+    _run_with_timeout(1.0, sys.stderr.flush)
+    os._exit(code)
+
+
+def _run_with_timeout(seconds: float, function: Callable[[], object]) -> None:
+    """Run a function that may wait for a lock, for at most ``seconds``."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _current_line(thread: int) -> tuple[str, bool]:
+    """Return (innermost line of code outside torch, whether the thread waits in a collective)."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    waits, depth, inside = False, 0, f"{os.sep}torch{os.sep}"
+    while frame is not None and inside in frame.f_code.co_filename:
+        waits = waits or (depth < 4 and f"{inside}distributed{os.sep}" in frame.f_code.co_filename)
+        frame, depth = frame.f_back, depth + 1
+    if frame is None:
+        return "", waits
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}", waits

@@ -1,0 +1,149 @@
+"""Sandboxed rendering of Jinja chat templates."""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from torchtune.data import DataError
+from torchtune.tokenizers._template_limits import SOURCE, LimitedEnvironment
+
+# Delimiters around the text of a {% generation %} block; random, so no text contains them.
+_OPEN, _CLOSE = (f"\ue000{uuid.uuid4().hex}\ue001" for _ in range(2))
+# Errors of template expressions on unexpected data.
+_TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+_CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_DIRECTIVE = re.compile(r"%-?(.)")
+_DATE = frozenset("aAwdbBmyYjUWGVux%")  # strftime directives that change at most once a day
+
+
+class _Generation(Extension):
+    """``{% generation %}…{% endgeneration %}``, which marks the assistant's text."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Templates are untrusted code: they run in Jinja's immutable sandbox with a size limit, and see plain data only. The
+    environment is that of ``transformers``: trimmed blocks, ``break`` and ``continue``, ``tojson``, ``strftime_now``,
+    ``raise_exception``, ``{% generation %}``.
+
+    Args:
+        source: source of the template.
+        variables: further template variables, for example ``bos_token`` or ``enable_thinking``.
+
+    Raises:
+        DataError: the template has a syntax error, or is too large.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        self.source = source
+        self.variables = dict(variables)
+        self.now: datetime | None = None
+        self._environment = environment = LimitedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], filters={"tojson": _to_json}
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = self._strftime_now
+        if len(source) > SOURCE:
+            raise DataError(f"The chat template has {len(source)} characters: {SOURCE} are the most that is read.")
+        try:
+            self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # a plain dict is faster than Jinja's ChainMap
+        except DataError:
+            raise
+        except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:
+            raise DataError("The chat template is nested too deeply, or its constants are too large.") from error
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            said = str(error).rstrip(".")
+            raise DataError(f"The chat template has an error in line {line}: {said}.") from error
+        self.marks_generation = "generation" in source and "endgeneration" in source
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.source, self.variables)  # recompiled when unpickled
+
+    def fingerprint_parts(self) -> list[Any] | None:
+        """Return the values that renderings depend on; None if they depend on the time of day."""
+        layouts = _CLOCK_CALL.findall(self.source)
+        mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
+        if len(layouts) != mentions or any(set(_DIRECTIVE.findall(layout)) - _DATE for _, layout in layouts):
+            return None
+        return [self.source, self.variables, [self._strftime_now(layout) for _, layout in layouts]]
+
+    def _strftime_now(self, layout: str) -> str:
+        return (self.now or datetime.now()).strftime(layout)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation.
+
+        Returns:
+            the text, and (start, end) in characters of each generation block.
+
+        Raises:
+            DataError: the template raises an error or exceeds its limits.
+        """
+        self._environment.begin()
+        try:
+            text = self._template.render(
+                messages=list(messages),
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        except DataError:
+            raise
+        except (RecursionError, MemoryError, OverflowError) as error:
+            raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
+        except _TEMPLATE_FAILURES as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        if _OPEN not in text:
+            return text, []
+        spans: list[tuple[int, int]] = []
+        pieces: list[str] = []
+        length = 0
+        for piece in text.split(_OPEN):
+            inside, mark, outside = piece.partition(_CLOSE)
+            if mark:
+                spans.append((length, length + len(inside)))
+            pieces += [inside, outside]
+            length += len(inside) + len(outside)
+        return "".join(pieces), spans

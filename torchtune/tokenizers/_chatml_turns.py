@@ -1,0 +1,115 @@
+"""ChatML layout with byte-level BPE, as in Qwen."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtune.data import ChatMLTemplate, DataError, Message, PromptTemplateInterface
+from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
+from torchtune.tokenizers._guard import TextGuard
+from torchtune.tokenizers._protocols import text_only
+from torchtune.tokenizers._turns import Part, Row, TurnsTokenizer
+
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+
+
+class ChatMLTurns(TurnsTokenizer):
+    """Byte-level BPE tokenizer with ChatML turns.
+
+    Args:
+        path: ``vocab.json``.
+        merges_file: ``merges.txt``.
+        special_tokens: text -> id.
+        pattern: pre-tokenization pattern.
+        bos_token: BOS token; ``None`` adds none.
+        eos_token: EOS token.
+        pad_token: padding token; ``None`` uses the EOS token.
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        prompt_template: texts added to the turns before the layout is applied.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+        parse_special_tokens: encode control tokens in the text of a turn or a document to their ids.
+
+    Raises:
+        DataError: a file is missing or broken, or ``special_tokens`` lacks a required token.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        merges_file: str,
+        special_tokens: Mapping[str, int],
+        *,
+        pattern: str,
+        bos_token: str | None,
+        eos_token: str,
+        pad_token: str | None,
+        max_seq_len: int | None,
+        prompt_template: PromptTemplateInterface | None,
+        truncation_type: str,
+        parse_special_tokens: bool,
+    ) -> None:
+        super().__init__(max_seq_len, prompt_template, truncation_type)
+        if isinstance(prompt_template, ChatMLTemplate):
+            raise DataError("prompt_template: this tokenizer writes ChatML itself, leave ChatMLTemplate out.")
+        self.special_tokens = dict(special_tokens)
+        named = {token for token in (bos_token, eos_token, pad_token, IM_START, IM_END) if token is not None}
+        if missing := sorted(named - self.special_tokens.keys()):
+            raise DataError(f"special_tokens lacks {', '.join(missing)}.")
+        self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
+        self._guard = TextGuard([] if parse_special_tokens else [t for t in self.special_tokens if t.startswith("<|")])
+        self.bos_id = None if bos_token is None else self.special_tokens[bos_token]
+        self.eos_id = self.special_tokens[eos_token]
+        self.pad_id = self.special_tokens[pad_token] if pad_token is not None else self.eos_id
+        self.im_start_id, self.im_end_id = self.special_tokens[IM_START], self.special_tokens[IM_END]
+        self.stop_tokens = list(dict.fromkeys([self.eos_id, self.pad_id]))
+        self.turn_ends = [self.im_end_id]
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id plus 1."""
+        return self._bpe.vocab_size
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode ``text`` into token ids; special tokens in it become their ids."""
+        ids = self._bpe.encode(text, change=self._guard.show)
+        if add_bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        return [*ids, self.eos_id] if add_eos else ids
+
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode a text of training data: control tokens in it are plain text, unless ``parse_special_tokens``."""
+        return self.encode(self._guard.hide(text), add_bos=add_bos, add_eos=add_eos)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Decode token ids into text."""
+        return self._bpe.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _turn(self, messages: list[Message], index: int, begun: str = "") -> str:
+        """Write a turn, with ``begun`` before its text; a last assistant turn stays open."""
+        message = messages[index]
+        body = text_only(message, type(self).__name__)
+        if message.role == "ipython":
+            return body
+        return self._block(message.role, begun + body, is_open=self._stays_open(messages, index))
+
+    def _prepare(self, messages: list[Message], closed: bool) -> tuple[list[Message], list[str]]:
+        """Return the turns to write, and the text that the layout adds before each turn's text."""
+        return messages, [""] * len(messages)
+
+    @staticmethod
+    def _stays_open(messages: list[Message], index: int) -> bool:
+        return messages[index].role == "assistant" and index == len(messages) - 1
+
+    @staticmethod
+    def _block(role: str, body: str, *, is_open: bool = False) -> str:
+        return f"{IM_START}{role}\n{body}{'' if is_open else f'{IM_END}' + chr(10)}"
+
+    def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
+        return super()._row([self._guard.hide_message(message) for message in messages], closed)
+
+    def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
+        messages, begun = self._prepare(messages, closed)
+        for i, message in enumerate(messages):
+            yield self.encode(self._turn(messages, i, begun[i]), add_bos=i == 0, add_eos=False), message.masked
+        if closed:
+            yield [self.eos_id], messages[-1].masked if messages else True

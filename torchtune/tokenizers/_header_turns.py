@@ -1,0 +1,172 @@
+"""Chat layout of Llama 3: turns with headers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers._tiktoken import TikTokenBaseTokenizer
+from torchtune.tokenizers._turns import Part, TurnsTokenizer
+
+_REQUIRED = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
+
+
+class HeaderTurns(TurnsTokenizer):
+    """``tiktoken`` tokenizer with the chat layout of Llama 3: role header, text, end-of-turn token.
+
+    Args:
+        path: tiktoken rank file.
+        special_tokens: text -> id.
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        prompt_template: texts added to the turns before the layout is applied.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+
+    Raises:
+        DataError: the file is missing or broken, or a special token that the layout needs is missing.
+    """
+
+    takes_images = False
+
+    def __init__(
+        self,
+        path: str,
+        special_tokens: Mapping[str, int],
+        max_seq_len: int | None,
+        prompt_template: PromptTemplateInterface | None,
+        truncation_type: str,
+    ) -> None:
+        super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.special_tokens = dict(special_tokens)
+        missing = [f"<|{name}|>" for name in _REQUIRED if f"<|{name}|>" not in self.special_tokens]
+        if missing:
+            raise DataError(f"special_tokens lacks {', '.join(missing)}, which Llama 3's layout needs.")
+        (
+            self.bos_id,
+            self.eos_id,
+            self.start_header_id,
+            self.end_header_id,
+            self.eom_id,
+            self.eot_id,
+            self.python_tag,
+        ) = (self.special_tokens[f"<|{name}|>"] for name in _REQUIRED)
+        self._special_ids = frozenset(self.special_tokens.values())
+        self.pad_id = self.special_tokens.get("<|finetune_right_pad_id|>", self.eos_id)
+        self.step_id = self.special_tokens.get("<|step_id|>")
+        self.image_id = self.special_tokens.get("<|image|>")
+        self.stop_tokens = [self.eos_id, self.eot_id, self.eom_id]
+        self.tt_model = TikTokenBaseTokenizer(
+            path=path,
+            name="llama3_tiktoken",
+            pattern=CL100K_PATTERN,
+            bos_id=self.bos_id,
+            eos_id=self.eos_id,
+            special_tokens=self.special_tokens,
+        )
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` by ``tokens`` and ``mask`` (True = not trained on).
+
+        Args:
+            sample: has ``messages``.
+            inference: leave the last turn open for the model to continue.
+
+        Raises:
+            DataError: the messages do not fit the chat layout, or contain images and the class does not process images.
+        """
+        sample = super().__call__(sample, inference)
+        if not self.takes_images and self.image_id in sample["tokens"]:  # no text encodes to image_id
+            raise DataError(
+                f"a turn holds an image, but {type(self).__name__} takes text only: use the transform of a vision model"
+            )
+        return sample
+
+    @property
+    def base_vocab_size(self) -> int:
+        """Number of tokens without the special ones."""
+        return self.tt_model.base_vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id of a text plus 1: the number of rows of a text model's embedding.
+
+        The id of ``<|image|>`` is larger; only vision models embed it.
+        """
+        ids = {token_id for token, token_id in self.special_tokens.items() if token != "<|image|>"}
+        return max(self.base_vocab_size - 1, *ids) + 1
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode ``text`` into token ids; special tokens in it are encoded as plain text."""
+        return self.tt_model.encode(text, add_bos=add_bos, add_eos=add_eos)
+
+    def decode(self, token_ids: list[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True) -> str:
+        """Decode token ids into text.
+
+        Args:
+            token_ids: ids to decode.
+            truncate_at_eos: stop at the first ``<|end_of_text|>``.
+            skip_special_tokens: omit headers (``<|start_header_id|>user<|end_header_id|>``) and special tokens.
+        """
+        token_ids = list(token_ids)
+        if truncate_at_eos and self.eos_id in token_ids:
+            token_ids = token_ids[: token_ids.index(self.eos_id)]
+        if not skip_special_tokens:
+            return self.tt_model.decode(token_ids, truncate_at_eos=False)
+        texts: list[list[int]] = [[]]
+        headers = set()  # texts that follow a header
+        inside = False
+        for token_id in token_ids:
+            if token_id in self._special_ids:
+                inside = token_id == self.start_header_id
+                texts.append([])
+                headers |= {len(texts) - 1} if token_id == self.end_header_id else set()
+            elif not inside:
+                texts[-1].append(token_id)
+        decoded = [self.tt_model.decode(text, truncate_at_eos=False) for text in texts]
+        return "".join(text.removeprefix("\n\n") if i in headers else text for i, text in enumerate(decoded))
+
+    def _body(self, message: Message) -> list[int]:
+        ids = [self.python_tag] if message.ipython else []
+        if message.extra.get("tool_calls") and not message.text_content:
+            raise DataError(
+                f"{type(self).__name__} has no layout for structured tool_calls: write the call as the turn's text, or "
+                "use the checkpoint's own chat template (torchtune.tokenizers.hf_tokenizer)."
+            )
+        for item in message.content:
+            if item["type"] == "text":
+                ids += self.encode(item["content"].strip(), add_bos=False, add_eos=False)
+            elif item["type"] == "image" and self.image_id is not None:
+                ids.append(self.image_id)
+            else:
+                raise DataError(f"Llama 3's layout has no place for content of type '{item['type']}'.")
+        return ids
+
+    def tokenize_message(
+        self, message: Message, *, add_start_tokens: bool = True, add_end_tokens: bool = True
+    ) -> list[int]:
+        """Tokenize one message: header, text, ``<|eot_id|>`` (``<|eom_id|>`` if ``message.eot`` is False).
+
+        Args:
+            message: the message.
+            add_start_tokens: add the header.
+            add_end_tokens: add the end-of-turn token.
+
+        Raises:
+            DataError: the layout does not support the content.
+        """
+        ids: list[int] = []
+        if add_start_tokens:
+            role = self.encode(message.role.strip(), add_bos=False, add_eos=False)
+            newlines = self.encode("\n\n", add_bos=False, add_eos=False)
+            ids = [self.start_header_id, *role, self.end_header_id, *newlines]
+        ids += self._body(message)
+        if add_end_tokens:
+            ids.append(self.eot_id if message.eot else self.eom_id)
+        return ids
+
+    def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
+        yield [self.bos_id], True
+        for i, message in enumerate(messages):
+            is_last = i == len(messages) - 1
+            yield self.tokenize_message(message, add_end_tokens=closed or not is_last), message.masked
+        if closed:
+            yield [self.eos_id], True

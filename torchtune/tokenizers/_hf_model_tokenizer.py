@@ -1,0 +1,361 @@
+"""Tokenizer for conversations, with the checkpoint's chat template."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError, Message, MessageLike, as_messages, truncate_row
+from torchtune.tokenizers._cached_bpe import Tokens
+from torchtune.tokenizers._chat_template import ChatTemplate
+from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
+from torchtune.tokenizers._layouts import Layouts
+from torchtune.tokenizers._protocols import (
+    MessageTransform,
+    ModelTokenizer,
+    end_tokens,
+    messages_of,
+    row_of,
+)
+from torchtune.tokenizers._tokenizer_files import read_json, read_text
+from torchtune.tokenizers._turn_finder import Span, TurnFinder, first_special, learn_stops
+from torchtune.utils import get_logger, log_once
+
+# Tokenizer files of other formats.
+_OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
+# Fields of a turn's reasoning; templates read the first or the second, so both are set.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
+    """Tokenizes conversations with the Jinja chat template of a checkpoint.
+
+    The whole conversation is rendered and tokenized once, so the ids equal those of ``apply_chat_template`` in
+    ``transformers``. The turns are then located in the text. Each assistant turn that is not masked is trained on, from
+    the end of the generation prompt up to and including the end-of-turn token. ``{% generation %}`` blocks of the
+    template are respected. If the template ends the last turn without a special token, the EOS token is appended, so
+    that the model learns to stop.
+
+    Unlike in ``transformers``, special tokens in the text of a turn, in tool calls or in tools are encoded as plain
+    text, unless ``parse_special_tokens`` is set. Added tokens that are not special, such as ``<think>``, are always
+    parsed.
+
+    Args:
+        tokenizer_json_path: ``tokenizer.json``.
+        tokenizer_config_json_path: ``tokenizer_config.json``; by default the one in the same folder.
+        generation_config_path: ``generation_config.json``; by default the one in the same folder.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        chat_template: file or text of a template that replaces the checkpoint's.
+        chat_template_kwargs: further template variables, for example ``{"enable_thinking": False}``.
+        parse_special_tokens: encode special tokens in the text of a turn or a document to their ids.
+
+    Raises:
+        DataError: a file is missing or broken, or the template has an error.
+
+    Example:
+        >>> turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "so"}]
+        >>> messages = torchtune.data.OpenAIToMessages()({"messages": turns})["messages"]
+        >>> tokens, mask = tokenizer.tokenize_messages(messages)
+        >>> tokenizer.decode([token for token, masked in zip(tokens, mask) if not masked], skip_special_tokens=False)
+        'so<|im_end|>'
+    """
+
+    takes_tools = True
+
+    def __init__(
+        self,
+        tokenizer_json_path: str,
+        *,
+        tokenizer_config_json_path: str | None = None,
+        generation_config_path: str | None = None,
+        truncation_type: str = "right",
+        max_seq_len: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool = False,
+    ) -> None:
+        self.base_tokenizer = HuggingFaceBaseTokenizer(
+            tokenizer_json_path,
+            tokenizer_config_json_path=tokenizer_config_json_path,
+            generation_config_path=generation_config_path,
+            parse_special_tokens=parse_special_tokens,
+        )
+        self.max_seq_len = max_seq_len
+        self.truncation_type = truncation_type
+        self.special_tokens = self.base_tokenizer.special_tokens
+        self._all_special = tuple(self.special_tokens)
+        self.bos_id, self.eos_id = self.base_tokenizer.bos_id, self.base_tokenizer.eos_id
+        self.pad_id, self.vocab_size = self.base_tokenizer.pad_id, self.base_tokenizer.vocab_size
+        folder = Path(tokenizer_json_path).expanduser().parent
+        self.chat_templates = {
+            name: ChatTemplate(source, {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})})
+            for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
+        }
+        self._guard, self._encoder = self.base_tokenizer.guard, self.base_tokenizer.encoder
+        self._layouts = Layouts(self._spans_of_plain)
+        self._stops: list[str] = []
+        final: list[str] = []
+        text_of = {token_id: text for text, token_id in self.special_tokens.items()}
+        if "default" in self.chat_templates:
+            plain = self.chat_templates["default"]
+            final, self._stops = learn_stops(
+                lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0],
+                list(self.special_tokens),
+                [text_of[i] for i in self.base_tokenizer.stop_tokens if i in text_of],
+            )
+        learned = [self.special_tokens[stop] for stop in final]
+        self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
+        self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
+        self._ends_turn = {self.special_tokens[stop] for stop in self._stops}
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode ``text`` into token ids; see :meth:`HuggingFaceBaseTokenizer.encode`."""
+        return self.base_tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
+
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode a text of training data: special tokens in it are plain text, unless ``parse_special_tokens``."""
+        return self.base_tokenizer.encode_text(text, add_bos=add_bos, add_eos=add_eos)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Decode token ids into text."""
+        return self.base_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render_template(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """Render a conversation with the chat template.
+
+        Raises:
+            DataError: there is no template, or it raises an error.
+        """
+        turns = [_as_turn(message) for message in messages]
+        return self._template(tools).render(turns, add_generation_prompt=add_generation_prompt, tools=tools)[0]
+
+    def tokenize_messages(
+        self,
+        messages: Sequence[MessageLike],
+        add_end_tokens: bool = True,
+        *,
+        add_eos: bool | None = None,
+        max_seq_len: int | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenize a conversation.
+
+        Args:
+            messages: the conversation.
+            add_end_tokens: finish the conversation, for training; False adds the generation prompt, or leaves a last
+                assistant turn open.
+            add_eos: deprecated name of ``add_end_tokens``.
+            max_seq_len: overrides the tokenizer's ``max_seq_len``.
+            tools: tool definitions for the template.
+
+        Returns:
+            token ids and mask (True = not trained on).
+
+        Raises:
+            DataError: there is no template, it raises an error, or a turn cannot be located in its text.
+        """
+        tokens, mask = self._tokenized(messages, end_tokens(add_end_tokens, add_eos), max_seq_len, tools)
+        return tokens.tolist(), list(map(bool, mask))
+
+    def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``self(sample)`` with ``tokens`` as an int array and ``mask`` as bytes, for writing to a file."""
+        sample = row_of(sample)
+        tokens, mask = self._tokenized(messages_of(sample), True, None, sample.pop("tools", None))
+        return {**sample, "tokens": tokens, "mask": mask}
+
+    def _tokenized(
+        self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
+    ) -> Tokens:
+        if not messages:
+            raise DataError("the conversation has no turns")
+        messages = as_messages(messages)
+        turns, tools = [self._turn(message) for message in messages], self._guard.hide(tools)
+        if not closed:
+            text = self._open_text(turns, tools)
+            spans: list[Span] = []
+        else:
+            text, spans = self._finished_text(turns, [message.masked for message in messages], tools)
+        tokens, mask = self._encoder.encode_masked(text, spans)
+        eos_id = self.eos_id if closed else None
+        is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
+        if is_trained and not text[spans[-1][0] :].rstrip().endswith(self._all_special):
+            log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
+            if eos_id is None:
+                raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
+            tokens.append(eos_id)
+            mask.append(False)
+        length = max_seq_len or self.max_seq_len
+        return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
+
+    def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
+        if name not in self.chat_templates:
+            raise DataError(
+                "The checkpoint has no chat template: use an instruction-tuned checkpoint, or set the tokenizer's "
+                "chat_template to a template file."
+            )
+        return self.chat_templates[name]
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """Convert a message to the template's dict, with placeholders for control tokens in its texts."""
+        turn = _as_turn(message)
+        if len(turn) == 2:  # fast path: role and text
+            return {"role": turn["role"], "content": self._guard.hide(turn["content"])}
+        return self._guard.hide(turn)
+
+    def _open_text(self, turns: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
+        """Render the conversation up to the point where the model continues."""
+        begun = ""
+        if turns[-1]["role"] == "assistant":
+            turns, begun = turns[:-1], turns[-1]["content"]
+        return self._template(tools).render(turns, add_generation_prompt=True, tools=tools)[0] + begun
+
+    def _finished_text(
+        self, turns: list[dict[str, Any]], masked: list[bool], tools: Sequence[Any] | None
+    ) -> tuple[str, list[Span]]:
+        """Render a finished conversation; return its text and the spans that are trained on."""
+        template = self._template(tools)
+        template.now = datetime.now()  # the same time in every rendering of a conversation
+        try:
+            text, generated = template.render(turns, tools=tools)
+            # Learned layouts cover neither tools nor {% generation %} blocks.
+            spans = None if tools is not None or generated else self._layouts.spans(text, turns, masked)
+            return text, self._find_spans(template, text, generated, turns, masked, tools) if spans is None else spans
+        finally:
+            template.now = None
+
+    def _spans_of_plain(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
+        """Variant of :meth:`_finished_text` without tools, for :class:`Layouts`."""
+        template = self._template(None)
+        text, generated = template.render(turns)
+        return text, self._find_spans(template, text, generated, turns, masked, None)
+
+    def _find_spans(
+        self,
+        template: ChatTemplate,
+        text: str,
+        generated: Sequence[Span],
+        turns: list[dict[str, Any]],
+        masked: list[bool],
+        tools: Sequence[Any] | None,
+    ) -> list[Span]:
+        """Return the spans of a rendered conversation that are trained on."""
+        finder = TurnFinder(
+            lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
+            turns,
+            text,
+            self._stops,
+            list(self.special_tokens),
+        )
+        assistant = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        marked = template.marks_generation and len(generated) == len(assistant)
+        by_turn = dict(zip(assistant, generated, strict=True)) if marked else {}
+        spans = []
+        for i, turn in enumerate(turns):
+            if masked[i]:
+                continue
+            if i in by_turn:
+                finder.check_calls(i)
+                spans.append(self._with_stop(text, by_turn[i]))
+            else:
+                spans += finder.assistant(i) if turn["role"] == "assistant" else [finder.other(i)]
+        return sorted(spans)
+
+    def _with_stop(self, text: str, span: Span) -> Span:
+        """Extend a generation block to the end-of-turn token that follows it, if it does not include one."""
+        start, end = span
+        stripped = start + len(text[start:end].rstrip())
+        if text.endswith(tuple(self._stops), start, stripped):
+            return start, stripped
+        rest = text[end:].lstrip()
+        token = first_special(rest, self._stops)
+        return (start, end) if token is None else (start, len(text) - len(rest) + len(token))
+
+
+def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a message to the template's dict, without None fields; raise :class:`DataError` for media."""
+    if not isinstance(message, Message):
+        return {key: value for key, value in message.items() if value is not None}
+    if message.contains_media:
+        raise DataError(f"the turn of '{message.role}' holds an image, but this tokenizer takes text only")
+    role = "tool" if message.role == "ipython" else message.role
+    turn = {"role": role, "content": message.text_content, **message.extra}
+    if len(turn) == 2:  # fast path
+        return turn
+    reasoning = next((turn[name] for name in _REASONING if turn.get(name) is not None), None)
+    return turn if reasoning is None else {**dict.fromkeys(_REASONING[:2], reasoning), **turn}
+
+
+def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
+    """Return name -> source of the templates, from the chosen one, files next to the tokenizer, or its config."""
+    if chosen is not None:
+        is_text = "{" in chosen or "\n" in chosen
+        if not is_text and not Path(chosen).expanduser().is_file():
+            raise DataError(
+                f"There is no file {chosen!r}: chat_template is the path of a Jinja file or the text of a template; "
+                "leave it out for the checkpoint's own."
+            )
+        return {"default": chosen if is_text else read_text(chosen, "chat template")}
+    sources: dict[str, str] = {}
+    inside = config.get("chat_template")
+    if (folder / "chat_template.json").is_file():
+        inside = read_json(folder / "chat_template.json", "chat template").get("chat_template", inside)
+    if isinstance(inside, str):
+        sources["default"] = inside
+    elif isinstance(inside, Mapping):
+        sources |= inside
+    elif inside:
+        sources |= {entry["name"]: entry["template"] for entry in inside}
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = read_text(folder / "chat_template.jinja", "chat template")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = read_text(path, "chat template")
+    return sources
+
+
+def hf_tokenizer(
+    path: str,
+    max_seq_len: int | None = None,
+    chat_template: str | None = None,
+    truncation_type: str = "right",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special_tokens: bool = False,
+) -> HuggingFaceModelTokenizer:
+    """Load the tokenizer and chat template of a Hugging Face checkpoint.
+
+    Args:
+        path: the checkpoint's folder, or its ``tokenizer.json``.
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        chat_template: file or text of a template that replaces the checkpoint's.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+        chat_template_kwargs: further template variables, for example ``{"enable_thinking": False}``.
+        parse_special_tokens: encode special tokens in the text of a turn to their ids; by default they are plain text.
+
+    Raises:
+        DataError: a file is missing or broken, or the template has an error.
+
+    Example:
+        >>> from torchtune.tokenizers import hf_tokenizer
+        >>> tokenizer = hf_tokenizer(checkpoint, max_seq_len=512)
+        >>> tokenizer.decode(tokenizer.encode("the cat", add_bos=False, add_eos=False))
+        'the cat'
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        others = sorted(name for name in _OTHER_FILES if (folder / name).is_file())
+        has = f", but {', '.join(others)}: read that with the family's own tokenizer" if others else ""
+        raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{has or ': download it'}.")
+    return HuggingFaceModelTokenizer(
+        str(folder / "tokenizer.json" if folder.is_dir() else folder),
+        max_seq_len=max_seq_len,
+        chat_template=chat_template,
+        truncation_type=truncation_type,
+        chat_template_kwargs=chat_template_kwargs,
+        parse_special_tokens=parse_special_tokens,
+    )

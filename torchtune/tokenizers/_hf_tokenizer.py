@@ -1,0 +1,169 @@
+"""Tokenizers from a Hugging Face ``tokenizer.json``."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from torchtune.data import DataError
+from torchtune.tokenizers._guard import GuardedEncoder, TextGuard
+from torchtune.tokenizers._protocols import BaseTokenizer, check_text
+from torchtune.tokenizers._tokenizer_files import broken_file, read_json, read_text
+
+# Keys of special tokens in tokenizer_config.json.
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _content(token: Any) -> str | None:
+    """Return the text of a special token, given as a string or as ``{"content": text, ...}``."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens of a ``tokenizer_config.json``, for example ``{"bos_token": "<s>"}``."""
+    named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        named |= {name: _content(token) for name, token in extra.items()}
+    return {name: token for name, token in named.items() if token}
+
+
+def _load(path: str | Path) -> Tokenizer:
+    text = read_text(path, "tokenizer file")
+    try:
+        json.loads(text)
+        tokenizer = Tokenizer.from_str(text)
+    except json.JSONDecodeError as error:
+        message = f"tokenizer file {path} is broken at line {error.lineno} ({error.msg}): download it again."
+        raise broken_file(path, "a tokenizer.json", message) from error
+    except Exception as error:  # the tokenizers package raises a plain Exception
+        message = f"tokenizer file {path} is not one that the tokenizers package reads: {error}."
+        raise broken_file(path, "a tokenizer.json", message) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+class HuggingFaceBaseTokenizer(BaseTokenizer):
+    """``tokenizers`` tokenizer for plain text.
+
+    As in ``transformers``, ``add_bos_token`` of ``tokenizer_config.json`` decides whether texts begin with the BOS
+    token; by default they do if the post-processor of ``tokenizer.json`` adds it.
+
+    Args:
+        tokenizer_json_path: ``tokenizer.json``.
+        tokenizer_config_json_path: ``tokenizer_config.json``, which names the special tokens; by default the one in the
+            same folder, if any.
+        generation_config_path: ``generation_config.json``, which has the EOS ids of generation; by default the one in
+            the same folder, if any.
+        parse_special_tokens: encode special tokens in training data to their ids; by default they are plain text.
+
+    Raises:
+        DataError: a file is missing or broken.
+
+    Example:
+        >>> from torchtune.tokenizers import HuggingFaceBaseTokenizer
+        >>> tokenizer = HuggingFaceBaseTokenizer(str(checkpoint / "tokenizer.json"))
+        >>> tokenizer.decode(tokenizer.encode("the cat"))
+        'the cat'
+    """
+
+    def __init__(
+        self,
+        tokenizer_json_path: str,
+        *,
+        tokenizer_config_json_path: str | None = None,
+        generation_config_path: str | None = None,
+        parse_special_tokens: bool = False,
+    ) -> None:
+        folder = Path(tokenizer_json_path).expanduser().parent
+        self.tokenizer = _load(tokenizer_json_path)
+        self.config = self._read(folder, tokenizer_config_json_path, "tokenizer_config.json")
+        self.generation_config = self._read(folder, generation_config_path, "generation_config.json")
+        self.named_tokens = named_special_tokens(self._read(folder, None, "special_tokens_map.json"))
+        self.named_tokens |= named_special_tokens(self.config)
+        self._complete_added_tokens()
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        self._generation_eos = self._ids(self.generation_config.get("eos_token_id"))
+        self.bos_id = self._named_id("bos_token", "bos_token_id")
+        self.eos_id = self._named_id("eos_token", "eos_token_id")
+        pad_id = self._named_id("pad_token", "pad_token_id")
+        self.pad_id: int = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
+        self.guard = TextGuard([] if parse_special_tokens else self.special_tokens)
+        self.encoder = GuardedEncoder(self.tokenizer, self.guard)
+        adds_bos = self.config.get("add_bos_token")
+        if not isinstance(adds_bos, bool):
+            adds_bos = self.bos_id is not None and self.tokenizer.encode("a").ids[:1] == [self.bos_id]
+        self.adds_bos: bool = adds_bos and self.bos_id is not None
+
+    @staticmethod
+    def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:
+        if path is None and not (folder / name).is_file():
+            return {}
+        return read_json(path or folder / name, name)
+
+    def _complete_added_tokens(self) -> None:
+        """Add the tokens that only ``tokenizer_config.json`` defines, in the order of their ids."""
+        for token_id, entry in sorted(
+            self.config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+        ):
+            if self.tokenizer.token_to_id(entry["content"]) is None:
+                if int(token_id) != self.tokenizer.get_vocab_size():
+                    raise DataError(
+                        f"tokenizer_config.json gives '{entry['content']}' the id {token_id}, but the vocabulary of "
+                        f"tokenizer.json ends at {self.tokenizer.get_vocab_size() - 1}: the two files differ in origin."
+                    )
+                keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
+                self.tokenizer.add_tokens([AddedToken(entry["content"], **{k: entry[k] for k in keys if k in entry})])
+        added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        missing = [token for token in self.named_tokens.values() if token not in added]
+        self.tokenizer.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(missing)])
+
+    @staticmethod
+    def _ids(value: int | list[int] | None) -> list[int]:
+        return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+    def _named_id(self, name: str, generation_name: str) -> int | None:
+        if name in self.named_tokens:
+            return self.tokenizer.token_to_id(self.named_tokens[name])
+        return next(iter(self._ids(self.generation_config.get(generation_name))), None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id plus 1."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Ids that end generation."""
+        return list(dict.fromkeys([*([] if self.eos_id is None else [self.eos_id]), *self._generation_eos]))
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode ``text`` into token ids; special tokens in it become their ids.
+
+        Args:
+            text: text to encode.
+            add_bos: add the BOS token first, if this tokenizer adds one.
+            add_eos: add the EOS token last, if there is one.
+
+        Raises:
+            DataError: ``text`` is not a string.
+        """
+        check_text(text)
+        return self._framed(self.tokenizer.encode(text, add_special_tokens=False).ids, add_bos, add_eos)
+
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode a text of training data: special tokens in it are plain text, unless ``parse_special_tokens``."""
+        check_text(text)
+        return self._framed(self.encoder.encode_masked(self.guard.hide(text), [])[0].tolist(), add_bos, add_eos)
+
+    def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
+        ids = [self.bos_id, *ids] if add_bos and self.adds_bos else ids
+        return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Decode token ids into text."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

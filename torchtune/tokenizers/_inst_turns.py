@@ -1,0 +1,187 @@
+"""Chat layout of Mistral, ``[INST]…[/INST]``, with tools."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
+from torchtune.tokenizers._protocols import end_tokens
+from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
+from torchtune.tokenizers._tekken import TekkenTokenizer
+from torchtune.tokenizers._turns import Part, Row, TurnsTokenizer
+
+_CONTROL = (
+    "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]",
+)  # fmt: skip
+_SINCE_7 = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")
+_OWN_TEMPLATE = "use the checkpoint's own chat template (torchtune.tokenizers.hf_tokenizer)"
+
+
+class InstTurnsTokenizer(TurnsTokenizer):
+    """Tokenizer for ``<s>[INST]{user}[/INST]{assistant}</s>…``; no text encodes to the control tokens.
+
+    Versions below 7 put the system text before the last user turn's text, later ones put it in ``[SYSTEM_PROMPT]``.
+    Tools precede the last user turn. Calls are ``Message.extra["tool_calls"]``, each with an ``id``; a tool's answer
+    refers to it by ``tool_call_id``. Tools in versions above 7 are not supported, because their layout differs.
+
+    Args:
+        path: ``tekken.json``, or the SentencePiece model of a version 3 checkpoint.
+        version: version of the layout; by default the file's, 3 for SentencePiece.
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        prompt_template: texts added to the turns before the layout is applied.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+
+    Raises:
+        DataError: the file is missing, broken or lacks the control tokens of the version.
+    """
+
+    takes_tools = True
+
+    def __init__(
+        self,
+        path: str,
+        version: int | None = None,
+        max_seq_len: int | None = None,
+        prompt_template: PromptTemplateInterface | None = None,
+        truncation_type: str = "right",
+    ) -> None:
+        super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.base: Any = TekkenTokenizer(path) if Path(path).suffix == ".json" else SentencePieceBaseTokenizer(path)
+        self.version = version if version is not None else _version_of(self.base, path)
+        names = (*_CONTROL, *(_SINCE_7 if self.version >= 7 else ()))
+        self.special_tokens = _control_ids(self.base, names)
+        if missing := [name for name in names if name not in self.special_tokens]:
+            raise DataError(
+                f"tokenizer file {path} has no control tokens {', '.join(missing)}, which the layout of version "
+                f"{self.version} needs: set version to that of the checkpoint, or use mistral_tokenizer for the first."
+            )
+        self.bos_id, self.eos_id, self.vocab_size = self.base.bos_id, self.base.eos_id, self.base.vocab_size
+        self.pad_id = max(self.base.pad_id, 0)
+        self.stop_tokens = [self.eos_id]
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Encode ``text`` into token ids; control tokens in it are encoded as plain text."""
+        return self.base.encode(text, add_bos=add_bos, add_eos=add_eos)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Decode token ids into text, without control tokens."""
+        return self.base.decode(list(token_ids))
+
+    def _between(self, name: str, text: str) -> list[int]:
+        """Encode ``[NAME]text[/NAME]``."""
+        return [self.special_tokens[f"[{name}]"], *self._plain(text), self.special_tokens[f"[/{name}]"]]
+
+    def _plain(self, text: str) -> list[int]:
+        return self.encode(text, add_bos=False, add_eos=False)
+
+    def tokenize_messages(
+        self,
+        messages: Sequence[MessageLike],
+        *,
+        add_end_tokens: bool = True,
+        add_eos: bool | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> Row:
+        """Tokenize a conversation.
+
+        Args:
+            messages: the conversation.
+            add_end_tokens: end the last turn; otherwise a last assistant turn stays open.
+            add_eos: deprecated name of ``add_end_tokens``.
+            tools: tool definitions.
+
+        Returns:
+            token ids and mask (True = not trained on).
+
+        Raises:
+            DataError: the layout does not support the content.
+        """
+        return self._row(as_messages(messages), end_tokens(add_end_tokens, add_eos), tools=tools)
+
+    def _parts(self, messages: list[Message], closed: bool, tools: Sequence[Any] | None = None) -> Iterator[Part]:
+        if any(message.contains_media for message in messages):
+            raise DataError("The layout of [INST] takes text only, but a turn holds an image.")
+        if self.version > 7 and (tools or any(_is_about_tools(message) for message in messages)):
+            raise DataError(f"Tools have no layout here in version {self.version}: {_OWN_TEMPLATE}.")
+        last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+        system = "".join(f"{message.text_content}\n\n" for message in messages if message.role == "system")
+        yield [self.bos_id], True
+        for i, message in enumerate(messages):
+            ids: list[int] = []
+            if message.role == "user":
+                ids += self._between("AVAILABLE_TOOLS", _json(tools)) if tools and i == last_user else []
+                before = system if self.version < 7 and i == last_user else ""
+                ids += self._between("INST", before + message.text_content)
+            elif message.role == "assistant":
+                is_open = not closed and i == len(messages) - 1
+                ids += self._assistant(message) + ([] if is_open else [self.eos_id])
+            elif message.role != "system":
+                ids += self._tool(message)
+            elif self.version >= 7:
+                ids += self._between("SYSTEM_PROMPT", message.text_content)
+            yield ids, message.masked
+
+    def _assistant(self, message: Message) -> list[int]:
+        calls = message.extra.get("tool_calls")
+        if not calls:
+            head = [self.special_tokens["[TOOL_CALLS]"]] if message.ipython else []
+            return head + self._plain(message.text_content)
+        if message.text_content and self.version < 7:
+            raise DataError(
+                "The layout of [INST] has no place for a turn with both text and tool_calls before version 7."
+            )
+        written = [_call(call) for call in calls]
+        text = self._plain(message.text_content) if message.text_content else []
+        return [*text, self.special_tokens["[TOOL_CALLS]"], *self._plain(_json(written))]
+
+    def _tool(self, message: Message) -> list[int]:
+        call_id = message.extra.get("tool_call_id")
+        if not isinstance(call_id, str):
+            raise DataError("The layout of [INST] needs the 'tool_call_id' of a tool's answer: the id of the call.")
+        if self.version < 7:
+            content = _parsed(message.text_content)
+            return self._between("TOOL_RESULTS", _json({"content": content, "call_id": call_id}))
+        start, middle, end = (self.special_tokens[f"[{n}]"] for n in ("TOOL_RESULTS", "TOOL_CONTENT", "/TOOL_RESULTS"))
+        return [start, *self._plain(call_id), middle, *self._plain(message.text_content), end]
+
+
+def _version_of(base: Any, path: str) -> int:
+    if isinstance(base, SentencePieceBaseTokenizer):
+        return 3
+    try:
+        return int(base.version.removeprefix("v"))
+    except ValueError as error:
+        raise DataError(f"tokenizer file {path} is of version '{base.version}': set version.") from error
+
+
+def _control_ids(base: Any, names: Sequence[str]) -> dict[str, int]:
+    if isinstance(base, TekkenTokenizer):
+        return {name: base.special_tokens[name] for name in names if name in base.special_tokens}
+    model = base.spm_model
+    ids = {name: model.piece_to_id(name) for name in names}
+    return {name: token_id for name, token_id in ids.items() if model.is_control(token_id)}
+
+
+def _is_about_tools(message: Message) -> bool:
+    return message.role in ("tool", "ipython") or message.ipython or bool(message.extra.get("tool_calls"))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(call.get("id"), str):
+        raise DataError("The layout of [INST] needs the 'id' of every tool call.")
+    arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
+    return {"name": function.get("name"), "arguments": arguments, "id": call["id"]}

@@ -1,0 +1,104 @@
+"""Tokenizer protocols, and the transform and checks that tokenizers share."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torchtune.data import DataError, Message, MessageLike, copy_sample
+
+
+class BaseTokenizer(Protocol):
+    """Protocol of a tokenizer for plain text."""
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Encode ``text`` into token ids."""
+        ...
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        """Decode token ids into text."""
+        ...
+
+
+class ModelTokenizer(Protocol):
+    """Protocol of a tokenizer for conversations, in a model's chat layout."""
+
+    special_tokens: dict[str, int]
+    max_seq_len: int | None
+
+    def tokenize_messages(self, messages: Sequence[MessageLike], **kwargs: Any) -> tuple[list[int], list[bool]]:
+        """Return a conversation's token ids and its mask (True = not trained on)."""
+        ...
+
+
+def check_text(text: Any) -> None:
+    """Raise :class:`DataError` if ``text`` is not a string."""
+    if not isinstance(text, str):
+        raise DataError(f"encode takes one text, not {type(text).__name__}: call it once for each text")
+
+
+def row_of(sample: Any) -> dict[str, Any]:
+    """Return a copy of a sample; raise :class:`DataError` if it is not a mapping."""
+    if isinstance(sample, str):
+        raise DataError("a tokenizer takes a row with 'messages', not a text: encode(text) gives the ids of one")
+    return copy_sample(sample, "the message transform")
+
+
+class MessageTransform:
+    """Makes a tokenizer with ``tokenize_messages`` callable on samples.
+
+    Attributes:
+        takes_tools: whether ``tokenize_messages`` takes ``tools``.
+    """
+
+    takes_tools = False
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` by ``tokens`` and ``mask`` (True = not trained on), and ``tools`` if the layout has any.
+
+        Args:
+            sample: has ``messages``, and may have ``tools``.
+            inference: leave the last turn open for the model to continue.
+
+        Raises:
+            DataError: the messages do not fit the chat layout.
+        """
+        sample = row_of(sample)
+        options = {"tools": sample.pop("tools", None)} if self.takes_tools else {}
+        tokens, mask = self.tokenize_messages(messages_of(sample), add_end_tokens=not inference, **options)
+        return {**sample, "tokens": tokens, "mask": mask}
+
+
+def messages_of(sample: dict[str, Any]) -> Sequence[MessageLike]:
+    """Remove and return a sample's ``messages``; raise :class:`DataError` if there are none."""
+    if "messages" not in sample:
+        raise DataError(
+            f"there are no 'messages' among {', '.join(map(repr, sample)) or 'nothing'}: the message transform has to "
+            "give them"
+        )
+    return sample.pop("messages")
+
+
+def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
+    as_arrays = vars(type(transform)).get("as_arrays")  # not inherited: a subclass may tokenize differently
+    return transform(sample) if as_arrays is None else as_arrays(transform, sample)
+
+
+def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
+    """Return ``add_end_tokens``, or the deprecated ``add_eos`` with a warning if it is set."""
+    if add_eos is None:
+        return add_end_tokens
+    warnings.warn("add_eos is deprecated here: use add_end_tokens.", FutureWarning, stacklevel=3)
+    return add_eos
+
+
+def text_only(message: Message, name: str) -> str:
+    """Return a turn's text; raise :class:`DataError` if it has media, or tool calls without text."""
+    if message.contains_media:
+        raise DataError(f"{name} takes text only, but a turn of '{message.role}' holds an image.")
+    if message.extra.get("tool_calls") and not message.text_content:
+        raise DataError(
+            f"{name} has no layout for structured tool_calls: use the checkpoint's own chat template "
+            "(torchtune.tokenizers.hf_tokenizer)."
+        )
+    return message.text_content

@@ -1,1 +1,0 @@
-"""What a run achieves: tokens per second, FLOPs, overlap of communication and computation."""

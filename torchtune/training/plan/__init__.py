@@ -1,1 +1,0 @@
-"""Estimates and checks before a run: memory, rows, steps, and settings that cannot work."""

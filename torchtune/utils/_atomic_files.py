@@ -1,0 +1,222 @@
+"""Atomic writes: files and directories are either complete or absent.
+
+The library writes a temporary file in the same directory, flushes it to disk and renames it to the final name. If
+the process dies or the disk is full, the old file stays.
+"""
+
+import errno
+import functools
+import json
+import math
+import os
+import resource
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from torchtune.utils._user_error import UserError
+
+
+def fsync_directory(path: str | Path) -> None:
+    """Flush renames inside ``path`` to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_tree(root: Path) -> None:
+    for directory, _, files in os.walk(root):
+        for name in files:
+            descriptor = os.open(Path(directory) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(directory)
+
+
+class WriteError(UserError):
+    """Error of a file that cannot be written.
+
+    Args:
+        fact: the file and the reason.
+        advice: the remedy.
+
+    Attributes:
+        fact: for callers with better advice.
+    """
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(f"{fact}: {advice}.")
+        self.fact = fact
+
+
+def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
+    """Convert an ``OSError`` of a write to ``path`` to an error for the user; unknown errors are returned unchanged."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
+        return WriteError(
+            f"No space left while writing {path} ({free:.0f} MiB free)",
+            "nothing that was saved before is lost; free some space or choose a folder on another disk",
+        )
+    if error.errno == errno.EFBIG:
+        return WriteError(
+            f"{path} would become larger than a file may be here (ulimit -f, or what the file system takes)",
+            "nothing that was saved before is lost; raise the limit or choose a folder on another disk",
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return UserError(
+            f"{path} cannot be opened: too many files are open, and this process may open {limit} (ulimit -n): raise "
+            "that limit."
+        )
+    if error.errno in (errno.EACCES, errno.EROFS):
+        return WriteError(f"No permission to write {path}", "choose another folder or change its permissions")
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG) or not path.parent.exists():
+        return WriteError(f"{path} cannot be written ({error.strerror})", "choose another path")
+    return error
+
+
+@contextmanager
+def convert_os_errors(path: Path) -> Iterator[None]:
+    """Context manager that converts each ``OSError`` with :func:`explain_os_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
+@contextmanager
+def file_limits() -> Iterator[None]:
+    """Context manager that raises :class:`UserError` instead of ``OSError`` if too many files are open.
+
+    Example:
+        >>> with torchtune.utils.file_limits():
+        ...     (folder / "new").touch()
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise explain_os_error(error, Path(error.filename or "A file")) from error
+
+
+@contextmanager
+def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -> Iterator[IO[Any]]:
+    """Open a temporary file that replaces ``path`` when the block ends without an error.
+
+    Args:
+        path: path of the file; missing directories are created.
+        mode: ``"wb"`` or ``"w"`` (UTF-8).
+        private: restrict permissions to the owner (mode 0600), also for the temporary file.
+
+    Raises:
+        UserError: the disk is full, or there is no permission to write.
+
+    Example:
+        >>> with torchtune.utils.atomic_write(folder / "a.txt", "w") as file:
+        ...     _ = file.write("whole or not at all")
+        >>> (folder / "a.txt").read_text()
+        'whole or not at all'
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    finally:
+        with suppress(OSError):  # the folder may be a file, as the error above explains
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_directory(
+    path: str | Path, replace: bool = True, keep_on: tuple[type[BaseException], ...] = ()
+) -> Iterator[Path]:
+    """Create a temporary directory that is renamed to ``path`` when the block ends without an error.
+
+    All files are flushed to disk before the rename.
+
+    Args:
+        path: path of the directory.
+        replace: replace an existing directory; otherwise it stays, and the temporary one is deleted.
+        keep_on: errors after which the temporary directory stays, as after a kill, so that the next call with such an
+            argument continues in it; only one call at a time. By default every call has a new temporary directory.
+
+    Raises:
+        UserError: the disk is full, or there is no permission to write.
+
+    Example:
+        >>> with torchtune.utils.atomic_directory(folder / "new") as temporary:
+        ...     _ = (temporary / "a.txt").write_text("one")
+        >>> (folder / "new" / "a.txt").exists()
+        True
+    """
+    path = Path(path)
+    unique = uuid.uuid4().hex[:8]
+    temporary = path.with_name(f".{path.name}.{unique}.tmp" if not keep_on else f".{path.name}.part")
+    is_kept = False
+    try:
+        temporary.mkdir(parents=True, exist_ok=bool(keep_on))
+        try:
+            yield temporary
+        except keep_on:
+            is_kept = True
+            raise
+        _fsync_tree(temporary)
+        replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
+        if replace and path.exists():
+            os.rename(path, replaced)
+        try:
+            os.rename(temporary, path)
+        except OSError as error:
+            if replace or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        fsync_directory(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    finally:
+        if not is_kept:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def valid_json(value: Any) -> Any:
+    """Replace NaN and infinite numbers by ``None``, which JSON can represent.
+
+    Example:
+        >>> torchtune.utils.valid_json({"loss": float("nan")})
+        {'loss': None}
+    """
+    if isinstance(value, dict):
+        return {key: valid_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [valid_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` as JSON (indent 2, final newline), atomically.
+
+    Example:
+        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
+        >>> torchtune.utils.read_json(folder / "a.json")
+        {'a': 1}
+    """
+    with atomic_write(path, "w") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")

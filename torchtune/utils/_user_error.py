@@ -1,0 +1,26 @@
+"""Base classes of errors that are shown to the user without a traceback."""
+
+
+class UserError(Exception):
+    """Error in the user's input: configuration, data, checkpoint or machine.
+
+    The message is one sentence on the error, its place and the remedy. The command line prints it without a
+    traceback and exits with code 2. Packages derive their own classes (``CheckpointError``, ``DataError`` …).
+    """
+
+
+class LostRankError(RuntimeError):
+    """Error of a rank that must stop because another rank is lost or has failed.
+
+    Args:
+        message: one sentence with the lost rank and the remedy.
+        exit_code: exit code of this process: 75 if the same command can resume the run, 2 after a user error on the
+            other rank, else 1.
+
+    Attributes:
+        is_reported: whether the lost rank has already printed the error on this machine.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code, self.is_reported = exit_code, False
