@@ -19,7 +19,7 @@ EVERY = {
     "recipes/test_distributed": 2,
     "torchtune/_cli/test_run": 2,
     "torchtune/datasets/test_shared": 2,
-    "torchtune/generation/test_batch": 2,
+    "torchtune/generation/test_continuous_batch": 2,
     "torchtune/modules/low_precision": 2,
     "benchmarks/test_bench_gpu": 5,
     "benchmarks/test_run_gpu": 3,
