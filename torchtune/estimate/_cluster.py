@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torchtune.estimate._fake_distributed import fake_store
+from torchtune.estimate._fake_distributed import fake_store, forget_meshes
 
 
 def _fill(found: list[Any], value: Any, *_: Any, **__: Any) -> None:
@@ -31,8 +31,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
     CPU groups are simulated too. Object collectives return this rank's objects.
 
     Args:
-        processes: number of processes; 1 changes nothing, nor does a nested block of the same size. Run several
-            simulations in one block: DTensor caches process groups across blocks.
+        processes: number of processes; 1 changes nothing, nor does a nested block of the same size.
         per_machine: processes per machine.
     """
     if processes == 1 or _is_simulated(processes):
@@ -58,6 +57,8 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         dist.init_process_group("fake", store=fake_store(), rank=0, world_size=processes)
         stack.callback(destroy)
+        forget_meshes()
+        stack.callback(forget_meshes)
         for name, function in changed.items():
             for owner in (dist, module):
                 stack.enter_context(mock.patch.object(owner, name, function))

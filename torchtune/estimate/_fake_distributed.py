@@ -38,3 +38,10 @@ def group_named(name: str) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._resolve_process_group(name)
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's cache of shardings, whose keys do not tell meshes of different process groups apart."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +129,9 @@ def test_a_call_that_the_template_leaves_out(tokenizer: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", ["arguments", "tools"])
-def test_a_row_nested_deeply(tokenizer: Any, tmp_path: Path, place: str) -> None:
+def test_a_row_nested_deeply(tokenizer: Any, tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # some libraries raise it for the whole process
     nested: Any = "x"
     for _ in range(900):
         nested = {"a": nested}

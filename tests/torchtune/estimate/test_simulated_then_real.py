@@ -1,0 +1,32 @@
+"""Simulations leave nothing behind that real process groups of the same size would meet."""
+
+from pathlib import Path
+
+import torch
+
+from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import build, load, logits, write_folder
+from torchtune import training
+from torchtune.estimate._cluster import simulated_cluster
+from torchtune.training import FullModelHFCheckpointer
+
+
+def load_sharded(folder: Path) -> torch.nn.Module:
+    model = build(folder)
+    dims = training.ParallelDims(dp_shard=-1, world_size=2)
+    dims.build_mesh("cpu")
+    training.parallelize(model, dims, device=torch.device("cpu"))
+    FullModelHFCheckpointer(str(folder)).load_model(model)
+    return model.eval()
+
+
+def computes_as_alone(folder: Path) -> None:
+    torch.testing.assert_close(logits(load_sharded(folder)), logits(load(folder)), rtol=0, atol=1e-5)
+
+
+def test_two_real_ranks_after_two_simulated_ones(tmp_path: Path) -> None:
+    """DTensor would gather with the simulated group, which sends nothing."""
+    folder = write_folder(tmp_path, "llama")
+    with simulated_cluster(2, 2):
+        logits(load_sharded(folder))
+    ranks.run(2, [computes_as_alone], folder)
