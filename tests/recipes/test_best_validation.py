@@ -89,9 +89,15 @@ def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_best": "val_loss"}, "keep_best: compares validations: set run_val_every_n_steps and dataset_val"),
-        ({"early_stopping_patience": 2}, "early_stopping_patience: compares validations: set run_val_every_n_steps"),
-        (SETTINGS | {"keep_best": "loss"}, "keep_best: must be a metric of validation, such as val_loss or max:val_"),
+        (
+            {"keep_best": "val_loss"},
+            "keep_best: compares validation results: set run_val_every_n_steps and dataset_val",
+        ),
+        (
+            {"early_stopping_patience": 2},
+            "early_stopping_patience: compares validation results: set run_val_every_n_steps",
+        ),
+        (SETTINGS | {"keep_best": "loss"}, "keep_best: must be a validation metric, such as val_loss or max:val_"),
     ],
 )
 def test_refused_before_the_start(tmp_path, settings, message):

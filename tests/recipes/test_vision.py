@@ -97,10 +97,10 @@ def test_frozen_parts_stay_as_they_were(folder):
     [
         ("full_finetune_distributed", {"tensor_parallel_dim": 2}, "tensor_parallel_dim is 2: a model of text and"),
         ("lora_finetune_distributed", {"context_parallel_dim": 2}, "context_parallel_dim is 2: a model of text and"),
-        ("full_dpo_single_device", {}, "reads images, which this recipe's data do not have"),
-        ("lora_grpo_single_device", {}, "reads images, which this recipe's data do not have"),
+        ("full_dpo_single_device", {}, "reads images, and this recipe trains on text only"),
+        ("lora_grpo_single_device", {}, "reads images, and this recipe trains on text only"),
         ("qat_single_device", {}, "quantizer: a model of text and images is not written quantised"),
-        ("knowledge_distillation_single_device", {}, "reads images, which this recipe's data do not have"),
+        ("knowledge_distillation_single_device", {}, "reads images, and this recipe trains on text only"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_the_run(name, settings, sentence, folder):

@@ -1,4 +1,4 @@
-"""Memory, time and traffic of a run before it starts: a simulated cluster, and checks of its settings and data."""
+"""Memory, time and communication of a run before it starts: a simulated cluster, and checks of settings and data."""
 
 from torchtune._lazy import attach
 

@@ -135,16 +135,16 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     return problems
 
 
-# Settings of recipes for data without images.
-_OF_TEXT = ("ref_checkpointer", "ref_policy_checkpointer", "sampler", "teacher_model")
+# A recipe with one of these settings trains on text only.
+_TEXT_ONLY_SETTINGS = ("ref_checkpointer", "ref_policy_checkpointer", "sampler", "teacher_model")
 
 
 def _check_parts(cfg: SettingsView, model: torch.nn.Module) -> None:
     """Raise if a model with images is trained by a recipe for text."""
-    if text_decoder(model) is not model and any(name in cfg.declared for name in _OF_TEXT):
+    if text_decoder(model) is not model and any(name in cfg.declared for name in _TEXT_ONLY_SETTINGS):
         raise UserError(
-            f"model: a {type(model).__name__} reads images, which this recipe's data do not have: train it with a "
-            "full_finetune or lora_finetune recipe, or take a text model."
+            f"model: a {type(model).__name__} reads images, and this recipe trains on text only: use a full_finetune "
+            "or lora_finetune recipe, or a text model."
         )
 
 
@@ -158,8 +158,8 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     own = None if file is None else recipe_at(file)
     if "weights" in promises(cfg.recipe) and has_adapters(model):
         raise UserError(
-            f"model: it has adapters, and {cfg.recipe} trains all weights: take a builder without them, or the recipe "
-            f"{current_name(cfg.recipe)}, which trains what the model has."
+            f"model: it has adapters, but {cfg.recipe} trains all weights: use a builder without adapters, or the "
+            f"recipe {current_name(cfg.recipe)}, which trains adapters if the model has them."
         )
     if "adapters" in promises(cfg.recipe) | promises(own):
         require_adapters(model)
@@ -179,8 +179,8 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     offloads = path.endswith(".CPUOffloadOptimizer")
     if path.startswith("schedulefree."):
         raise UserError(
-            f"optimizer: {path} needs to be told of every change between training and validation, which recipes do "
-            "not do: use torch.optim.AdamW with an lr_scheduler."
+            f"optimizer: {path} has a train and an eval mode, which recipes do not switch: use torch.optim.AdamW with "
+            "an lr_scheduler."
         )
     if (offloads or path.startswith("bitsandbytes.")) and device is not None and device.type != "cuda":
         raise UserError(f"optimizer: {path} needs device=cuda, not {device.type}: use torchao.optim.AdamW8bit.")
@@ -188,12 +188,16 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
         cfg.optimizer_in_bwd or (cfg.resolved_dtype() != "fp32" and cfg.optimizer_precision != "param_dtype")
     ):
         raise UserError(
-            f"optimizer: {path} steps its own copies: set optimizer_precision=param_dtype and optimizer_in_bwd=False."
+            f"optimizer: {path} updates copies of the parameters: set optimizer_precision=param_dtype and "
+            "optimizer_in_bwd=False."
         )
     trained = [] if model is None else [item for item in model.named_parameters() if item[1].requires_grad]
     for name, parameter in trained if path == "torch.optim.Muon" else ():
         if parameter.dim() != 2:
-            raise UserError(f"optimizer: {path} is for matrices, {name} is none: use torchtune.training.MuonWithAdamW.")
+            raise UserError(
+                f"optimizer: {path} only updates matrices, but {name} has {parameter.dim()} dimensions: use "
+                "torchtune.training.MuonWithAdamW."
+            )
     if offloads or path.startswith("bitsandbytes."):  # cannot be built without CUDA
         locate(path)
         return
@@ -213,7 +217,7 @@ def _plan(cfg: SettingsView) -> Callable[[torch.nn.Module], Any] | None:
 
 
 def _check_component(node: Any, *, build: bool) -> None:
-    """Build a component; if building has side effects, only check its packages and methods."""
+    """Build a component; with ``build=False``, because building has side effects, check its packages and methods."""
     if build:
         config.instantiate(node)
         return
@@ -237,7 +241,7 @@ def _check_sources(dataset: Any) -> None:
 
 
 class _NoTokenizer:
-    """Placeholder for a tokenizer that is not used."""
+    """Placeholder for the tokenizer, which checks of file names do not use."""
 
     def __getattr__(self, name: str) -> None:
         return None if not name.startswith("__") else object.__getattribute__(self, name)

@@ -9,7 +9,7 @@ from torchtune.utils import UserError, parse_device
 
 
 def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield (setting, problem and solution) for settings that exclude each other.
+    """Yield (setting, problem and remedy) for settings that exclude each other.
 
     Args:
         settings: settings of a training recipe; see any recipe's ``Settings`` for the names.
@@ -39,11 +39,11 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
     except UserError as error:
         yield "device", str(error).removeprefix("device: ").rstrip(".")
     if cfg.fake_quant_after_n_steps is not None and cfg.quantizer is None:
-        yield "fake_quant_after_n_steps", "needs quantizer, which says what is simulated"
+        yield "fake_quant_after_n_steps", "needs a quantizer, which defines the simulated format"
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None:
-            yield name, "compares validations: set run_val_every_n_steps and dataset_val"
+            yield name, "compares validation results: set run_val_every_n_steps and dataset_val"
     if cfg.keep_best is not None and not re.match(r"(max:)?val_\w", cfg.keep_best):
-        yield "keep_best", f"must be a metric of validation, such as val_loss or max:val_accuracy, not {cfg.keep_best}"
+        yield "keep_best", f"must be a validation metric, such as val_loss or max:val_accuracy, not {cfg.keep_best}"

@@ -26,9 +26,10 @@ def _is_simulated(processes: int) -> bool:
 
 @contextmanager
 def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
-    """Make this process rank 0 of ``processes`` inside the block; nothing is sent, received tensors are uninitialized.
+    """Make this process rank 0 of ``processes`` inside the block.
 
-    CPU groups are simulated too. Object collectives return this rank's objects.
+    Nothing is sent, and received tensors are uninitialized. CPU process groups are simulated, too. Object collectives
+    return this rank's objects.
 
     Args:
         processes: number of processes; 1 changes nothing, nor does a nested block of the same size.

@@ -1,11 +1,12 @@
-"""What a run needs with all layers, from simulations with few of them.
+"""Extrapolate the requirements of a run with all layers from simulations with few layers.
 
 Layers of one kind have the same modules, parameters and attention. The first simulation keeps the first and the last
-layers, and the last one of every kind. One more simulation for each kind of which there are more has a further layer of
-it: FLOPs, traffic and memory grow by the difference with every layer that was left out. Memory is compared moment by
-moment (the forward and the backward pass of each layer that all simulations have, beside layers of the same size), so
-that the peak of the whole model is found where it is, even if it is elsewhere in a model of few layers: between the
-first and the last layers, memory is a straight line.
+layers, and the last layer of every kind. For each kind with omitted layers, another simulation adds one layer of that
+kind. The difference of the two is the cost of an omitted layer: FLOPs, communication and memory grow by it.
+
+Memory is extrapolated moment by moment. A moment is the forward or backward pass of a layer that all simulations have,
+next to layers of the same size. Between the first and the last layers, memory is a straight line. The peak of the
+whole model may therefore be at another moment than the peak of a model with few layers.
 """
 
 import itertools
@@ -27,24 +28,25 @@ from torchtune.utils import simulated
 
 # Names of other models -> their settings.
 _SETTINGS = {"teacher": "teacher_model", "reference": "ref_model"}
-# So many layers more are kept rather than simulated apart.
+# Up to this number of omitted layers of a kind, keep them all instead of another simulation.
 _FEW = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of a run takes.
+    """Memory and work of one step of a run.
 
     Attributes:
-        settings: of the run.
-        dims: how its processes are arranged.
-        length: tokens of a row.
-        length_is_assumed: whether the settings do not say it.
-        layers: of the model; ``simulated`` has how many of them each simulation had.
-        parameters: (all, trained).
-        moments: most memory of a device in every moment, in the order of the step.
-        work: what was done, by phase.
-        host: bytes of host memory for each process.
+        settings: settings of the run.
+        dims: parallel dimensions.
+        length: tokens per row.
+        length_is_assumed: whether ``length`` is a default, because the settings have no row length.
+        layers: number of layers of the model.
+        simulated: number of layers in each simulation.
+        parameters: numbers of (all, trained) parameters.
+        moments: peak memory of a device in each moment, in the order of the step.
+        work: FLOPs, memory traffic and communication by phase.
+        host: bytes of host memory per process.
     """
 
     settings: SettingsView
@@ -60,17 +62,17 @@ class Estimate:
 
     @property
     def peaks(self) -> dict[str, Peak]:
-        """Most memory of a device, by phase."""
+        """Peak memory of a device, by phase."""
         return highest_by_phase(self.moments)
 
     @property
     def peak(self) -> float:
-        """Most bytes of a device."""
+        """Peak memory of a device in bytes."""
         return max(peak.total for peak in self.moments.values())
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens per step, over all ranks."""
         cfg = self.settings
         return cfg.batch_size * cfg.gradient_accumulation_steps * self.dims.data_size * self.length
 
@@ -78,19 +80,19 @@ class Estimate:
 def estimate_run(
     main: Callable[[Any], Any], settings: Any, processes: int = 1, *, per_machine: int = 8, whole: bool = False
 ) -> Estimate:
-    """Simulate a step of a run with few layers, and continue what it takes to all of them.
+    """Simulate a step of a run with few layers, and extrapolate to all layers.
 
     Args:
         main: ``recipe_main`` of a recipe.
-        settings: checked settings, for a real run.
-        processes: of the run.
-        per_machine: of them on a machine.
+        settings: checked settings, as for a real run.
+        processes: number of processes.
+        per_machine: number of processes per machine.
         whole: simulate all layers.
 
     Raises:
-        ParallelDimsError, RecipeSettingsError: the mesh does not fit the processes.
-        SimulationError: the recipe asks for something that a simulated run does not have.
-        UserError: as the run itself.
+        ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
+        SimulationError: the recipe needs something that a simulated run lacks.
+        UserError: the run itself would raise it.
     """
     cfg = SettingsView.of(settings)
     dims = arrange(cfg, processes)
@@ -138,17 +140,20 @@ def _host(run: Observer) -> int:
 
 
 def _group(cfg: SettingsView) -> int:
-    """How many layers stay together: every n-th one is recomputed, counted from the first."""
+    """Return n if the recipe recomputes every n-th layer, else 1; groups of n layers stay together."""
     return int(cfg.ac_option) if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit() else 1
 
 
 def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1) -> list[tuple[float, Kept]]:
-    """The layers to keep in each simulation, and the weights with which their results are added up.
+    """Choose the layers of each simulation, and its weight in the sum of results.
 
     Args:
-        models: by the name of their setting, on the meta device.
+        models: models on the meta device, by the name of their setting.
         group: number of consecutive layers that stay together.
-        ends: number of layers (or groups) to keep at both ends; FSDP gathers one ahead.
+        ends: number of layers (or groups) to keep at both ends; more than 1 with FSDP, which prefetches a layer.
+
+    Returns:
+        (weight, indices of the kept layers by setting) of each simulation.
     """
     base, further = {}, []
     for key, model in models.items():
@@ -166,7 +171,7 @@ def _depth(model: nn.Module) -> int:
 
 
 def _split(decoder: nn.Module, group: int, ends: int) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
-    """(layers that every simulation keeps, how many times a kind was left out and one of them)."""
+    """Return the layers that all simulations keep, and (number omitted, one of them) for each kind."""
     layers = list(getattr(decoder, "layers", ()))
     groups = [tuple(range(len(layers)))[start : start + group] for start in range(0, len(layers), group)]
     kinds: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
@@ -174,7 +179,7 @@ def _split(decoder: nn.Module, group: int, ends: int) -> tuple[list[int], list[t
         kinds.setdefault(tuple(_kind(layers[index]) for index in one), []).append(one)
     kept, further = {*groups[:ends], *groups[-ends:], *(alike[-1] for alike in kinds.values())}, []
     kept |= {one for one in groups if {*one} & {*getattr(decoder, "kv_sources", {}).values()}}
-    if ends > 1:  # what is gathered together is what the whole model gathers
+    if ends > 1:  # keep neighbors of unequal size, because FSDP holds two neighbors at a time
         sizes = {one: magnitude(layers[one[-1]]) for one in groups}
         unlike = [at for at, pair in enumerate(itertools.pairwise(groups)) if sizes[pair[0]] != sizes[pair[1]]]
         kept |= {one for at in unlike[:1] for one in groups[at : at + 3]}
@@ -191,7 +196,7 @@ def _split(decoder: nn.Module, group: int, ends: int) -> tuple[list[int], list[t
 
 
 def _kind(layer: nn.Module) -> str:
-    """What memory and FLOPs of a layer depend on."""
+    """Return a text that is equal for layers of equal memory and FLOPs."""
     modules = [
         (name, type(module), getattr(module, "window", None), getattr(module, "chunk", None))
         for name, module in layer.named_modules()

@@ -1,7 +1,4 @@
-"""Private names of torch that the simulation needs, all in this module.
-
-A release of torch may remove them: adapt them here.
-"""
+"""All private names of torch that the simulation needs; a release of torch may change them."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """Search for the fastest settings that fit in memory, by combining levers that trade time for memory.
 
-What a lever costs and saves is simulated: the settings as given, and each change of one lever. The costs of several
-are multiplied, which decides the order alone; so is what they leave of each component of the memory, which leaves out
-what cannot fit. The rest is simulated, the fastest first, until what follows would be slower than the fastest that
-fits.
+The search first simulates the settings as given and each change of a single lever. Products of the single slowdowns
+order the combinations. Products of the single savings, by component of the memory, exclude combinations that cannot
+fit. The remaining combinations are simulated, fastest first, until the next one would be slower than the fastest one
+that fits.
 """
 
 import itertools
@@ -24,17 +24,17 @@ from torchtune.utils import UserError
 
 # Maximum number of combinations to simulate, in each of two rounds.
 MOST = 8
-# Tolerated error of the product of single costs, as a factor.
+# Tolerated error of the product of single slowdowns, as a factor.
 CLOSE = 1.1
-# What the product of single savings may be wrong by, as a factor, without a candidate being left out.
+# Tolerated error of the product of single savings, as a factor.
 MARGIN = 1.25
 
 # Minimum factor by which an override must reduce memory.
 SAVES_NOTHING = 1.02
 
-# Overrides, and a rough slowdown of a step, which orders combinations of unknown cost.
+# (overrides, rough slowdown of a step); the slowdown orders combinations that are not simulated yet.
 Option = tuple[tuple[str, ...], float]
-# Overrides, and the bytes that they are expected to need.
+# (overrides, expected bytes).
 Saved = tuple[set[str], float]
 
 
@@ -43,10 +43,10 @@ class Candidate:
     """Overrides, with their memory and time.
 
     Attributes:
-        overrides: as on the command line.
-        peak: bytes of a device.
-        seconds: of a step, for each million tokens of it.
-        memory: most bytes, by phase and component.
+        overrides: settings as on the command line.
+        peak: peak memory of a device in bytes.
+        seconds: seconds per million tokens.
+        memory: peak bytes by (phase, component).
     """
 
     overrides: tuple[str, ...]
@@ -72,7 +72,7 @@ def _switch(key: str, slower: float, *more: str) -> Callable[[SettingsView, int]
 
 
 def _recomputing(cfg: SettingsView, processes: int) -> Iterator[Option]:
-    """Yield activation checkpointing of no layer, of element-wise operations, of every second layer, of all layers."""
+    """Yield activation checkpointing of nothing, of element-wise operations, of every second layer, of all layers."""
     yield ("enable_activation_checkpointing=False", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.0
     if _selects(cfg):
         for option, slower in (("op", 1.1), ("2", 1.17)):
@@ -208,14 +208,14 @@ class Search:
     """The search, independent of how candidates are estimated and measured.
 
     Attributes:
-        settings: to start from.
-        processes: of the run.
-        limit: bytes of a device.
-        check: raises where overrides do not go together.
-        measure: what overrides take, simulated; raises where the run refuses them.
-        say: is told of every candidate.
+        settings: initial settings.
+        processes: number of processes.
+        limit: memory of a device in bytes.
+        check: raises if overrides exclude each other.
+        measure: simulates overrides; raises if the run rejects them.
+        report: called with a line of text for every candidate.
         experts: whether the model has experts.
-        known: simulated candidates; None for rejected overrides.
+        known: simulated candidates by overrides; None if rejected.
     """
 
     settings: Any
@@ -223,60 +223,60 @@ class Search:
     limit: float
     check: Callable[[tuple[str, ...]], Any]
     measure: Callable[[tuple[str, ...]], Candidate]
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     experts: bool = False
     known: dict[tuple[str, ...], Candidate | None] = field(default_factory=dict)
 
     def fitting(self, *, last: bool) -> list[Candidate]:
         """Return the simulated candidates that fit, fastest first; ``last`` as in :func:`candidates`."""
-        given, before, tried = self._of(()), [], 0
+        given, before, tried = self._simulate(()), [], 0
         singles = {} if given is None else self._singles(last=last)
         costs = {changed: single.seconds / given.seconds for changed, single in singles.items()}
         found = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
         for overrides, slower in found.items():
-            fastest = min((one.seconds for one in self._that_fit()), default=math.inf)
+            fastest = min((one.seconds for one in self._list_fitting()), default=math.inf)
             if tried == MOST or (given is not None and given.seconds * slower > fastest * CLOSE):
                 break
             if self._is_promising(overrides, singles, before):
                 tried += overrides not in self.known
-                self._of(overrides)
-        return sorted(self._that_fit(), key=lambda one: one.seconds)
+                self._simulate(overrides)
+        return sorted(self._list_fitting(), key=lambda one: one.seconds)
 
-    def _that_fit(self) -> list[Candidate]:
+    def _list_fitting(self) -> list[Candidate]:
         return [one for one in self.known.values() if one is not None and one.peak <= self.limit]
 
-    def _of(self, overrides: tuple[str, ...]) -> Candidate | None:
+    def _simulate(self, overrides: tuple[str, ...]) -> Candidate | None:
         """Simulate overrides, once; None if the run rejects them."""
         if overrides not in self.known:
             try:
                 self.known[overrides] = self.measure(overrides)
             except UserError as error:
                 self.known[overrides] = None
-                self.say(f"  refused: {' '.join(overrides)}: {error}")
+                self.report(f"  refused: {' '.join(overrides)}: {error}")
             else:
-                self.say(describe(self.known[overrides], self.limit))
+                self.report(describe(self.known[overrides], self.limit))
         return self.known[overrides]
 
     def _singles(self, *, last: bool) -> dict[tuple[str, ...], Candidate]:
-        """What every change of one lever takes, as far as it can be made alone."""
+        """Simulate each change of a single lever that is valid alone."""
         options = itertools.chain(
             *_levers(SettingsView.of(self.settings), self.processes, last=last, experts=self.experts)
         )
-        alone = [changed for changed, _ in options if changed and self._goes(changed)]
-        return {changed: single for changed in alone if (single := self._of(changed)) is not None}
+        alone = [changed for changed, _ in options if changed and self._is_valid(changed)]
+        return {changed: single for changed in alone if (single := self._simulate(changed)) is not None}
 
-    def _goes(self, overrides: tuple[str, ...]) -> bool:
+    def _is_valid(self, overrides: tuple[str, ...]) -> bool:
         try:
             self.check(overrides)
         except UserError:
-            return False  # a combination that the recipe, its model or its mesh refuses
+            return False  # the recipe, its model or its mesh rejects the combination
         return True
 
     def _is_promising(
         self, overrides: tuple[str, ...], singles: Mapping[tuple[str, ...], Candidate], before: list[Saved]
     ) -> bool:
-        """Whether a candidate goes together, may fit by what its changes save alone, and each of them saves memory."""
-        if not self._goes(overrides):
+        """Return whether a combination is valid, each of its changes saves memory, and together they may fit."""
+        if not self._is_valid(overrides):
             return False
         texts, given = set(overrides), self.known[()]
         changes = [changed for changed in singles if texts.issuperset(changed)]
@@ -289,7 +289,7 @@ class Search:
 
 
 def _expected(given: Candidate, singles: Sequence[Candidate]) -> float:
-    """Bytes of a device with several changes, from what each of them leaves of every component."""
+    """Predict the peak bytes of a combination: the product of the single ratios, by phase and component."""
     phases: Counter[str] = Counter()
     for (phase, component), size in (given.memory or {("", ""): given.peak}).items():
         others = [one.memory.get((phase, component), one.peak) for one in singles]
@@ -304,18 +304,18 @@ def find_fastest(
     limit: float,
     load: Callable[[Sequence[str]], Any],
     run: Callable[[Any], Estimate],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[Candidate, Estimate]:
-    """Search the fastest settings with which a device needs at most ``limit`` bytes.
+    """Search for the fastest settings with which a device needs at most ``limit`` bytes.
 
     Args:
-        settings: to start from.
-        processes: of the run.
-        device: predicts the time.
-        limit: bytes.
-        load: checks the settings with overrides; raises where they do not go together.
+        settings: initial settings.
+        processes: number of processes.
+        device: accelerator, for the step time.
+        limit: memory of a device in bytes.
+        load: returns checked settings with overrides; raises if they exclude each other.
         run: simulates settings.
-        say: is told of every candidate.
+        report: called with a line of text for every candidate.
 
     Raises:
         UserError: nothing fits.
@@ -333,7 +333,7 @@ def find_fastest(
 
     model = build_on_meta(SettingsView.of(settings))[0]
     experts = any(isinstance(module, MoE) for module in model.modules())
-    search = Search(settings, processes, limit, check, measure, say, experts)
+    search = Search(settings, processes, limit, check, measure, report, experts)
     for last in (False, True):
         for fastest in search.fitting(last=last):
             return fastest, estimates[fastest.overrides]
@@ -341,19 +341,19 @@ def find_fastest(
 
 
 def _nothing(limit: float, nearest: Candidate | None) -> str:
-    """The sentence for a search that found nothing."""
+    """Return the error message of a search without a result."""
     least = ""
     if nearest is not None:
-        what = " ".join(nearest.overrides) or "the settings as configured"
-        least = f"; nearest come {nearest.peak / 2**30:.1f} GiB with {what}"
+        changed = " ".join(nearest.overrides) or "the settings as configured"
+        least = f"; the smallest needs {nearest.peak / 2**30:.1f} GiB, with {changed}"
     return (
-        f"--fit: nothing that was tried fits into {limit / 2**30:.1f} GiB{least}: take more or larger devices, shorter "
-        "rows (tokenizer.max_seq_len) or adapters."
+        f"--fit: no candidate fits in {limit / 2**30:.1f} GiB{least}: use more or larger devices, shorter rows "
+        "(tokenizer.max_seq_len) or adapters."
     )
 
 
 def describe(candidate: Candidate, limit: float) -> str:
-    """Return a line about a candidate."""
+    """Return a line with a candidate's memory, time, verdict and overrides."""
     fits = "fits" if candidate.peak <= limit else "too large"
-    what = " ".join(candidate.overrides) or "as configured"
-    return f"{candidate.peak / 2**30:7.1f} GiB {candidate.seconds:7.2f} s a million tokens  {fits:<10}{what}"
+    changed = " ".join(candidate.overrides) or "as configured"
+    return f"{candidate.peak / 2**30:7.1f} GiB {candidate.seconds:7.2f} s per million tokens  {fits:<10}{changed}"

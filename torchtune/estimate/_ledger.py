@@ -13,13 +13,13 @@ PHASES = ("set-up", "forward", "backward", "optimizer")
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "other")
 # CUDA's caching allocator rounds sizes up to a multiple of this.
 _BLOCK = 512
-# A phase, and a place in it: the layer that is computed.
+# (phase, layer).
 Moment = tuple[str, str]
 Key = TypeVar("Key")
 
 
 def weighted_sum(counters: Iterable[tuple[float, "Counter[Key]"]]) -> "Counter[Key]":
-    """Sum of counters, each times a factor, which may be negative."""
+    """Return the sum of factor times counter; factors may be negative."""
     total: Counter[Key] = Counter()
     for factor, counter in counters:
         for key, count in counter.items():
@@ -35,17 +35,17 @@ class Block:
         size: size in bytes.
         born: time of the allocation, in events.
         component: one of ``COMPONENTS``.
-        what: operator, shape and dtype.
-        where: module, and line of code.
-        died: time when it was freed; None while it lives.
-        on_host: whether it lies in host memory, so that the device does not hold it.
-        marked: time when its component was last said.
+        operator: operator, shape and dtype.
+        where: module and line of code.
+        died: time of the release; None while allocated.
+        on_host: whether it is in host memory instead of the device's.
+        marked: time when its component was last set.
     """
 
     size: int
     born: int
     component: str
-    what: str
+    operator: str
     where: str
     died: int | None = None
     on_host: bool = False
@@ -54,12 +54,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory of a phase, or of a moment of it.
+    """Peak memory of a phase or moment.
 
     Attributes:
-        held: bytes by (component, what, where).
-        counts: blocks, by the same.
-        reached_by: the block whose allocation reached it.
+        held: bytes by (component, operator, place).
+        counts: number of blocks by the same keys.
+        reached_by: the allocation at the peak, as "operator in place".
     """
 
     held: Counter[tuple[str, str, str]]
@@ -68,7 +68,7 @@ class Peak:
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Total bytes."""
         return sum(self.held.values())
 
     @property
@@ -78,7 +78,7 @@ class Peak:
 
     @classmethod
     def combine(cls, peaks: Iterable[tuple[float, "Peak"]]) -> "Peak":
-        """Weighted sum of peaks; the first one says what reached it."""
+        """Return the weighted sum of peaks, with ``reached_by`` of the first."""
         peaks = list(peaks)
         held, counts = (
             weighted_sum((factor, getattr(peak, name)) for factor, peak in peaks) for name in ("held", "counts")
@@ -87,7 +87,7 @@ class Peak:
 
 
 def highest_by_phase(moments: dict[Moment, Peak]) -> dict[str, Peak]:
-    """The peak of every phase that there was, out of those of its moments."""
+    """Return the highest peak of each phase."""
     found: dict[str, Peak] = {}
     for (phase, _), peak in moments.items():
         if phase not in found or peak.total > found[phase].total:
@@ -97,12 +97,12 @@ def highest_by_phase(moments: dict[Moment, Peak]) -> dict[str, Peak]:
 
 @dataclass
 class Ledger:
-    """Blocks in order of allocation.
+    """All memory blocks of a run.
 
     Attributes:
-        blocks: all of them.
-        moments: (time, moment) of the beginning of each, in order.
-        time: events so far.
+        blocks: blocks in order of allocation.
+        moments: (start time, moment), in order.
+        time: number of events so far.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -114,28 +114,28 @@ class Ledger:
 
     @property
     def phase(self) -> str:
-        """The phase that the run is in."""
+        """Current phase of the run."""
         return self.moments[-1][1][0]
 
     def enter(self, phase: str, place: str = "") -> None:
-        """Let a phase, or a moment of it, begin."""
+        """Begin a phase, or a moment of it."""
         if self._set_up is None and phase != PHASES[0]:
             self._set_up = self.time
         self.moments.append((self.time, (phase, place)))
 
     def add(
-        self, storage: torch.UntypedStorage, component: str, what: str, where: str, *, on_host: bool = False
+        self, storage: torch.UntypedStorage, component: str, operator: str, where: str, *, on_host: bool = False
     ) -> None:
         """Record a storage, once."""
         key = storage._cdata
         if key in self._live:
             return
-        self._allocate(key, _rounded(storage.size()), component, what, where, on_host)
+        self._allocate(key, _rounded(storage.size()), component, operator, where, on_host)
         weakref.finalize(storage, self._free, key)
 
-    def _allocate(self, key: int, size: int, component: str, what: str, where: str, on_host: bool = False) -> None:
+    def _allocate(self, key: int, size: int, component: str, operator: str, where: str, on_host: bool = False) -> None:
         self.time += 1
-        block = self._live[key] = Block(size, self.time, component, what, where, on_host=on_host)
+        block = self._live[key] = Block(size, self.time, component, operator, where, on_host=on_host)
         self.blocks.append(block)
 
     def _free(self, key: int) -> None:
@@ -150,7 +150,7 @@ class Ledger:
         size = _rounded(storage.size())
         if block is not None and block.size != size:
             self._free(storage._cdata)
-            self._allocate(storage._cdata, size, component, block.what, block.where, block.on_host)
+            self._allocate(storage._cdata, size, component, block.operator, block.where, block.on_host)
 
     def mark(self, tensor: Any, component: str, *, on_host: bool = False) -> None:
         """Set the component of a tensor's memory."""
@@ -162,16 +162,16 @@ class Ledger:
                 block.on_host |= on_host
 
     def end_step(self) -> None:
-        """Let what there is now, but for gradients, count from the set-up on, as it does in every step but the first.
+        """Count the blocks that exist now, except gradients, from the set-up on: later steps start with them.
 
-        The last call counts.
+        Only the last call has an effect.
         """
         self._step_end = self.time
 
     def accumulate(self) -> None:
-        """Count the gradients that there are from the set-up on, as in every micro-batch but the first of a step.
+        """Count the gradients that exist now from the set-up on: later micro-batches of a step start with them.
 
-        Where such a gradient exists, a new one is added to it as soon as it is complete, and freed.
+        A new gradient is freed as soon as it is complete and added to the existing one.
         """
         for block in list(self._live.values()):
             if block.component == "gradients" and self._set_up is not None:
@@ -185,19 +185,19 @@ class Ledger:
         return any(block is not None and block.on_host for block in blocks)
 
     def peaks(self) -> dict[Moment, Peak]:
-        """The peak of every moment on the device, in the order in which they come first."""
+        """Return the peak of each moment on the device, in order of first occurrence."""
         for block in self.blocks:
             lasts = block.born <= self._step_end and (block.died is None or block.died > self._step_end)
             if lasts and block.component != "gradients" and self._set_up is not None:
                 block.born = min(block.born, self._set_up + 1)
         highest: dict[Moment, tuple[int, int]] = {}  # bytes, time
-        for time, moment, total in self._course():
+        for time, moment, total in self._timeline():
             if total > highest.get(moment, (-1, 0))[0]:
                 highest[moment] = (total, time)
         return {moment: self._peak(time) for moment, (_, time) in highest.items()}
 
     def held(self, component: str, *, on_host: bool) -> int:
-        """Most bytes of a component that live at a time on the device, or in host memory."""
+        """Return the peak bytes of a component on the device, or in host memory."""
         events: Counter[int] = Counter()
         for block in self.blocks:
             if block.component == component and block.on_host is on_host:
@@ -210,8 +210,8 @@ class Ledger:
             most = max(most, total)
         return most
 
-    def _course(self) -> Iterator[tuple[int, Moment, int]]:
-        """(time, moment, bytes on the device) after every event, and when a moment begins."""
+    def _timeline(self) -> Iterator[tuple[int, Moment, int]]:
+        """Yield (time, moment, bytes on the device) after every event, and at the start of every moment."""
         changes = [0] * (self.time + 1)
         for block in self.blocks:
             if not block.on_host:
@@ -233,11 +233,11 @@ class Ledger:
         last = self.blocks[0]
         for block in self.blocks:
             if block.born <= time and (block.died is None or block.died > time) and not block.on_host:
-                key = (block.component, block.what, block.where)
+                key = (block.component, block.operator, block.where)
                 held[key] += block.size
                 counts[key] += 1
                 last = max(last, block, key=lambda one: one.born)
-        return Peak(held, counts, f"{last.what} in {last.where}")
+        return Peak(held, counts, f"{last.operator} in {last.where}")
 
 
 def storages(tensor: Any) -> Iterator[torch.UntypedStorage]:

@@ -34,7 +34,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 _LIBRARY = "torchtune"
 _HERE = __file__.rpartition("/")[0]
-# What, and the ranks of its group.
+# (kind, ranks of the process group).
 Collective = tuple[str, tuple[int, ...]]
 _COLLECTIVES = {
     "allgather": "all-gather",
@@ -54,11 +54,13 @@ class Work:
     """Work of a phase of a step.
 
     Attributes:
-        flops: by dtype.
-        calls: (FLOPs, bytes read and written, dtype) -> how many operators.
-        collectives, sent: numbers and bytes of those inside FSDP, which overlap with computation.
-        waiting, awaited: numbers and bytes of all others.
-        hosted: bytes copied to host memory and back, beside the computation.
+        flops: FLOPs by dtype.
+        calls: number of operators by (FLOPs, bytes read and written, dtype).
+        collectives: number of FSDP's collectives, which overlap with computation.
+        sent: bytes of FSDP's collectives.
+        waiting: number of other collectives.
+        awaited: bytes of other collectives.
+        hosted: bytes copied to and from host memory, overlapping with computation.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class Work:
 
     @classmethod
     def combine(cls, works: Iterable[tuple[float, "Work"]]) -> "Work":
-        """Weighted sum."""
+        """Return the weighted sum of works."""
         found, works = cls(), list(works)
         for name in vars(found):
             setattr(found, name, weighted_sum((factor, getattr(work, name)) for factor, work in works))
@@ -80,24 +82,24 @@ class Work:
 
 
 def magnitude(layer: torch.nn.Module) -> int:
-    """Logarithm of the number of parameters: FSDP gathers a layer while its neighbour computes."""
+    """Return the rounded log2 of a layer's parameter count, which compares sizes of neighboring layers."""
     return round(math.log2(1 + sum(parameter.numel() for parameter in layer.parameters())))
 
 
 class Observer(TorchDispatchMode):
     """Dispatch mode that counts the work of a run; enter it inside a fake tensor mode, or with real tensors.
 
-    Values read from fake data are made up: a float is 0, an integer 1, a bool False, all() is True, every element is
-    nonzero, and a boolean index selects every row. Integers computed from real ones are real.
+    Values read from fake data are placeholders: a float is 0, an integer 1, a bool False, all() is True, every element
+    is nonzero, and a boolean index selects every row. Integers computed from real ones are real.
 
     Attributes:
-        ledger: memory.
-        work: what was done, by (step, phase), from step 0.
-        step: optimizer steps so far.
-        path: names of the modules that are being called.
-        in_fsdp: whether FSDP communicates, so that what is allocated are its buffers.
-        offload: whether parameters, gradients and optimizer states lie in host memory.
-        accumulates: whether the backward pass that is run stands for those of several micro-batches.
+        ledger: record of memory.
+        work: work by (step, phase), from step 0.
+        step: number of optimizer steps so far.
+        path: names of the modules in the current call stack.
+        in_fsdp: nonzero while FSDP communicates; allocations are then its buffers.
+        offload: whether parameters, gradients and optimizer states are in host memory.
+        accumulates: whether one simulated backward pass stands for several micro-batches.
     """
 
     def __init__(self, *, fake: bool = True) -> None:
@@ -128,7 +130,7 @@ class Observer(TorchDispatchMode):
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; make up values that a fake tensor lacks."""
+        """Run an operator, with placeholders for values that a fake tensor lacks."""
         first = args[0] if args else None
         tensors = list(_tensors((args, kwargs)))
         is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
@@ -195,12 +197,12 @@ class Observer(TorchDispatchMode):
             if storage._cdata not in self.ledger._live:
                 name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
                 shape = " x ".join(map(str, tensor.shape)) or "scalar"
-                what = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
+                operator = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
                 on_host = is_on_host() or (self.offload and self.ledger.phase in ("set-up", "optimizer"))
-                self.ledger.add(storage, self._component(), what, self._where(), on_host=on_host)
+                self.ledger.add(storage, self._component(), operator, self._where(), on_host=on_host)
 
     def multiply(self, factor: float) -> None:
-        """Count the work of forward and backward passes more than once: for micro-batches that were not run."""
+        """Multiply the work of forward and backward passes, to include micro-batches that were not run."""
         for (step, phase), work in self.work.items():
             if phase in ("forward", "backward"):
                 self.work[step, phase] = Work.combine([(factor, work)])
@@ -221,7 +223,7 @@ class Observer(TorchDispatchMode):
             place = "torch"
         return f"{self.path[-1]}, {place}" if self.path else place
 
-    # Patches of torch inside the block.
+    # Patches of torch, active inside the context.
 
     def patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace an attribute by ``make(attribute)`` until the block ends."""
@@ -288,7 +290,7 @@ class Observer(TorchDispatchMode):
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
         for parameter, state in optimizer.state.items():
-            if id(parameter) in self._parameters:  # not the stand-ins of a higher-precision step
+            if id(parameter) in self._parameters:  # not the temporary copies of a higher-precision step
                 for value in state.values():
                     self.ledger.mark(value, "optimizer", on_host=self.offload)
         self.ledger.end_step()
@@ -432,7 +434,7 @@ def _backward_flops(
 
 
 def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int, k: Any, v: Any) -> int:
-    """Count the products per position and head with the state and with the 64 positions of its chunk."""
+    """Return the FLOPs of products with the state, and with the 64 positions of a chunk."""
     (heads, value), (shared, key) = v.shape[2:], k.shape[2:]
     chunk = heads * (of_value * value + of_key * key) + of_shared * shared * key
     return v.shape[0] * v.shape[1] * (of_state * heads * key * value + 64 * chunk)

@@ -1,4 +1,4 @@
-"""Cheap facts about a run: its model on the meta device, parameters, mesh, and tokens of a step."""
+"""Facts about a run that need no simulation: model on the meta device, parameters, mesh, tokens per step."""
 
 import dataclasses
 import math
@@ -23,14 +23,14 @@ _ASSUMED_LENGTH = 2048
 
 
 def arrange(settings: SettingsView, processes: int) -> ParallelDims:
-    """The device mesh of a recipe.
+    """Return the parallel dimensions of a recipe.
 
     Raises:
         ParallelDimsError: the sizes do not fit the number of processes.
-        RecipeSettingsError: there are several processes, and the dataclass of a training recipe does not say how.
+        RecipeSettingsError: there are several processes, and the dataclass of a training recipe declares no mesh.
     """
     if "data_parallel_shard_dim" not in settings.declared:
-        trains = "optimizer" in settings.declared  # what else several processes do is a recipe's own affair
+        trains = "optimizer" in settings.declared  # recipes that do not train may use processes in other ways
         if processes > 1 and trains and dataclasses.is_dataclass(settings.source):
             raise RecipeSettingsError(
                 f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
@@ -48,7 +48,7 @@ def arrange(settings: SettingsView, processes: int) -> ParallelDims:
 
 
 def build_on_meta(settings: SettingsView) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
-    """(model on the meta device, dtype of its weights, reports of the conversions)."""
+    """Return (model on the meta device, dtype of its weights, reports of the conversions)."""
     dtype = PRECISION_STR_TO_DTYPE[settings.resolved_dtype()]
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
@@ -56,7 +56,7 @@ def build_on_meta(settings: SettingsView) -> tuple[torch.nn.Module, torch.dtype,
 
 
 def nodes_of(dataset: Any) -> Sequence[Any]:
-    """The datasets of a setting: itself, a list of them, or those of a mixture."""
+    """Return the dataset nodes of a setting: itself, its items if it is a list, or the datasets of a mixture."""
     if isinstance(dataset, Mapping):
         inner = dataset.get("datasets")
         return list(inner.values()) if is_mixture(dataset) and isinstance(inner, Mapping) else [dataset]
@@ -64,12 +64,12 @@ def nodes_of(dataset: Any) -> Sequence[Any]:
 
 
 def is_mixture(dataset: Any) -> bool:
-    """Whether a setting is a mixture of this library."""
+    """Return whether a setting is a ``torchtune.datasets.mixed_dataset``."""
     return isinstance(dataset, Mapping) and str(dataset.get("_component_")).endswith("datasets.mixed_dataset")
 
 
 def row_length(settings: SettingsView, model: torch.nn.Module | None = None) -> tuple[int, bool]:
-    """(tokens of the longest row, whether that is assumed)."""
+    """Return (tokens of the longest row, whether that is assumed)."""
     nodes = nodes_of(settings.dataset)
     given = [settings.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
     known = [length for length in given if length]
@@ -79,37 +79,37 @@ def row_length(settings: SettingsView, model: torch.nn.Module | None = None) -> 
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(all parameters, trained ones): of those in another form, elements of the weight that they store."""
+    """Return the numbers of (all, trained) parameters; quantized weights count the elements of the full weight."""
     total = sum(map(math.prod, full_shapes(model).values()))
     return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def weights_memory(settings: SettingsView) -> str:
-    """GiB of the weights of all models of a run, as stored."""
+    """Return a text with the GiB of the weights of all models of a run, as stored."""
     views = [settings, *(other for _, other in settings.other_models().values())]
     weights = [parameter for view in views for parameter in build_on_meta(view)[0].parameters()]
     return f"{sum(map(_num_bytes, weights)) / 2**30:.2f} GiB of weights"
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # quantised: count what is really kept
+    if hasattr(tensor, "__tensor_flatten__"):  # quantized: count the stored tensors
         return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()
 
 
 def plan_run(settings: Any, processes: int = 1) -> str:
-    """Describe a run: parameters, types, mesh and tokens of a step. Nothing is loaded and no file is opened.
+    """Describe a run: parameters, dtype, mesh and tokens per step. Nothing is loaded and no file is opened.
 
     Args:
-        settings: of a recipe. ``SettingsView`` has the names that are read; a recipe that does not train declares
-            those of the model alone.
-        processes: of the run.
+        settings: settings of a recipe; see ``SettingsView`` for the names. A recipe that does not train needs only the
+            names of the model.
+        processes: number of processes.
 
     Returns:
         Text of about five lines.
 
     Raises:
-        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+        RecipeSettingsError: a name that the library reads is missing, or its value has the wrong type.
         ParallelDimsError: the mesh does not fit the number of processes.
     """
     settings = SettingsView.of(settings)

@@ -29,7 +29,7 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
         (name, text) of lines to show.
 
     Raises:
-        DataError: a row cannot be trained on, or see the datasets.
+        DataError: a dataset cannot be read, or a row cannot be trained on.
         RecipeSettingsError: a name that the library reads is missing, or its value has the wrong type.
     """
     cfg = SettingsView.of(settings)
@@ -49,7 +49,7 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
         per_epoch = cfg.max_steps_per_epoch
     elif examples is None:
-        return [*lines, ("steps", "known when the data are")]
+        return [*lines, ("steps", "unknown until the data are read")]
     else:
         per_epoch = steps_of_epoch(cfg, examples, dims.data_size)
     if (unused := explain_no_validation(cfg, cfg.epochs * per_epoch)) is not None:

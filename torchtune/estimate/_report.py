@@ -14,7 +14,7 @@ Rows = list[tuple[str, str]]
 
 
 def summary(estimate: Estimate, device: Accelerator) -> str:
-    """Describe a run: memory by phase and component, what fills it, FLOPs, traffic, time and cost."""
+    """Describe a run: memory by phase and component, its largest blocks, FLOPs, communication, time and cost."""
     return _lines(
         [
             ("simulated", f"a step of the recipe, {estimate.dims}, each {device.name} with {device.memory} GiB"),
@@ -31,7 +31,7 @@ def summary(estimate: Estimate, device: Accelerator) -> str:
 
 
 def memory(estimate: Estimate) -> str:
-    """Memory of each process, by phase and component."""
+    """Return a table of the memory of each process, by phase and component."""
     phase, peak = max(estimate.peaks.items(), key=lambda item: item[1].total)
     return _lines([*_memory(estimate), ("peak", f"{peak.total / GIB:.2f} GiB in {phase}"), *_host(estimate)])
 
@@ -44,13 +44,13 @@ def _layers(estimate: Estimate) -> str:
     if estimate.simulated == (estimate.layers,):
         return f"all {estimate.layers} layers"
     *most, last = map(str, estimate.simulated)
-    return f"with {', '.join(most)} and {last} of {estimate.layers} layers, continued to all"
+    return f"with {', '.join(most)} and {last} of {estimate.layers} layers, extrapolated to all"
 
 
 def _batch(estimate: Estimate) -> str:
     cfg, length = estimate.settings, estimate.length
-    micro = f"{cfg.batch_size} x {length:,} = {cfg.batch_size * length:,} tokens a rank"
-    return f"{micro}, {estimate.tokens:,} a step of all ranks"
+    micro = f"{cfg.batch_size} x {length:,} = {cfg.batch_size * length:,} tokens per rank"
+    return f"{micro}, {estimate.tokens:,} per step over all ranks"
 
 
 def _memory(estimate: Estimate) -> Rows:
@@ -73,20 +73,20 @@ def _filled(estimate: Estimate, device: Accelerator) -> Rows:
     if over is None:
         lines.append(("  reached by", highest.reached_by))
     else:
-        lines.append(("  tipped by", f"{over[1].reached_by}, {over[0]}"))
+        lines.append(("  exceeded by", f"{over[1].reached_by}, {over[0]}"))
     return [*lines, *_largest(highest if over is None else over[1]), *_host(estimate)]
 
 
 def _largest(peak: Peak) -> Rows:
     largest = sorted(((size, peak.counts[key], *key) for key, size in peak.held.items()), reverse=True)
     return [
-        ("  held then", f"{size / GIB:6.2f} GiB: {count:.0f} x {what}, {where} ({component})")
-        for size, count, component, what, where in largest[:5]
+        ("  allocated", f"{size / GIB:6.2f} GiB: {count:.0f} x {operator}, {where} ({component})")
+        for size, count, component, operator, where in largest[:5]
     ]
 
 
 def _host(estimate: Estimate) -> Rows:
-    return [("host memory", f"{estimate.host / GIB:.2f} GiB a rank")] if estimate.host else []
+    return [("host memory", f"{estimate.host / GIB:.2f} GiB per rank")] if estimate.host else []
 
 
 def _flops(estimate: Estimate) -> dict[str, float]:
@@ -101,16 +101,16 @@ def _work(estimate: Estimate) -> Rows:
             sizes[kind] += work.sent[kind, ranks] + work.awaited[kind, ranks]
     parts = ", ".join(f"{count / 1e12:,.1f} {phase}" for phase, count in flops.items() if count)
     sent = ", ".join(f"{kind} {number:.0f} x, {_size(sizes[kind])}" for kind, number in calls.items())
-    lines = [("FLOPs", f"{sum(flops.values()) / 1e12:,.1f} T a step and device ({parts})")]
-    return [*lines, ("collectives", f"{sent} a step")] if sent else lines
+    lines = [("FLOPs", f"{sum(flops.values()) / 1e12:,.1f} T per step and device ({parts})")]
+    return [*lines, ("collectives", f"{sent} per step")] if sent else lines
 
 
 def _time(estimate: Estimate, device: Accelerator) -> Rows:
     time, processes = step_time(estimate.work.values(), device), estimate.dims.world_size
     text = f"{time.total:.2f} s ({time.computing:.2f} computing, {time.launching:.2f} host, "
-    text += f"{time.overlapped:.2f} FSDP's collectives beside it, {time.waiting:.2f} others), bound by {time.bound}"
+    text += f"{time.overlapped:.2f} FSDP's collectives overlapped, {time.waiting:.2f} others), bound by {time.bound}"
     share = sum(_flops(estimate).values()) / time.total / device.bf16
-    speed = f"{estimate.tokens / time.total / processes:,.0f} tokens/s a device, {share:.0%} of peak"
+    speed = f"{estimate.tokens / time.total / processes:,.0f} tokens/s per device, {share:.0%} of peak"
     steps, remark = _steps(estimate)
     hours = steps * time.total / 3600
     cost = f"{hours * processes:,.1f} GPU-hours, {hours:,.1f} h for {steps:,} steps ({remark})"
@@ -118,23 +118,23 @@ def _time(estimate: Estimate, device: Accelerator) -> Rows:
 
 
 def _steps(estimate: Estimate) -> tuple[int, str]:
-    """(steps of the run, how that is known)."""
+    """Return (steps of the run, the reason for that number)."""
     cfg = estimate.settings
     if cfg.max_steps_per_epoch is not None:
         return cfg.epochs * cfg.max_steps_per_epoch, f"epochs={cfg.epochs} x max_steps_per_epoch"
     a_step = cfg.batch_size * cfg.gradient_accumulation_steps * estimate.dims.data_size
-    remark = f"epochs={cfg.epochs} of {ASSUMED_ROWS:,} rows, assumed: set max_steps_per_epoch to say how many steps"
+    remark = f"epochs={cfg.epochs} of {ASSUMED_ROWS:,} rows, assumed: set max_steps_per_epoch for another number"
     return cfg.epochs * -(-ASSUMED_ROWS // a_step), remark
 
 
 def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
     lines = []
     if estimate.length_is_assumed:
-        lines.append(f"rows of {estimate.length:,} tokens: set tokenizer.max_seq_len to say otherwise")
+        lines.append(f"rows of {estimate.length:,} tokens: set tokenizer.max_seq_len for another length")
     lines += [
-        "every row is full and every token has a label; experts get equal shares; nothing is compiled",
+        "all rows are full, all tokens have labels, experts are balanced, nothing is compiled",
         f"kernels reach {_roofline.ARITHMETIC:.0%} of {device.bf16 / 1e12:,.0f} TFLOP/s (bf16) or "
-        f"{_roofline.MEMORY:.0%} of {device.bandwidth:,.0f} GB/s; an operator takes the host "
+        f"{_roofline.MEMORY:.0%} of {device.bandwidth:,.0f} GB/s; the host launches an operator in "
         f"{_roofline.LAUNCH * 1e6:.0f} µs",
     ]
     if step_time(estimate.work.values(), device).hosted:
@@ -142,9 +142,9 @@ def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
     if estimate.dims.world_size > 1:
         lines.append(
             f"messages reach {_roofline.LINKS:.0%} of {device.link:,.0f} GB/s within a machine of "
-            f"{device.per_machine}, {device.network:g} GB/s a device between machines"
+            f"{device.per_machine}, {device.network:g} GB/s per device between machines"
         )
-    lines.append("not counted: the slack of the allocator, workspaces of kernels and NCCL, 1 to 2 GiB together")
+    lines.append("not counted: fragmentation, workspaces of kernels and NCCL, together 1 to 2 GiB")
     return [("assumed" if index == 0 else "", line) for index, line in enumerate(lines)]
 
 

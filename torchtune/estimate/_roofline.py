@@ -1,9 +1,9 @@
 """Roofline model of step time: every operator is bound by its arithmetic or by its memory traffic.
 
-Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785. Collectives are bound by the slowest link of a ring
-(all-gather and reduce-scatter of ``n`` bytes over ``r`` ranks move ``n (r - 1) / r`` through every rank, all-reduce
-twice that). In an all-to-all every rank sends ``n / r`` to each other rank, at the same time over the links of its
-machine and over the network. FSDP's collectives overlap with computation; others do not.
+See Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785. Ring collectives are bound by their slowest link:
+all-gather and reduce-scatter of ``n`` bytes over ``r`` ranks move ``n (r - 1) / r`` through every rank, all-reduce
+twice that. In an all-to-all, every rank sends ``n / r`` to each other rank, over the links of its machine and over the
+network at the same time. FSDP's collectives overlap with computation; others do not.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        computing: kernels, sequentially.
-        launching: host time for launches, which overlaps with the device.
-        overlapped: FSDP's collectives.
-        waiting: all other collectives.
-        hosted: copies to and from host memory, overlapping with computation.
+        computing: time of all kernels.
+        launching: host time of all launches, which overlaps with kernels.
+        overlapped: time of FSDP's collectives.
+        waiting: time of all other collectives.
+        hosted: time of copies to and from host memory, which overlap with kernels.
     """
 
     computing: float
@@ -55,7 +55,7 @@ class StepTime:
 
 
 def step_time(phases: Iterable[Work], device: Accelerator) -> StepTime:
-    """Predict the time of a step from what is done in its phases."""
+    """Predict the time of a step from the work of its phases."""
     works = list(phases)
     computing = sum(_compute(work, device) for work in works)
     operators = sum(sum(work.calls.values()) for work in works)

@@ -1,4 +1,4 @@
-"""Run a user's recipe for a step, without weights, data, files or devices."""
+"""Run a recipe for a step, without weights, data, files or devices."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from torchtune.training import SettingsView
 from torchtune.utils import simulated
 
 _HERE = _simulated_inputs.__name__
-# Layers to keep of the models of some settings, by the name of the setting; of all others every layer.
+# Layers to keep by the name of the model's setting; other models keep all layers.
 Kept = Mapping[str, Sequence[int]]
 
 
@@ -39,20 +39,21 @@ def simulate(
     micro_batches: int | None = None,
     steps: int = 1,
 ) -> Observer:
-    """Run ``main`` and count what it takes. No file is read but a ``config.json``, and none written.
+    """Run ``main``, and count its memory and work. It reads at most a ``config.json`` and writes no file.
 
     Args:
         main: ``recipe_main`` of a recipe.
-        settings: checked settings, for a real run; those about data, files and the length of the run are replaced.
-        processes: of the run, simulated.
-        length: tokens of a row; by default those of the settings.
-        per_machine: processes on a machine.
-        observer: counts; one that is not ``fake`` lets the recipe compute with real tensors, on as many real processes,
-            which the caller has started.
-        kept: layers to leave of ``models``, which are on the meta device and converted.
-        micro_batches: of a step to run at most, all by default. The work of forward and backward passes is multiplied
-            to that of all, and gradients are counted as if there were earlier ones.
-        steps: of the optimizer.
+        settings: checked settings, as for a real run; data, files and the length of the run are replaced.
+        processes: number of simulated processes.
+        length: tokens per row; by default from the settings.
+        per_machine: number of processes per machine.
+        observer: counts memory and work. If it is not ``fake``, the recipe computes with real tensors in real
+            processes, which the caller has started.
+        kept: layers to keep of ``models``.
+        models: converted models on the meta device, by the name of their setting.
+        micro_batches: maximum number of micro-batches to run per step; by default all. The work of forward and
+            backward passes is multiplied accordingly, and gradients count as accumulated.
+        steps: number of optimizer steps.
 
     Raises:
         ParallelDimsError, RecipeSettingsError: the parallel dimensions do not fit the processes.
@@ -98,15 +99,15 @@ def simulate(
         main(_replaced(settings, cfg, folder, rows, length, changes))
     if not loads:
         raise SimulationError(
-            f"{main.__module__}: the recipe loads no model by checkpointer.load_model(model), so there is nothing to "
-            "simulate."
+            f"{main.__module__}: the recipe never calls checkpointer.load_model(model), which the simulation needs: "
+            "load the model with it."
         )
     observer.multiply(cfg.gradient_accumulation_steps / accumulated)
     return observer
 
 
 def check_simulated(settings: Any) -> str:
-    """What rows are made for.
+    """Return the kind of rows that the loss trains on: "texts", "answers" or "pairs".
 
     Raises:
         SimulationError: a run with these settings cannot be simulated.
@@ -118,12 +119,12 @@ def check_simulated(settings: Any) -> str:
     if kind == "prompts":
         raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")
     if cfg.teacher_cache is not None:
-        raise SimulationError("teacher_cache: it is of rows that a simulated run does not have: set it to null.")
+        raise SimulationError("teacher_cache: a simulated run has no rows to look up in it: set it to null.")
     return kind
 
 
 def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
-    """The settings with these changes, and stand-ins for files."""
+    """Return the settings with these changes, and with stand-ins for files."""
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": check_simulated(cfg)}
     changes = {
         **changes,

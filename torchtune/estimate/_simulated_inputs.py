@@ -14,11 +14,11 @@ from torchtune.checkpoints import CheckpointStore, materialize
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError
 
-# Called with every model after its weights are loaded.
+# Called with each model after its weights are loaded.
 on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
 # Converted models on the meta device, by the name of their setting.
 built: ContextVar[Mapping[str, nn.Module]] = ContextVar("built")
-# Called before the first model gets its weights: from here on tensors are fake.
+# Called before the first model gets its weights; tensors are fake from then on.
 before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
 
 
@@ -27,7 +27,7 @@ class SimulationError(UserError):
 
 
 def shallow(setting: str, layers: Sequence[int]) -> nn.Module:
-    """A copy of the model of a setting with some layers, and with what is before and after them."""
+    """Return a copy of a setting's model with only these layers; other modules are kept."""
     model = built.get()[setting]
     decoder, every = text_decoder(model), text_decoder(model).layers
     decoder.layers = nn.ModuleList(every[index] for index in layers)
@@ -64,7 +64,7 @@ class StandInCheckpointer(CheckpointStore):
     def load_model(
         self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
     ) -> None:
-        """Make every parameter of the meta device real, in the form in which conversions store it."""
+        """Materialize every parameter of the meta device, in the form in which conversions store it."""
         if text_decoder(model) is not model:
             raise UserError("model: a model of text and images cannot be simulated: use --dry-run.")
         before_load.get()()
@@ -78,7 +78,7 @@ class StandInCheckpointer(CheckpointStore):
         """Do nothing: there are no files."""
 
     def check_contents(self, models: Any, **_: Any) -> None:
-        """Layers do not have the names of the whole model."""
+        """Do nothing: with some layers omitted, names differ from the whole model's."""
 
     def check_output_dir(self, *, resume: bool) -> None:
         """Do nothing: nothing is written."""
@@ -144,8 +144,7 @@ class _Row(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise SimulationError(
-            f"collate_fn: it reads '{name}' of a row, and those of a simulated run have {', '.join(self)} only: use "
-            "--dry-run."
+            f"collate_fn: it reads '{name}', but rows of a simulated run only have {', '.join(self)}: use --dry-run."
         )
 
 

@@ -228,7 +228,7 @@ def test_data_of_the_hub_are_not_fetched(folder: Path) -> None:
     assert find_problems(cfg) == []
     lines = dict(plan_data(cfg))
     assert "yahma/alpaca-cleaned is fetched from the hub when the run starts" in lines["data"]
-    assert lines["steps"] == "known when the data are"
+    assert lines["steps"] == "unknown until the data are read"
 
 
 def test_the_plan_says_that_the_warmup_is_too_long(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

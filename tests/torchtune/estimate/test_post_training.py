@@ -64,5 +64,5 @@ def test_sampling_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SimulationError, match="reads 'is_chosen' of a row, and those of a simulated run have tokens, "):
+    with pytest.raises(SimulationError, match="reads 'is_chosen', but rows of a simulated run only have tokens, "):
         simulated("full_finetune_single_device", tmp_path, collate_fn=f"{__name__}.answers_of")
