@@ -3,7 +3,7 @@
     python benchmarks/bench_fsdp.py                    # SmolLM2-135M, full and LoRA, on two cores
     python benchmarks/bench_fsdp.py --tiny             # the same code on a tiny model, to see that it runs
 
-Weights are random and nothing is downloaded. A step is 8 documents of 256 tokens, half of them labelled: forward,
+Weights are random and nothing is downloaded. A step is 8 documents of 256 tokens, half of them labeled: forward,
 backward, AdamW, in float32. The two sides take turns, step by step, so that both see the same moods of the machine; the
 figures are medians, and the ratio of each turn. On a busy machine only tokens per core-second mean something: they
 leave out what the sides wait for.

@@ -5,7 +5,7 @@
     python benchmarks/bench_gpu.py llama-8b-lora ours --tiny      # the same code on a CPU, to see that it runs
 
 Weights are random, which changes no speed; nothing is downloaded. A step is one batch of packs, filled with documents
-of about a quarter of a pack and labelled throughout: forward, backward, AdamW, in bf16. Both sides see the same tokens.
+of about a quarter of a pack and labeled throughout: forward, backward, AdamW, in bf16. Both sides see the same tokens.
 Ours keeps documents apart and steps the optimizer as recipes do by default; the loop over transformers treats a pack as
 one causal row, the fastest thing that a transformers model does without further kernels. A step of GRPO samples answers
 with the weights that it trains, and trains on them with made-up advantages.

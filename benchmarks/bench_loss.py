@@ -1,10 +1,10 @@
 """Speed and peak memory of the linear cross entropy, side by side with torch's own and with plain logits.
 
-    python benchmarks/bench_loss.py [--tokens 2048 --dim 576 --vocab 49152 --labelled 0.5 --rounds 5 --device cpu]
+    python benchmarks/bench_loss.py [--tokens 2048 --dim 576 --vocab 49152 --labeled 0.5 --rounds 5 --device cpu]
 
 Rounds are interleaved and the fastest counts (CPU time of the process on CPU, wall time on CUDA). Memory is the rise
 of the peak during forward and backward, each variant in a process of its own on CPU. torch's function gets the
-labelled rows only, as ours does, so that the same products are compared; "plain" projects every position.
+labeled rows only, as ours does, so that the same products are compared; "plain" projects every position.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def ours(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def torch_chunked(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
-    """torch's chunked function on the labelled rows, with its own choice of chunks."""
+    """torch's chunked function on the labeled rows, with its own choice of chunks."""
     rows = (labels.flatten() != -100).nonzero().squeeze(1)
     options = nn.LinearCrossEntropyOptions()
     hidden = hidden.flatten(0, 1).index_select(0, rows)
@@ -47,7 +47,7 @@ def torch_chunked(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def torch_256(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
-    """torch's chunked function on the labelled rows, 256 rows a chunk."""
+    """torch's chunked function on the labeled rows, 256 rows a chunk."""
     rows = (labels.flatten() != -100).nonzero().squeeze(1)
     options = nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=256)
     hidden = hidden.flatten(0, 1).index_select(0, rows)
@@ -71,7 +71,7 @@ def make_inputs(args: argparse.Namespace, dtype: torch.dtype, *, trained: bool) 
     model.output.weight.requires_grad_(trained)
     hidden = torch.randn(1, args.tokens, args.dim, device=args.device).to(dtype).requires_grad_()
     labels = torch.randint(0, args.vocab, (1, args.tokens), device=args.device)
-    labels[torch.rand(labels.shape, device=args.device) >= args.labelled] = -100
+    labels[torch.rand(labels.shape, device=args.device) >= args.labeled] = -100
     return model, hidden, labels
 
 
@@ -119,12 +119,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dim", type=int, default=576)
     parser.add_argument("--vocab", type=int, default=49152)
-    parser.add_argument("--labelled", type=float, default=0.5)
+    parser.add_argument("--labeled", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     print(
-        f"[{args.tokens}, {args.dim}] x [{args.vocab}, {args.dim}], {args.labelled:.0%} labelled, {args.device}, ",
+        f"[{args.tokens}, {args.dim}] x [{args.vocab}, {args.dim}], {args.labeled:.0%} labeled, {args.device}, ",
         end="",
     )
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")

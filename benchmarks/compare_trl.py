@@ -9,11 +9,11 @@ drift of the machine hits both. CPU time and memory are the operating system's a
 the steps after the first two, and the peak of the resident set (VmHWM), in all and above what was resident when
 everything had been imported and nothing loaded.
 
-Methods: "lora" and "qlora" (rank 16 on every linear layer; the base of qlora in NF4 with double quantisation, TRL's by
+Methods: "lora" and "qlora" (rank 16 on every linear layer; the base of qlora in NF4 with double quantization, TRL's by
 bitsandbytes, which computes it on a CPU too), "full", and "full8": full with 8-bit states and the optimizer in the
 backward pass here, TRL's own full fine-tuning there.
 
-Work: chats of about 230 tokens, up to 512, half of them labelled. "rows" are batches of 4 examples (TRL pads them),
+Work: chats of about 230 tokens, up to 512, half of them labeled. "rows" are batches of 4 examples (TRL pads them),
 "packed" are 4 rows of up to 512 tokens (TRL's best-fit decreasing; without flash attention its documents see each
 other, which costs no time). TRL keeps its default loss. "pairs" (DPO), "scores" (reward models) and "rollouts" (GRPO)
 are explained in compare_trl_answers.py.
@@ -41,7 +41,7 @@ LR = {"lora": 1e-4, "qlora": 1e-4, "full": 2e-5, "full8": 2e-5}
 
 
 def draw_tokens(checkpoint: Path, count: int) -> list[int]:
-    """Tokens of the standard library's source for a checkpoint that has learnt a language, else random ones."""
+    """Tokens of the standard library's source for a checkpoint that has learned a language, else random ones."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -59,7 +59,7 @@ def draw_tokens(checkpoint: Path, count: int) -> list[int]:
 
 
 def make_examples(count: int, checkpoint: Path, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Chats as token ids: one to three turns, about half of the tokens answers. ``mask`` is 1 where labelled."""
+    """Chats as token ids: one to three turns, about half of the tokens answers. ``mask`` is 1 where labeled."""
     import numpy as np
 
     rng = np.random.default_rng(seed)

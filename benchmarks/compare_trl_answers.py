@@ -2,7 +2,7 @@
 
 "pairs" are steps of DPO on four pairs, with the reference computed in each; "scores" the same pairs for a reward model;
 "rollouts" a step of GRPO: eight answers of 128 tokens to one prompt are sampled, scored and trained on; "updates" is
-such a step on answers that are given, of which TRL has no part. Answers are what counts as labelled tokens.
+such a step on answers that are given, of which TRL has no part. Answers are what counts as labeled tokens.
 """
 
 import tempfile

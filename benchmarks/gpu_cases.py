@@ -154,7 +154,7 @@ def needed_flops(d: Description, model: torch.nn.Module, lora: bool, batch: Batc
     """Floating-point operations of a training step that cannot be left out.
 
     Products with weights (a frozen weight has no gradient), attention within documents, the recurrence of gated delta
-    rules, and the output at labelled positions. Recomputation and padding do not count.
+    rules, and the output at labeled positions. Recomputation and padding do not count.
 
     Args:
         d: shape of the model.

@@ -40,7 +40,7 @@ def labelled(parts: Mapping[str, nn.Module]) -> Iterator[None]:
 def time_by_kind(step: Callable[[], Any], update: Any, parts: Mapping[str, nn.Module]) -> dict[str, float]:
     """Milliseconds of kernels of one uncompiled step by kind of layer, forward and backward together.
 
-    An operator belongs to the innermost labelled module around it. One of the backward pass belongs to the operator
+    An operator belongs to the innermost labeled module around it. One of the backward pass belongs to the operator
     of the forward pass that autograd recorded under the same sequence number. On a CPU, an operator's own time counts.
 
     Args:
@@ -113,7 +113,7 @@ def _backward_of(event: FunctionEvent | None) -> FunctionEvent | None:
 
 
 def host_syncs(step: Callable[[], Any]) -> dict[str, int]:
-    """Number of synchronisations of the host with a CUDA device in ``step``, by file and line.
+    """Number of synchronizations of the host with a CUDA device in ``step``, by file and line.
 
     Torch's debug mode sees operators that wait (``item``, ``nonzero``, copies to pageable memory), and not
     ``torch.cuda.synchronize`` itself.

@@ -1,6 +1,6 @@
 """Preference training with DPO, its variants, KTO, ORPO or a reward model loss.
 
-The model learns from pairs of a better and a worse answer, or from single answers labelled good or bad. With adapters,
+The model learns from pairs of a better and a worse answer, or from single answers labeled good or bad. With adapters,
 only they are trained; the reference is then the model with its initial adapters, and no second model is loaded. Without
 adapters, all weights are trained; the reference is a copy of the initial weights, another model (ref_checkpointer), or
 log-probs computed once (reference_cache). Runs on one device, or on several with sharded models: the same pairs per
@@ -54,7 +54,7 @@ class Settings:
     optimizer: config.OptimizerComponent
     # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labeled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
     # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
@@ -277,7 +277,7 @@ class DPORecipe:
         )
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Sum the loss over the pairs (or labelled answers) of a batch; returns a scalar."""
+        """Sum the loss over the pairs (or labeled answers) of a batch; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
         reference, baseline = self.reference(batch)
         with self.offloading:

@@ -1,7 +1,7 @@
 """Full fine-tuning of a decoder on one device: every weight is trained.
 
 For models that fit on one CUDA, MPS or CPU device with gradients and optimizer state. Features: padding-free batches
-and packs, a loss normalized by labelled tokens for any gradient accumulation, activation checkpointing and offloading,
+and packs, a loss normalized by labeled tokens for any gradient accumulation, activation checkpointing and offloading,
 per-layer compilation, an optimizer step suited to bf16 weights, validation, step and epoch checkpoints, and a bit-exact
 resume. ``quantizer`` enables quantization-aware training.
 
@@ -53,7 +53,7 @@ class Settings:
     optimizer: config.OptimizerComponent
     # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labeled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
     # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None

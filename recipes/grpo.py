@@ -54,7 +54,7 @@ class Settings:
     optimizer: config.OptimizerComponent
     # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labeled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
     # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None

@@ -56,11 +56,11 @@ class Settings:
     optimizer: config.OptimizerComponent
     # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labeled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
     # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
-    # Divergence of the student from the teacher over the labelled tokens.
+    # Divergence of the student from the teacher over the labeled tokens.
     kd_loss: config.LossComponent
     # Weight of kd_loss; the weight of loss is 1 - kd_ratio.
     kd_ratio: Annotated[float, Range(min=0, max=1)] = 0.5

@@ -1,6 +1,6 @@
 """Reinforcement learning from a reward model: PPO, with a value model.
 
-A step samples an answer to each prompt. The reward model scores it, every token is penalised for its log-ratio to the
+A step samples an answer to each prompt. The reward model scores it, every token is penalized for its log-ratio to the
 reference, and the value model predicts the return: the policy raises the probability of tokens with a positive
 advantage. Policy and value model are trained and saved together, the value model in the subfolder value; a resumed run
 samples the same answers again. Batches are padding-free; every answer is written to rollouts.jsonl. With adapters, only
@@ -62,7 +62,7 @@ class Settings:
     optimizer: config.OptimizerComponent
     # Learning rate scheduler, stepped after every optimizer step.
     lr_scheduler: config.SchedulerComponent | None = None
-    # Loss: the sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    # Loss: the sum over labeled tokens (pairs, …), divided by their number in the whole step.
     loss: config.LossComponent
     # Maximum gradient norm; larger gradients are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
@@ -83,7 +83,7 @@ class Settings:
     min_response_length: PositiveInt | None = None
     # Give reward_penalty to answers that do not end within max_generated_tokens.
     penalise_no_eos: bool = True
-    # Score of a penalised answer.
+    # Score of a penalized answer.
     reward_penalty: float = -3.0
     # Weight of the per-token log-ratio to the reference, a penalty in the rewards.
     kl_coeff: Annotated[float, Range(min=0)] = 0.01

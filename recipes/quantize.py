@@ -76,7 +76,7 @@ class QuantizationRecipe:
             source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype
         )
         mode = training.get_quantizer_mode(self.quantizer)
-        self.log.info(f"{cfg.output_dir} holds the model of {source.checkpoint_dir} quantised ({mode}).")
+        self.log.info(f"{cfg.output_dir} holds the model of {source.checkpoint_dir} quantized ({mode}).")
 
 
 @config.parse

@@ -37,7 +37,7 @@ SHOWN = {
     "dora": "DoRA",
     "pissa": "PiSSA (``init: pissa``)",
     "nf4": "NF4",
-    "fake_quant": "fake quantisation (QAT)",
+    "fake_quant": "fake quantization (QAT)",
     "float8_training": "``Float8Training``",
     "every_2nd": "every second layer (``ac_option: 2``)",
     "op": "operators (``ac_option: op``)",
@@ -80,8 +80,8 @@ _ADAPTERS, _QUANTIZED = ("lora", "dora", "pissa"), ("nf4", "int8", "float8")
 REFUSALS = (
     Refusal(
         {"adapter": ("none",), "base": _QUANTIZED},
-        "its base is quantised, so it is frozen and only an adapter can be trained",
-        "a quantised base is frozen: without an adapter nothing is trained",
+        "its base is quantized, so it is frozen and only an adapter can be trained",
+        "a quantized base is frozen: without an adapter nothing is trained",
     ),
     Refusal(
         {"adapter": _ADAPTERS, "base": ("float8_training",)},
@@ -90,12 +90,12 @@ REFUSALS = (
     ),
     Refusal(
         {"adapter": ("dora",), "base": ("fake_quant",)},
-        "which has no fake quantisation: set use_dora to False",
+        "which has no fake quantization: set use_dora to False",
         "the length of a row of rounded weights is not what DoRA trains",
     ),
     Refusal(
         {"base": ("fake_quant",), "mesh": ("tp",)},
-        "fake quantisation needs whole layers: set tensor_parallel_dim to 1",
+        "fake quantization needs whole layers: set tensor_parallel_dim to 1",
         "an input that is split has no range of its own for each token",
     ),
     Refusal(

@@ -47,7 +47,7 @@ WEIGHTS = (
 WIDTH, BOX, HEIGHT, GAP, LEFT = 1160, 254, 58, 30, 14
 DATA_TOP, WEIGHTS_TOP, ROW = 44, 356, 96
 
-# Mid-grey arrows, and text on filled boxes: readable on light and dark pages.
+# Mid-gray arrows, and text on filled boxes: readable on light and dark pages.
 STYLE = """
     text { font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif; text-anchor: middle; }
     .title { font-size: 15px; font-weight: 600; fill: #102030; }

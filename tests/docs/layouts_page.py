@@ -33,7 +33,7 @@ def conversation(row: Row) -> list[Message]:
     messages = [
         Message("system", "Be short."),
         Message("user", "What is red?"),
-        Message("assistant", "A colour."),
+        Message("assistant", "A color."),
         Message("user", "And the cat?"),
         Message("assistant", "An animal.", extra=reasoning),
     ]

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 }
 # When a life ends, in turns.
 MOMENTS = ("steps", "save", "rename", "save")
-# The longest that a rank may take to notice that its neighbour is dead.
+# The longest that a rank may take to notice that its neighbor is dead.
 PATIENCE = 300
 
 

@@ -50,7 +50,7 @@ def test_what_is_typed_counts_whatever_the_config_names(own, tmp_path, monkeypat
     name = "full_finetune_distributed" if own else "full_finetune_single_device"
     config = write_config(name, tmp_path, tmp_path / "run")
     code, text = typed(monkeypatch, capfd, "--nproc-per-node", 2, "qat_distributed", "--config", config)
-    assert (code, "quantizer: is missing, and qat_distributed trains for a quantised" in text) == (2, True), text
+    assert (code, "quantizer: is missing, and qat_distributed trains for a quantized" in text) == (2, True), text
     config = write_config("lora_dpo_single_device", tmp_path, tmp_path / "run")
     code, text = typed(monkeypatch, capfd, "full_dpo_distributed", "--config", config, "--dry-run")
     assert (code, "model: it has adapters, but full_dpo_distributed trains all weights" in text) == (2, True), text

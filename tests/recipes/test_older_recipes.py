@@ -236,7 +236,7 @@ def test_older_quantisation_aware_training_on_two_ranks(lora, forker, folder):
         assert losses[-1][3] + losses[-1][4] < losses[-1][1] + losses[-1][2]
         assert (output_dir / "epoch_1" / "model.safetensors").is_file()
     plain, quantised = losses
-    assert (plain[1] == quantised[1]) is not lora  # the first step is without quantisation
+    assert (plain[1] == quantised[1]) is not lora  # the first step is without quantization
     assert plain[2] != quantised[2]
 
 

@@ -76,7 +76,7 @@ class PlainPPO:
 
     @torch.no_grad()
     def experience(self) -> list[tuple[list[float], ...]]:
-        """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centred."""
+        """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centered."""
         found = []
         for rollout in self.rollouts:
             old, values = self.log_probs(self.policy, rollout).tolist(), self.values(self.value, rollout).tolist()

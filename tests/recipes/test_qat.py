@@ -1,4 +1,4 @@
-"""What recipes of quantisation-aware training promise besides the contract of those that they were copied from."""
+"""What recipes of quantization-aware training promise besides the contract of those that they were copied from."""
 
 import shutil
 
@@ -19,7 +19,7 @@ TOKENS = torch.arange(3, 40)[None]
 
 @pytest.mark.parametrize("name", ALONE)
 def test_the_exported_quantised_model_computes_what_was_trained(name, tmp_path):
-    """``transformers`` runs the quantised export, int8 inputs and all."""
+    """``transformers`` runs the quantized export, int8 inputs and all."""
     from transformers import AutoModelForCausalLM
 
     run = start(name, tmp_path, max_steps_per_epoch=3)
@@ -33,9 +33,9 @@ def test_the_exported_quantised_model_computes_what_was_trained(name, tmp_path):
         whole = from_hf_config(saved)
     FullModelHFCheckpointer(str(saved)).load_model(whole)
     with torch.no_grad():
-        assert not torch.allclose(whole(TOKENS), ours, atol=1e-2), "it was trained for the quantised model"
+        assert not torch.allclose(whole(TOKENS), ours, atol=1e-2), "it was trained for the quantized model"
         converted = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(whole)
-        assert torch.equal(converted(TOKENS), ours), "the plain export is what is quantised"
+        assert torch.equal(converted(TOKENS), ours), "the plain export is what is quantized"
     assert (run.output_dir / "quantized" / "tokenizer.json").exists()
 
 

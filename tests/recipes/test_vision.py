@@ -70,7 +70,7 @@ def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind,
 
 
 def test_answers_are_learned_from_the_pixels_of_files(folder):
-    """Questions are all the same, so that text alone leaves ln 3 to each answer of three colours."""
+    """Questions are all the same, so that text alone leaves ln 3 to each answer of three colors."""
     settings = {**tiny_vision.write_pictures(folder, times=14), "batch_size": 6, "epochs": 1, "shuffle": True}
     done = run("full", folder, **settings, optimizer={"_component_": "torch.optim.AdamW", "lr": 5e-3})
     row = done.recipe.loader.dataset[0]
@@ -99,7 +99,7 @@ def test_frozen_parts_stay_as_they_were(folder):
         ("lora_finetune_distributed", {"context_parallel_dim": 2}, "context_parallel_dim is 2: a model of text and"),
         ("full_dpo_single_device", {}, "reads images, and this recipe trains on text only"),
         ("lora_grpo_single_device", {}, "reads images, and this recipe trains on text only"),
-        ("qat_single_device", {}, "quantizer: a model of text and images is not written quantised"),
+        ("qat_single_device", {}, "quantizer: a model of text and images is not written quantized"),
         ("knowledge_distillation_single_device", {}, "reads images, and this recipe trains on text only"),
     ],
 )

@@ -15,7 +15,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import content_of, histogram, size_of
 from torchtune.utils import UserError
 
-_COLOUR = ("\x1b[32m", "\x1b[0m")
+_COLOR = ("\x1b[32m", "\x1b[0m")
 _BRACKETS = ("[[", "]]")
 _MAX_EXAMPLE = 3000  # characters
 
@@ -42,7 +42,7 @@ def _iter_rows(
         if "chosen_input_ids" in row:
             pairs = [(side, row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
         elif isinstance(row, Mapping) and "tokens" in row and "labels" in row:
-            label = f"labelled {'good' if row['is_chosen'] else 'bad'}" if "is_chosen" in row else ""
+            label = f"labeled {'good' if row['is_chosen'] else 'bad'}" if "is_chosen" in row else ""
             # The labels of prompts for generation are placeholders.
             pairs = [
                 (
@@ -66,7 +66,7 @@ def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: S
         return f"{type(tokenizer).__name__} has no decode(), so that the text is not known"
     takes = inspect.signature(tokenizer.decode).parameters
     options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
-    opening, closing = _COLOUR if _has_colour() else _BRACKETS
+    opening, closing = _COLOR if _has_color() else _BRACKETS
     trained = np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])  # labels[i] is the token at i + 1
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     pieces = []
@@ -79,11 +79,11 @@ def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: S
     return (
         text
         if len(text) <= _MAX_EXAMPLE
-        else f"{text[:_MAX_EXAMPLE]}{closing if _has_colour() else ''} … ({len(text):,} characters)"
+        else f"{text[:_MAX_EXAMPLE]}{closing if _has_color() else ''} … ({len(text):,} characters)"
     )
 
 
-def _has_colour() -> bool:
+def _has_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -117,7 +117,7 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
         sizes = [size_of(image) for image in _images_of_row(first, number)]
         for side, ids, targets in row:
             summary = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
-            marks = "in colour" if _has_colour() else "between [[ and ]]"
+            marks = "in color" if _has_color() else "between [[ and ]]"
             print(f"\n--- row {number}{f', {side}' if side else ''}: {summary}, {marks}")
             print(_decode_row(ids, targets, tokenizer, sizes))
     return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}

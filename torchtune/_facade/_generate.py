@@ -33,7 +33,7 @@ def generate(
 ) -> str | list[str]:
     """Generate answers to one prompt, or to several with continuous batching.
 
-    The model runs in evaluation mode, adapters included, and returns to its previous mode afterwards. An answer ends
+    The model runs in evaluation mode, adapters included, and returns to its previous mode afterward. An answer ends
     at a stop token of the tokenizer, after ``max_new_tokens``, or when the context is full. A warning reports answers
     that were truncated by the context or by the default length.
 

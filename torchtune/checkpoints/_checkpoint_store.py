@@ -419,7 +419,7 @@ class CheckpointStore:
             with torch.device("meta"):
                 plain = build(description, spec)
             write_compressed(ModelSource(output_dir / name), plain, quantizer, folder)
-            get_logger().info(f"{folder} holds {name} quantised ({quantizer.mode}).")
+            get_logger().info(f"{folder} holds {name} quantized ({quantizer.mode}).")
 
         self._ranks.run_on_rank_0(write)
         return folder

@@ -36,7 +36,7 @@ _ACTIVATIONS = tuple(
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 _STORED = (torch.int8, torch.float8_e4m3fn)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
-_BEFORE = "use the checkpoint before it was quantised"
+_BEFORE = "use the checkpoint before it was quantized"
 # Number of rows to unpack at a time.
 _ROWS_AT_ONCE = 1024
 
@@ -160,7 +160,7 @@ class CompressedFiles(SafetensorsFiles):
             if extra or (lacks and name not in self._paths):
                 found = f"there is '{extra[0]}'" if extra else f"there is no '{lacks[0]}'"
                 raise CheckpointError(
-                    f"{self._paths[scale]}: '{name}' is quantised in a way that cannot be read ({found}): {_BEFORE}."
+                    f"{self._paths[scale]}: '{name}' is quantized in a way that cannot be read ({found}): {_BEFORE}."
                 )
 
     def names(self) -> list[str]:
@@ -203,7 +203,7 @@ class CompressedFiles(SafetensorsFiles):
         if stored == name or values.dtype != torch.int32 or bits is None:
             raise CheckpointError(
                 f"{self.where(name)}: '{stored}' holds {columns} columns of {values.dtype} for the {width} of a "
-                f"quantised weight, which cannot be read: {_BEFORE}."
+                f"quantized weight, which cannot be read: {_BEFORE}."
             )
         return unpack(values, bits, width)
 

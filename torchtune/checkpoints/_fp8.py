@@ -82,7 +82,7 @@ class Fp8Files(SafetensorsFiles):
         if values.dtype not in _FLOAT8:
             raise CheckpointError(
                 f"{self.where(name)}: '{name}' has scales, but its dtype is {values.dtype}, not a float8: use the "
-                "checkpoint before it was quantised."
+                "checkpoint before it was quantized."
             )
         whole = scales.view(scales.shape if scales.dim() == len(shape) else (*shape[:-2], 1, 1))
         scales = whole[(*experts, *meets)]
@@ -101,7 +101,7 @@ class Fp8Files(SafetensorsFiles):
             return self._block
         raise CheckpointError(
             f"{self.where(name)}: '{name}{_SCALE}' has the shape {list(found)}, where blocks of {self._block[0]} x "
-            f"{self._block[1]} of {list(shape)} need {list(expected)}: use the checkpoint before it was quantised."
+            f"{self._block[1]} of {list(shape)} need {list(expected)}: use the checkpoint before it was quantized."
         )
 
 

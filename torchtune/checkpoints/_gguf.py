@@ -74,8 +74,8 @@ class GGUFFile:
             values = self._dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{self.path}: the tensor '{name}' is quantised as {tensor.tensor_type.name}, which cannot be read: "
-                "use a file quantised as Q8_0, Q4_0, Q4_1, a K-quant, F16, BF16 or F32."
+                f"{self.path}: the tensor '{name}' is quantized as {tensor.tensor_type.name}, which cannot be read: "
+                "use a file quantized as Q8_0, Q4_0, Q4_1, a K-quant, F16, BF16 or F32."
             ) from error
         return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[slices or ...]
 

@@ -84,8 +84,8 @@ def refuse_parts(model: nn.Module) -> None:
     """Raise ``CheckpointError`` for a composite model, which has layers that cannot be quantized."""
     if text_decoder(model) is not model:
         raise CheckpointError(
-            "quantizer: a model of text and images is not written quantised: leave the quantizer out, or train an "
-            "adapter over a quantised base (QuantizeBase, qlora_*)."
+            "quantizer: a model of text and images is not written quantized: leave the quantizer out, or train an "
+            "adapter over a quantized base (QuantizeBase, qlora_*)."
         )
 
 
@@ -95,7 +95,7 @@ def refuse_quantized(source: ModelSource) -> None:
     method = read_json(config).get("quantization_config") if config.is_file() else None
     if method:
         raise CheckpointError(
-            f"{config}: the weights are quantised already ({method.get('quant_method', 'unknown method')}): give the "
+            f"{config}: the weights are quantized already ({method.get('quant_method', 'unknown method')}): give the "
             "folder of the model before that as checkpoint_dir."
         )
 
@@ -111,12 +111,12 @@ def checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
     kind = detect_format(opened, spec, description)
     if kind != "hf":
         raise CheckpointError(
-            f"checkpoint_dir: {source.checkpoint_dir} has the names of the format '{kind}': quantise a checkpoint in "
+            f"checkpoint_dir: {source.checkpoint_dir} has the names of the format '{kind}': quantize a checkpoint in "
             "Hugging Face's layout, as every training recipe writes."
         )
     if source.whole(model) is not None:
         raise CheckpointError(
-            f"checkpoint_dir: {source.checkpoint_dir} has more parts than a text decoder, which are not quantised: set "
+            f"checkpoint_dir: {source.checkpoint_dir} has more parts than a text decoder, which are not quantized: set "
             "checkpointer.text_only to True to write the decoder alone."
         )
     try:
@@ -136,7 +136,7 @@ def _external_weights(groups: list[Group], chosen: set[str]) -> set[str]:
         inside = chosen.intersection(group.tune)
         if inside and len(inside) < len(group.tune):
             raise ConversionError(
-                f"quantizer: '{group.external[0]}' holds more than linear layers: it is not quantised."
+                f"quantizer: '{group.external[0]}' holds more than linear layers: it is not quantized."
             )
         found |= set(group.external) if inside else set()
     return found

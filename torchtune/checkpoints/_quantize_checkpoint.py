@@ -1,4 +1,4 @@
-"""Quantise a checkpoint: compressed-tensors or one GGUF file, a tensor at a time."""
+"""Quantize a checkpoint: compressed-tensors or one GGUF file, a tensor at a time."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def quantize_checkpoint(
     if trained_for and trained_for.layout != getattr(quantizer, "layout", None):
         get_logger().warning(
             f"{source.checkpoint_dir} was trained for {type(trained_for).__name__} with group_size "
-            f"{trained_for.group_size}, and {folder} is quantised otherwise: expect other outputs than in training."
+            f"{trained_for.group_size}, and {folder} is quantized otherwise: expect other outputs than in training."
         )
 
 

@@ -125,7 +125,7 @@ def _check_quantizer(document: Document, settings: Any) -> None:
     if "quantizer" in promises(settings.recipe) and getattr(settings, "quantizer", None) is None:
         document.add(
             ("quantizer",),
-            f"is missing, and {settings.recipe} trains for a quantised model: name a quantizer, such as "
+            f"is missing, and {settings.recipe} trains for a quantized model: name a quantizer, such as "
             "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
         )
         document.check()

@@ -124,12 +124,12 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def num_labels(self) -> int:
-        """Number of labelled tokens. On an accelerator this synchronizes with the host: call it before :meth:`to`."""
+        """Number of labeled tokens. On an accelerator this synchronizes with the host: call it before :meth:`to`."""
         return 0 if self.labels is None else int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
 
     @property
     def num_terms(self) -> int:
-        """Number of terms in the sum of a loss over this batch: labelled tokens, unless collation has set
+        """Number of terms in the sum of a loss over this batch: labeled tokens, unless collation has set
         :attr:`terms`.
 
         The terms are summed over the ranks of a context-parallel group, so only its first rank counts :attr:`terms`.

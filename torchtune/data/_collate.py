@@ -75,7 +75,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
-    """Concatenate the answers of preference pairs, or of single answers labelled good or bad, padding-free.
+    """Concatenate the answers of preference pairs, or of single answers labeled good or bad, padding-free.
 
     Every answer is a document. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` convert per-token
     log-probs to per-answer log-probs of each pair.

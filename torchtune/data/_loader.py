@@ -163,16 +163,16 @@ class BatchLoader:
         return self._peeked[1]
 
     def peek_counts(self) -> tuple[int, int, int] | None:
-        """Load the next step and count its tokens, labelled tokens and terms on this rank; see :meth:`peek`."""
+        """Load the next step and count its tokens, labeled tokens and terms on this rank; see :meth:`peek`."""
         batches = self.peek()
         return None if batches is None else self.count(batches)
 
     @staticmethod
     def count(batches: Sequence[Any]) -> tuple[int, int, int]:
-        """Count the tokens, labelled tokens and terms in a step's micro-batches on this rank.
+        """Count the tokens, labeled tokens and terms in a step's micro-batches on this rank.
 
         Args:
-            batches: batches with ``tokens`` and ``labels``; without ``terms``, each labelled token is a term.
+            batches: batches with ``tokens`` and ``labels``; without ``terms``, each labeled token is a term.
         """
         tokens = sum(batch["tokens"].numel() for batch in batches)
         labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
@@ -325,7 +325,7 @@ class BatchLoader:
 
 @contextmanager
 def seeded_generators(*words: int) -> Iterator[None]:
-    """Context manager that seeds all host generators with ``words`` and restores their states afterwards."""
+    """Context manager that seeds all host generators with ``words`` and restores their states afterward."""
     seed = int(np.random.SeedSequence(words).generate_state(1)[0])
     python, array, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)

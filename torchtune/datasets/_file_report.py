@@ -70,7 +70,7 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     if {"chosen", "rejected"} <= row.keys():
         return "preference pairs", "preference_dataset"
     if "completion" in row and isinstance(row.get("label"), bool | int):
-        return "labelled answers (KTO)", "kto_dataset"
+        return "labeled answers (KTO)", "kto_dataset"
     if "instruction" in row and "output" in row:
         return "Alpaca", "alpaca_dataset"
     if turns and not ("prompt" in turns and len(row) > 1):

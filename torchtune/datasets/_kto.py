@@ -1,4 +1,4 @@
-"""KTO datasets: single answers labelled good or bad."""
+"""KTO datasets: single answers labeled good or bad."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -58,7 +58,7 @@ class LabelledAnswerToMessages(Transform):
 
 
 class KTODataset(PreferenceDataset):
-    """Dataset of answers labelled good or bad, tokenized at construction; see :class:`PreferenceDataset`.
+    """Dataset of answers labeled good or bad, tokenized at construction; see :class:`PreferenceDataset`.
 
     Example:
         >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
@@ -74,7 +74,7 @@ class KTODataset(PreferenceDataset):
         self._is_good = np.array(notes, bool)
         for kind, there in (("good", self._is_good.any()), ("bad", not self._is_good.all())):
             if len(self._is_good) and not there:
-                raise DataError(f"{self.source} has no answer that is labelled {kind}: both kinds are needed.")
+                raise DataError(f"{self.source} has no answer that is labeled {kind}: both kinds are needed.")
 
     @staticmethod
     def _tokenize(row: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Any]]:

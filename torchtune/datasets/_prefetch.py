@@ -40,7 +40,7 @@ class Ahead:
         self._calls = context.Queue()
         self._calls.cancel_join_thread()  # drop unread calls at exit
         self._answers, other = context.Pipe(duplex=False)
-        self._forgotten = context.Value("q", 0, lock=False)  # calls with lower tickets are cancelled
+        self._forgotten = context.Value("q", 0, lock=False)  # calls with lower tickets are canceled
         self._tickets = itertools.count()
         self._found: dict[int, tuple[Any, Exception | None]] = {}
         arguments = (target, self._calls, other, self._forgotten, self._owner)
@@ -102,11 +102,11 @@ class Ahead:
 
 
 class _Forgotten(BaseException):
-    """Raised in the worker process to abort a cancelled call."""
+    """Raised in the worker process to abort a canceled call."""
 
 
 class _Signs(Activity):
-    """Heartbeat of the worker process for the parent's watchdog; also aborts cancelled calls.
+    """Heartbeat of the worker process for the parent's watchdog; also aborts canceled calls.
 
     Attributes:
         ticket: ticket of the running call.

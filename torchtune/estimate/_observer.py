@@ -357,8 +357,8 @@ class Observer(TorchDispatchMode):
         kept = getattr(decoder, "kept_layers", range(len(layers)))
         sizes = [magnitude(layer) for layer in layers]
         beside = zip([None, *sizes], [*sizes[1:], None], strict=False)
-        for layer, index, neighbours in zip(layers, kept, beside, strict=True):
-            self._layers[id(layer)] = f"{name} {index} {neighbours}"
+        for layer, index, neighbors in zip(layers, kept, beside, strict=True):
+            self._layers[id(layer)] = f"{name} {index} {neighbors}"
         for parameter in model.parameters():
             self.see(parameter)
             self._parameters.add(id(parameter))

@@ -15,11 +15,11 @@ from torchtune.modules.transformer import TransformerDecoder
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean negative log-likelihood over labelled tokens.
+    """Mean negative log-likelihood over labeled tokens.
 
     Attributes:
-        loss: in nats per labelled token.
-        tokens: number of labelled tokens.
+        loss: in nats per labeled token.
+        tokens: number of labeled tokens.
 
     Example:
         >>> torchtune.evaluation.Perplexity(loss=0.0, tokens=12).value
@@ -37,7 +37,7 @@ class Perplexity:
 
 @torch.no_grad()
 def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) -> Perplexity:
-    """Compute the mean loss over a dataset's labelled tokens, as in validation.
+    """Compute the mean loss over a dataset's labeled tokens, as in validation.
 
     Args:
         model: the decoder; it runs in evaluation mode.
@@ -45,7 +45,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
         batch_size: rows per batch.
 
     Raises:
-        EvaluationError: a row is longer than the model's context, no token is labelled, or the loss is not finite.
+        EvaluationError: a row is longer than the model's context, no token is labeled, or the loss is not finite.
 
     Example:
         >>> rows = [{"tokens": [5, 6, 7], "labels": [6, 7, -100]}]
@@ -73,7 +73,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
     finally:
         model.train(was_training)
     if not tokens:
-        raise EvaluationError("perplexity: no token of the data is labelled: use rows with an answer, or texts.")
+        raise EvaluationError("perplexity: no token of the data is labeled: use rows with an answer, or texts.")
     if not math.isfinite(total):
         raise EvaluationError(f"perplexity: the loss is {total}: load the model in fp32, or its training has diverged.")
     return Perplexity(total / tokens, tokens)

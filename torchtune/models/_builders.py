@@ -52,8 +52,8 @@ _NUMBERS = {
     "q_proj_bias": "whether the query projection has a bias; likewise for the next two.",
     "k_proj_bias": "see ``q_proj_bias``.",
     "v_proj_bias": "see ``q_proj_bias``.",
-    "q_norm": "whether queries are normalised per head (before RoPE in Qwen 3, else after it).",
-    "k_norm": "whether keys are normalised per head; must equal ``q_norm``.",
+    "q_norm": "whether queries are normalized per head (before RoPE in Qwen 3, else after it).",
+    "k_norm": "whether keys are normalized per head; must equal ``q_norm``.",
 }
 _FLOATS = frozenset("attn_dropout norm_eps rope_base hidden_capping_value final_capping_value scale_factor".split())
 

@@ -134,7 +134,7 @@ class Description:
     shared_expert_dim: int = 0  # intermediate width of the shared expert; 0: none
     shared_expert_gate: bool = False  # scale the shared expert's output by the sigmoid of a projection of the token
     expert_norms: bool = False  # separate input and output norms of experts and shared expert, instead of mlp_norm
-    router_norm: bool = False  # normalise and scale the router's input; scale the routing weight of each expert
+    router_norm: bool = False  # normalize and scale the router's input; scale the routing weight of each expert
     router_scales_input: bool = False  # routing weights multiply an expert's input, not its output
     router_balance: float = 0.0  # coefficient of the load-balancing loss, if enabled in training
 
@@ -437,15 +437,15 @@ class Description:
 
     @property
     def has_pre_norm(self) -> bool:
-        """Whether the inputs of attention and feed-forward are normalised."""
+        """Whether the inputs of attention and feed-forward are normalized."""
         return self.norm_order != "post"
 
     @property
     def has_post_norm(self) -> bool:
-        """Whether the outputs of attention and feed-forward are normalised."""
+        """Whether the outputs of attention and feed-forward are normalized."""
         return self.norm_order != "pre"
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
+        """Whether queries and keys are normalized per head."""
         return self.qk_norm != "none"

@@ -107,7 +107,7 @@ class Mamba2Mixer:
         num_groups: number of groups of heads; divides ``num_heads``.
         state_dim: state size; a head's state is ``[state_dim, head_dim]``.
         conv_taps: kernel size of the convolution.
-        has_norm: whether the gated output is normalised.
+        has_norm: whether the gated output is normalized.
         dt_min: minimum step size.
         dt_max: maximum step size.
         scales: factors of z, x, b, c and dt.

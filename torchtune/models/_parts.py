@@ -96,7 +96,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_readable(quantization: object) -> bool:
-    """Whether checkpoints with this ``quantization_config`` can be dequantised when they are loaded."""
+    """Whether checkpoints with this ``quantization_config`` can be dequantized when they are loaded."""
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return method == "compressed-tensors" or (
         method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")

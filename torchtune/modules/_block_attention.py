@@ -1,7 +1,7 @@
 """Causal attention on CPU, computed block by block over the queries; scores and probabilities are float32.
 
 For documents of up to about 1,000 tokens it takes 50 to 75 % of the time of torch's fused CPU kernel, which has a slow
-backward pass in bfloat16. Like that kernel, it rounds normalised probabilities to the dtype of the values. It saves
+backward pass in bfloat16. Like that kernel, it rounds normalized probabilities to the dtype of the values. It saves
 only queries, keys and values; the backward pass recomputes the probabilities block by block.
 """
 

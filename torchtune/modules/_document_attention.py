@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Document boundaries for kernels, without Python values that the compiler would specialise on.
+    """Document boundaries for kernels, without Python values that the compiler would specialize on.
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.

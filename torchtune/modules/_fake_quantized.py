@@ -1,4 +1,4 @@
-"""Base class of linear layers that simulate quantisation."""
+"""Base class of linear layers that simulate quantization."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from torchtune.modules import torchao_formats
 
 
 class FakeQuantSwitch:
-    """Switch shared by all fake-quantised layers of a model.
+    """Switch shared by all fake-quantized layers of a model.
 
     Attributes:
-        on: whether the layers simulate quantisation.
+        on: whether the layers simulate quantization.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class FakeQuantSwitch:
 
 
 class FakeQuantized(nn.Module):
-    """Mixin for linear layers that fake-quantises the input and the weight.
+    """Mixin for linear layers that fake-quantizes the input and the weight.
 
     Attributes:
         activation_fake_quantizer: fake quantizer of the input, or None.
@@ -41,7 +41,7 @@ class FakeQuantized(nn.Module):
         self.fake_quant = switch
 
     def quantized_weight(self) -> Tensor:
-        """Return the weight ``[out, in]`` to quantise, as an exported checkpoint holds it: with adapters merged."""
+        """Return the weight ``[out, in]`` to quantize, as an exported checkpoint holds it: with adapters merged."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class FakeQuantized(nn.Module):
             return super().forward(x)
         if not torch.is_grad_enabled():
             return self._simulate(x)
-        # Autograd would save a quantised copy of every weight: save only the input and recompute.
+        # Autograd would save a quantized copy of every weight: save only the input and recompute.
         return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
 
     def _simulate(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torchtune.modules._outside_graphs import outside_graphs
 
 @dataclass(frozen=True)
 class TileMask:
-    """Attention mask of image tiles that is not materialised.
+    """Attention mask of image tiles that is not materialized.
 
     An image's real positions come before its padding. Real positions attend to all positions, padding only to real
     ones: Llama 3.2 Vision was trained this way, and its features depend on it.

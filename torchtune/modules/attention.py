@@ -221,7 +221,7 @@ class MultiHeadAttention(nn.Module):
     def _heads(
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Normalise and rotate projected queries or keys: ``[b, s, n * h]`` to ``[b, s, n, h]``."""
+        """Normalize and rotate projected queries or keys: ``[b, s, n * h]`` to ``[b, s, n, h]``."""
         if norm is not None and self.qk_norm_whole:
             x, norm = norm(x), None
         x = x.unflatten(-1, (-1, self.head_dim))

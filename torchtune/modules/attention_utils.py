@@ -213,7 +213,7 @@ def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
 def _scored_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with materialised float32 scores, for masks and so for generation."""
+    """Attention with materialized float32 scores, for masks and so for generation."""
     n_kv = k.shape[2]
     queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5
     scores = torch.einsum("bsgmh,btgh->bgmst", queries, k.float())
@@ -385,7 +385,7 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
 
 
 def packed_block_causal_mask(seq_lens: list[Tensor]) -> _MaskType:
-    """Return the mask of :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialised.
+    """Return the mask of :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialized.
 
     Batches with :class:`torchtune.data.Documents` need no mask.
 

@@ -17,7 +17,7 @@ _low_ram_reparametrize_as_dtype_state_dict_post_hook = reparametrize_as_dtype_st
 def _register_reparametrize_state_dict_hooks(
     module: nn.Module, dtype: torch.dtype = torch.bfloat16, offload_to_cpu: bool = True
 ) -> None:
-    """Make ``module.state_dict()`` return dequantised weights."""
+    """Make ``module.state_dict()`` return dequantized weights."""
     hook = partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=offload_to_cpu)
     module._register_state_dict_hook(hook)
 

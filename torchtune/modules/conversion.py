@@ -1,7 +1,7 @@
 """Conversions: changes of a model before its weights are loaded.
 
 A conversion replaces modules in place, usually with parameters on the meta device, and reports what it did. Examples
-are LoRA, quantised base weights, fake quantisation and fused kernels. To add one, subclass :class:`Conversion`;
+are LoRA, quantized base weights, fake quantization and fused kernels. To add one, subclass :class:`Conversion`;
 ``phase`` and ``convert`` are required, every other method has a default.
 """
 
@@ -60,14 +60,14 @@ class Phase(IntEnum):
 
 # Pairs of phases that exclude each other on one model -> reason. A phase paired with itself allows one conversion.
 _FORBIDDEN: dict[tuple[Phase, Phase], str] = {
-    (Phase.QUANTIZED_BASE, Phase.QUANTIZED_BASE): "a base weight is quantised once",
+    (Phase.QUANTIZED_BASE, Phase.QUANTIZED_BASE): "a base weight is quantized once",
     (Phase.ADAPTER, Phase.ADAPTER): "a model has one adapter",
-    (Phase.FAKE_QUANT, Phase.FAKE_QUANT): "a weight is fake-quantised once",
+    (Phase.FAKE_QUANT, Phase.FAKE_QUANT): "a weight is fake-quantized once",
     (Phase.FLOAT8_TRAINING, Phase.FLOAT8_TRAINING): "a layer computes in float8 or not",
     (Phase.QUANTIZED_BASE, Phase.FLOAT8_TRAINING): "products in float8 are for weights that are trained",
     (Phase.ADAPTER, Phase.FLOAT8_TRAINING): "products in float8 are for weights that are trained",
     (Phase.FAKE_QUANT, Phase.FLOAT8_TRAINING): "a layer simulates one precision",
-    (Phase.QUANTIZED_BASE, Phase.FAKE_QUANT): "fake quantisation needs a base weight that is not quantised yet",
+    (Phase.QUANTIZED_BASE, Phase.FAKE_QUANT): "fake quantization needs a base weight that is not quantized yet",
 }
 
 

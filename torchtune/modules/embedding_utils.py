@@ -10,7 +10,7 @@ from torch import nn
 def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
     """Resize the token embedding and the output projection in place.
 
-    Existing rows are unchanged; new rows are initialised with the mean of the old rows. A tied output shares the new
+    Existing rows are unchanged; new rows are initialized with the mean of the old rows. A tied output shares the new
     embedding. Per-layer embeddings are resized too.
 
     Args:

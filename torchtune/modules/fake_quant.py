@@ -1,4 +1,4 @@
-"""Quantisation-aware training (QAT): linear layers with fake-quantised weights and inputs."""
+"""Quantization-aware training (QAT): linear layers with fake-quantized weights and inputs."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,14 +19,14 @@ if TYPE_CHECKING:  # DTensor is slow to import
 
 
 class FakeQuantLinear(FakeQuantized, nn.Linear):
-    """Linear layer with fake-quantised weight and input; the gradient is a straight-through estimate.
+    """Linear layer with fake-quantized weight and input; the gradient is a straight-through estimate.
 
     The gradient of a clipped value is zero. Parameters have the names of ``nn.Linear``.
     """
 
 
 def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers to quantise, by path: all of the transformer layers, but not the output projection.
+    """Return the linear layers to quantize, by path: all of the transformer layers, but not the output projection.
 
     The output projection stays in high precision, as in vLLM's published checkpoints: it is often tied to the
     embedding, and its errors affect the logits directly.
@@ -38,7 +38,7 @@ def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         if isinstance(module, GroupedExperts):
             raise ConversionError(
-                f"quantizer: the experts of '{path}' cannot be quantised yet: choose a model without experts."
+                f"quantizer: the experts of '{path}' cannot be quantized yet: choose a model without experts."
             )
         if ".layers." in f".{path}" and isinstance(module, nn.Linear | LoRALinear) and not _is_inside_adapter(path):
             found[path] = module
@@ -72,19 +72,19 @@ def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
 
 
 class FakeQuantize(Conversion):
-    """Conversion that fake-quantises the linear layers of a model as torchao would quantise them.
+    """Conversion that fake-quantizes the linear layers of a model as torchao would quantize them.
 
     Training updates and saves high-precision weights. Each forward pass rounds them, and the inputs if the
-    configuration quantises these, to the values of the quantised model.
+    configuration quantizes these, to the values of the quantized model.
 
     Args:
-        base_config: configuration of torchao for the quantised model, for example ``IntxWeightOnlyConfig()``.
-        after_n_steps: number of steps before fake quantisation starts.
+        base_config: configuration of torchao for the quantized model, for example ``IntxWeightOnlyConfig()``.
+        after_n_steps: number of steps before fake quantization starts.
         step: returns the number of steps taken so far; required with ``after_n_steps``.
         total_steps: number of steps of the run.
 
     Raises:
-        ConversionError: fake quantisation would start after ``total_steps``, or ``step`` is missing.
+        ConversionError: fake quantization would start after ``total_steps``, or ``step`` is missing.
     """
 
     phase: ClassVar[Phase] = Phase.FAKE_QUANT
@@ -104,7 +104,7 @@ class FakeQuantize(Conversion):
         if after_n_steps and total_steps is not None and after_n_steps >= total_steps:
             raise ConversionError(
                 f"fake_quant_after_n_steps is {after_n_steps}, but the run ends after {total_steps} steps, so nothing "
-                "would be fake-quantised: make it smaller, or train without quantizer."
+                "would be fake-quantized: make it smaller, or train without quantizer."
             )
         self._base_config, self._after, self._step = base_config, after_n_steps or 0, step
         self._switch = FakeQuantSwitch()
@@ -113,7 +113,7 @@ class FakeQuantize(Conversion):
         """Replace linear layers by :class:`FakeQuantLinear`, and LoRA layers by :class:`QATLoRALinear`.
 
         Raises:
-            ConversionError: a layer cannot be quantised; the model is then unchanged.
+            ConversionError: a layer cannot be quantized; the model is then unchanged.
         """
         layers = quantizable_layers(model)
         check_group_size(layers, torchao_formats.group_size(self._base_config))
@@ -123,12 +123,12 @@ class FakeQuantize(Conversion):
         if self._after:
             model.register_forward_pre_hook(self._set_switch)
         when = f"from step {self._after + 1} on" if self._after else "from the first step on"
-        return ConversionReport("Fake quantisation", list(new), note=f"{type(self._base_config).__name__}, {when}")
+        return ConversionReport("Fake quantization", list(new), note=f"{type(self._base_config).__name__}, {when}")
 
     def _convert_layer(self, path: str, layer: nn.Module) -> nn.Module:
         if isinstance(layer, DoRALinear):
             raise ConversionError(
-                f"quantizer: '{path}' has a DoRA adapter, which has no fake quantisation: set use_dora to False."
+                f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
             )
         if isinstance(layer, LoRALinear):
             check_dropout(layer.dropout.p)
@@ -138,7 +138,7 @@ class FakeQuantize(Conversion):
         else:
             raise ConversionError(
                 f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
-                "fake quantisation."
+                "fake quantization."
             )
         new.set_up_fake_quant(self._base_config, self._switch)
         return new
@@ -154,26 +154,26 @@ class FakeQuantize(Conversion):
             _replace(model, path, new)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
-        """Raise for fake-quantised layers: a sharded input has no quantisation range per token.
+        """Raise for fake-quantized layers: a sharded input has no quantization range per token.
 
         Raises:
-            ConversionError: the layer is fake-quantised.
+            ConversionError: the layer is fake-quantized.
         """
         if isinstance(module, FakeQuantized):
             raise ConversionError(
-                "quantizer: fake quantisation needs whole layers: set tensor_parallel_dim to 1, parameters are sharded "
+                "quantizer: fake quantization needs whole layers: set tensor_parallel_dim to 1, parameters are sharded "
                 "over data_parallel_shard_dim all the same."
             )
         return style
 
 
 def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the fake-quantised layers of a model, by path."""
+    """Return the fake-quantized layers of a model, by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
 
 
 def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
-    """Enable or disable fake quantisation of a layer and of all layers with the same switch."""
+    """Enable or disable fake quantization of a layer and of all layers with the same switch."""
     if isinstance(module, FakeQuantized):
         module.fake_quant.on = enabled
 

@@ -145,7 +145,7 @@ class LatentAttention(MultiHeadAttention):
         return q if self.growth is None else self._scale_queries(q, input_pos)
 
     def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Normalised latents, then the rotated channels of keys: ``[b, t, c + r]``."""
+        """Normalized latents, then the rotated channels of keys: ``[b, t, c + r]``."""
         latent, common = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
         common = self._apply_rope(common.unsqueeze(2), input_pos, rope).squeeze(2)
         return torch.cat((self.kv_down_norm(latent), common), dim=-1)
@@ -176,7 +176,7 @@ class LatentAttention(MultiHeadAttention):
         """
         if type(self.kv_proj) is nn.Linear:
             matrix = self.kv_proj.weight
-        else:  # an adapter or a quantised weight
+        else:  # an adapter or a quantized weight
             matrix = self.kv_proj(torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)).t()
         of_heads = matrix.unflatten(0, (-1, self.key_dim - self.rope_dim + self.value_dim))
         of_keys, of_values = of_heads.split([self.key_dim - self.rope_dim, self.value_dim], dim=1)

@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalization."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,6 +13,6 @@ class Fp32LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., d]``; shape and dtype are kept."""
+        """Normalize ``[..., d]``; shape and dtype are kept."""
         weight, bias = (None if value is None else value.float() for value in (self.weight, self.bias))
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)

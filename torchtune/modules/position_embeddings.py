@@ -117,7 +117,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         return frequencies / self.stretch
 
     def rope_init(self) -> None:
-        """Do nothing; exists for callers that materialise models by hand."""
+        """Do nothing; exists for callers that materialize models by hand."""
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
         """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[r / 2]``, or to one row per position."""

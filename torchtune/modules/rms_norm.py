@@ -1,4 +1,4 @@
-"""Root mean square normalisation."""
+"""Root mean square normalization."""
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
 
 
 def _eager_rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised ``x`` and the reciprocal root mean square of every row."""
+    """Return the normalized ``x`` and the reciprocal root mean square of every row."""
     wide = x.float()
     rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     # Rounded before scaling, as checkpoints expect. In float32, ``wide`` is ``x`` itself.
@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last dimension.
         eps: added to the mean square.
-        unit_offset: scale by ``1 + scale``, with ``scale`` initialised to zero, and round after scaling (Gemma).
+        unit_offset: scale by ``1 + scale``, with ``scale`` initialized to zero, and round after scaling (Gemma).
         rounds_last: round after scaling, not before (Gemma 4).
 
     Example:
@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.scale, 0.0 if self.unit_offset else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., dim]``; shape and dtype are kept."""
+        """Normalize ``[..., dim]``; shape and dtype are kept."""
         return self.scaled_by(self.scale, x)
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers that store the weight in another format, for example quantised."""
+"""Linear layers that store the weight in another format, for example quantized."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class TanhGate(nn.Module):
-    """Learned gate ``x * tanh(scale)``; ``scale`` ``[1]`` is initialised to zero, which closes the gate.
+    """Learned gate ``x * tanh(scale)``; ``scale`` ``[1]`` is initialized to zero, which closes the gate.
 
     Example:
         >>> torchtune.modules.TanhGate()(torch.ones(2)).tolist()

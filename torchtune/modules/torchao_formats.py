@@ -47,7 +47,7 @@ def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) 
     Args:
         bits: bits per weight, 2 to 8.
         group_size: number of consecutive weights of a row that share a scale; None: one scale per row.
-        dynamic_activations: quantise inputs to int8, with a scale per token.
+        dynamic_activations: quantize inputs to int8, with a scale per token.
     """
     ao = torchao_quantization()
     granularity = ao.PerAxis(0) if group_size is None else ao.PerGroup(group_size)
@@ -73,7 +73,7 @@ def group_size(base_config: Any) -> int | None:
 
 
 def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return torchao's fake quantizers of the input and of the weight of a linear layer; None: not quantised.
+    """Return torchao's fake quantizers of the input and of the weight of a linear layer; None: not quantized.
 
     Args:
         base_config: configuration of torchao.
@@ -97,7 +97,7 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
 
 
 def fake_quantize_configs(base_config: Any, group_size: int | None) -> tuple[Any, Any]:
-    """Return the configurations of torchao's fake quantizers of inputs and weights; None: not quantised."""
+    """Return the configurations of torchao's fake quantizers of inputs and weights; None: not quantized."""
     found = fake_quantizers(base_config, torch.Size((1, group_size or 1)))
     return getattr(found[0], "config", None), getattr(found[1], "config", None)
 
@@ -108,7 +108,7 @@ def fake_quantizer(config: Any) -> nn.Module:
 
 
 def quantize_linears(model: nn.Module, base_config: Any, paths: set[str]) -> None:
-    """Quantise the weights of linear layers in place.
+    """Quantize the weights of linear layers in place.
 
     Args:
         model: model that is not on the meta device.
@@ -131,14 +131,14 @@ def quantize_linears(model: nn.Module, base_config: Any, paths: set[str]) -> Non
 
 @torch.no_grad()
 def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
-    """Quantise the weight of a linear layer with torchao.
+    """Quantize the weight of a linear layer with torchao.
 
     Args:
         weight: ``[out, in]``.
         base_config: from :func:`int_config` or :func:`float8_config`.
 
     Returns:
-        Quantised values ``[out, in]``, int8 or float8, and their scales ``[out, groups]``.
+        Quantized values ``[out, in]``, int8 or float8, and their scales ``[out, groups]``.
 
     Raises:
         ConversionError: torchao raises an error.

@@ -13,7 +13,7 @@ class GroupAdvantages:
 
     Args:
         leave_one_out: subtract the mean of the *other* answers, which scales the advantage by g / (g − 1) (RLOO).
-        scale: divide by the standard deviation of the ``group`` (original GRPO: favours prompts that are nearly always,
+        scale: divide by the standard deviation of the ``group`` (original GRPO: favors prompts that are nearly always,
             or nearly never, solved), or of all rewards of the step (``batch``). By default neither.
 
     Example:
@@ -38,10 +38,10 @@ class GroupAdvantages:
         """
         known = ~rewards.isnan()
         counts = known.sum(1, keepdim=True)
-        centred = rewards - rewards.nansum(1, keepdim=True) / counts.clamp(min=1)
-        advantages = centred * counts / (counts - 1).clamp(min=1) if self.leave_one_out else centred
+        centered = rewards - rewards.nansum(1, keepdim=True) / counts.clamp(min=1)
+        advantages = centered * counts / (counts - 1).clamp(min=1) if self.leave_one_out else centered
         if self.scale == "group":
-            variance = centred.square().nansum(1, keepdim=True) / (counts - 1).clamp(min=1)
+            variance = centered.square().nansum(1, keepdim=True) / (counts - 1).clamp(min=1)
             advantages = advantages / (variance.sqrt() + 1e-4)
         elif self.scale == "batch":
             advantages = advantages / (_std(rewards[known], dims) + 1e-4)

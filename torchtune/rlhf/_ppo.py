@@ -74,9 +74,9 @@ class RewardModel:
         model: model with one output.
         tokenizer: the policy's tokenizer.
         batch_size: answers per forward pass; ``None``: all.
-        penalty: replaces the score of a penalised answer.
-        penalise_no_eos: penalise unfinished answers.
-        min_response_length: penalise shorter answers.
+        penalty: replaces the score of a penalized answer.
+        penalise_no_eos: penalize unfinished answers.
+        min_response_length: penalize shorter answers.
         dims: parallel dims of the sharded model; its ranks must score answers together. ``None``: one process.
 
     Attributes:
@@ -110,7 +110,7 @@ class RewardModel:
         self.model, self._batch_size = model.requires_grad_(False).eval(), batch_size
         self._stop, self.closing = set(tokenizer.stop_tokens), _closing_tokens(tokenizer)
         self._penalty, self._requires_eos, self._min_length = penalty, penalise_no_eos, min_response_length or 0
-        self._num_penalised = 0  # consecutive calls in which every answer was penalised
+        self._num_penalized = 0  # consecutive calls in which every answer was penalized
 
     @torch.no_grad()
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -128,12 +128,12 @@ class RewardModel:
         return torch.cat(found)[: len(rollouts)]
 
     def apply_penalty(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
-        """Return the scores ``[n]``, with the penalty as the score of penalised answers."""
+        """Return the scores ``[n]``, with the penalty as the score of penalized answers."""
         faulty = [(self._requires_eos and not one.finished) or len(one.answer) < self._min_length for one in rollouts]
-        self._num_penalised = self._num_penalised + 1 if all(faulty) else 0
-        if self._num_penalised in (1, 10, 100):
+        self._num_penalized = self._num_penalized + 1 if all(faulty) else 0
+        if self._num_penalized in (1, 10, 100):
             get_logger().warning(
-                f"All {len(faulty)} answers get reward_penalty ({self._num_penalised} times in a row now), of which "
+                f"All {len(faulty)} answers get reward_penalty ({self._num_penalized} times in a row now), of which "
                 f"{sum(not one.finished for one in rollouts)} have not ended: no score counts, so raise "
                 "max_generated_tokens, or set penalise_no_eos=False."
             )
@@ -185,11 +185,11 @@ def judge_rollouts(
 
 
 def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-    """Compute the values of the states before the labelled tokens.
+    """Compute the values of the states before the labeled tokens.
 
     Args:
         hidden: hidden states of the value model ``[b, s, d]``.
-        batch: only labelled positions are projected.
+        batch: only labeled positions are projected.
         projection: ``[..., d]`` -> ``[..., 1]``.
 
     Returns:
@@ -294,7 +294,7 @@ def ppo_advantages(
     *,
     dims: ParallelDims,
 ) -> TokenAdvantages:
-    """Compute generalised advantage estimates (GAE) of tokens.
+    """Compute generalized advantage estimates (GAE) of tokens.
 
     The reward of a token is −``kl_coeff`` (log π − log π_ref), plus the score at the last token of an answer.
 
@@ -452,7 +452,7 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
             yield "gradient_accumulation_steps", f"is {count}, which must divide {name}={number}"
             break
     if settings.min_response_length is not None and settings.min_response_length > settings.max_generated_tokens:
-        yield "min_response_length", "is above max_generated_tokens, so that every answer is penalised: lower it"
+        yield "min_response_length", "is above max_generated_tokens, so that every answer is penalized: lower it"
     if settings.num_steps is None:
         return
     if settings.num_steps < settings.batch_size:

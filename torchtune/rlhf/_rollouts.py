@@ -180,7 +180,7 @@ def rollout_batches(
         advantages: advantage of each rollout.
         tokens_per_batch: maximum tokens per micro-batch; a longer rollout is a micro-batch by itself.
         dims: parallel dims.
-        blank: tokens of unlabelled batches for a rank with fewer micro-batches.
+        blank: tokens of unlabeled batches for a rank with fewer micro-batches.
         count_documents: see :func:`collate_rollouts`.
         share_prefix: see :func:`collate_rollouts`.
 

@@ -47,7 +47,7 @@ def share_pairs(
 ) -> BatchLoader | None:
     """Return a loader in which both answers of a pair share their prefix, which is computed once.
 
-    Labelled tokens are shared, too, if the loss uses one number per answer, as the losses of this library do.
+    Labeled tokens are shared, too, if the loss uses one number per answer, as the losses of this library do.
 
     Args:
         loader: loader of pairs; ``None`` stays ``None``.

@@ -56,7 +56,7 @@ class CachedTeacher:
 
     Args:
         caches: ``(first position, cache)``, ascending.
-        vocab_size: number of tokens in the normalisation of the distributions.
+        vocab_size: number of tokens in the normalization of the distributions.
         temperature: temperature of the distributions.
     """
 
@@ -256,7 +256,7 @@ def warn_if_same_weights(teacher: Any, student: Any, setting: str) -> None:
     if teacher.fingerprint == student.fingerprint:
         message = (
             f"{setting}: the teacher has the weights that the student begins with, so it teaches nothing but what "
-            "model_converters change (quantised weights)."
+            "model_converters change (quantized weights)."
         )
         log_rank_zero(get_logger(), message, logging.WARNING)
 

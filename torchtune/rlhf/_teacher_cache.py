@@ -1,4 +1,4 @@
-"""Cache of a teacher's most likely tokens at every labelled position, in memory-mapped files."""
+"""Cache of a teacher's most likely tokens at every labeled position, in memory-mapped files."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ class TeacherCacheError(UserError):
 
 
 class TeacherCache:
-    """Cache of one dataset: a folder; a row's labelled tokens begin at the row's offset.
+    """Cache of one dataset: a folder; a row's labeled tokens begin at the row's offset.
 
     Args:
         folder: folder of the files.
@@ -312,7 +312,7 @@ class CachedOutputs:
     Args:
         caches: ``(first position, cache)``, ascending.
         at: positions, int64 [b, s].
-        vocab_size: number of tokens in the normalisation of the distributions.
+        vocab_size: number of tokens in the normalization of the distributions.
         temperature: temperature of the distributions.
     """
 

@@ -16,8 +16,8 @@ class ChosenRejectedOutputs:
         rejected_logps: log-probs of the rejected answers ``[p]``.
         chosen_logits: logits of the chosen answers, for metrics; losses do not use them.
         rejected_logits: logits of the rejected answers.
-        chosen_lengths: number of labelled tokens of the chosen answers ``[p]``.
-        rejected_lengths: number of labelled tokens of the rejected answers ``[p]``.
+        chosen_lengths: number of labeled tokens of the chosen answers ``[p]``.
+        rejected_lengths: number of labeled tokens of the rejected answers ``[p]``.
 
     Example:
         >>> lengths = torch.tensor([2])

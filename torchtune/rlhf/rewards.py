@@ -14,8 +14,8 @@ def get_reward_penalty_mask(
     Args:
         padding_masks: bool ``[b, r]``, True after the end of the response.
         seq_lens: length of every response ``[b]``.
-        penalise_no_eos: penalise a response without padding, which is unfinished.
-        min_response_length: penalise shorter responses.
+        penalise_no_eos: penalize a response without padding, which is unfinished.
+        min_response_length: penalize shorter responses.
 
     Returns:
         bool ``[b]``.
@@ -25,12 +25,12 @@ def get_reward_penalty_mask(
         >>> torchtune.rlhf.get_reward_penalty_mask(padding, torch.tensor([1, 2]), penalise_no_eos=True)
         tensor([...])
     """
-    penalised = torch.zeros_like(seq_lens, dtype=torch.bool)
+    penalized = torch.zeros_like(seq_lens, dtype=torch.bool)
     if penalise_no_eos:
-        penalised = penalised | ~padding_masks.any(dim=-1)
+        penalized = penalized | ~padding_masks.any(dim=-1)
     if min_response_length is not None:
-        penalised = penalised | (seq_lens < min_response_length)
-    return penalised
+        penalized = penalized | (seq_lens < min_response_length)
+    return penalized
 
 
 def get_rewards_ppo(
@@ -126,7 +126,7 @@ def estimate_advantages(
     masks: torch.Tensor | None = None,
     shift_mean: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438), whitened, and returns.
+    """Compute generalized advantage estimates (Schulman et al. 2015, arXiv:1506.02438), whitened, and returns.
 
     Args:
         values: values of the value model ``[b, r]``.
@@ -134,7 +134,7 @@ def estimate_advantages(
         gamma: discount factor.
         lmbda: GAE λ, from one-step returns (0) to full returns (1).
         masks: bool ``[b, r]``, True at tokens that count; advantages are 0 elsewhere.
-        shift_mean: see :func:`whiten`; ``False`` centres the advantages, which a policy gradient needs.
+        shift_mean: see :func:`whiten`; ``False`` centers the advantages, which a policy gradient needs.
 
     Returns:
         Advantages and returns, ``[b, r]`` each.

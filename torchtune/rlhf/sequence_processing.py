@@ -71,7 +71,7 @@ def get_batch_log_probs(
     label_pad_token_id: int = CROSS_ENTROPY_IGNORE_IDX,
     return_average_logprobs: bool = False,
 ) -> torch.Tensor:
-    """Compute the log-probs of every row's labels, summed or averaged over labelled positions.
+    """Compute the log-probs of every row's labels, summed or averaged over labeled positions.
 
     Labels are shifted here: pass the labels of :func:`torchtune.data.padded_collate_dpo`. For labels that are already
     shifted, as in this library's datasets, use :func:`torchtune.rlhf.document_log_probs`.

@@ -1,4 +1,4 @@
-"""Supervision of a run: watchdog, step synchronisation, skipped steps, progress, report, throughput, profiler."""
+"""Supervision of a run: watchdog, step synchronization, skipped steps, progress, report, throughput, profiler."""
 
 from torchtune._lazy import attach
 

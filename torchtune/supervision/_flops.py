@@ -77,7 +77,7 @@ class FlopCount:
 
     Attributes:
         token: FLOPs per token, without attention.
-        label: FLOPs per labelled token.
+        label: FLOPs per labeled token.
         pair: FLOPs per visible query-key pair, by the window of the layers (None: no window).
         chunked: the same in layers with chunked attention, by chunk size.
     """
@@ -120,7 +120,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
 
     Args:
         model: converted model, possibly sharded; trained parameters require gradients.
-        labels_only: whether only labelled tokens are projected to logits, as in the losses of recipes; by default as
+        labels_only: whether only labeled tokens are projected to logits, as in the losses of recipes; by default as
             ``model(tokens)`` does.
     """
     from torchtune.modules.conversion import full_shapes

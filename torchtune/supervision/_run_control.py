@@ -34,8 +34,8 @@ class Step(NamedTuple):
     Attributes:
         batches: micro-batches of this rank.
         num_tokens: global count of tokens.
-        num_labels: global count of labelled tokens.
-        num_terms: global divisor of the loss: labelled tokens unless a batch has ``terms``.
+        num_labels: global count of labeled tokens.
+        num_terms: global divisor of the loss: labeled tokens unless a batch has ``terms``.
     """
 
     batches: list[Any]

@@ -125,7 +125,7 @@ class StepMetrics:
         labelled = batch.labels.flatten() != CROSS_ENTROPY_IGNORE_IDX
         source = batch.per_token["source"].flatten()[labelled]
         losses = torch.cat(kept) if kept else source.new_zeros(0, dtype=torch.float32)
-        if len(losses) == len(labelled):  # the loss also covers unlabelled positions
+        if len(losses) == len(labelled):  # the loss also covers unlabeled positions
             losses = losses[labelled]
         if len(losses) != len(source):
             log_once(get_logger(), "loss/<name> is not logged: this loss gives no losses of single tokens.")

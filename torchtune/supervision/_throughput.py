@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Throughput:
-    """Tokens per second over the last steps: processed tokens and labelled tokens.
+    """Tokens per second over the last steps: processed tokens and labeled tokens.
 
     Time inside ``paused`` (saving, validation) does not count. With ``dims`` and ``model``, the metrics also include
     the shares of lost time and the MFU (docs/observability.rst).
@@ -34,7 +34,7 @@ class Throughput:
     Attributes:
         activity: current activity of the process.
         processed: number of processed tokens.
-        trained: number of labelled tokens.
+        trained: number of labeled tokens.
 
     Example:
         >>> throughput = torchtune.training.Throughput()
@@ -133,7 +133,7 @@ class Throughput:
 
         Args:
             processed: number of tokens of this process that passed through the model.
-            trained: number of labelled tokens of all processes.
+            trained: number of labeled tokens of all processes.
         """
         now = self._clock()
         flops = 0.0

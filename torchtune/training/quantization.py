@@ -142,7 +142,7 @@ class QATQuantizer(Quantizer):
         """
         layers = fake_quant_layers(model)
         if not layers:
-            raise UserError("quantizer: convert() takes a model of prepare(), this one simulates no quantisation.")
+            raise UserError("quantizer: convert() takes a model of prepare(), this one simulates no quantization.")
         for path, layer in layers.items():
             plain = nn.Linear(*reversed(layer.weight.shape), bias=layer.bias is not None, device="meta")
             plain.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)

@@ -37,7 +37,7 @@ ROWS = {
         "multimodal.vqa_dataset column_map.input=question column_map.output=answer column_map.image=image",
     ),
     "preference pairs": ({"prompt": "red", "chosen": "blue", "rejected": "cat"}, "preference_dataset"),
-    "labelled answers (KTO)": ({"prompt": "red", "completion": "blue", "label": True}, "kto_dataset"),
+    "labeled answers (KTO)": ({"prompt": "red", "completion": "blue", "label": True}, "kto_dataset"),
     "raw text": ({"text": "red blue"}, "text_completion_dataset column=text"),
     "prompts with answers": ({"prompt": "red", "expected": "blue"}, "prompt_dataset"),
     "unknown": ({"a": 1, "b": 2}, ""),

@@ -90,7 +90,7 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     **sizes: Any,
 ) -> Made:
-    """Write a file from a random model of ``shape``; matrices are quantised, vectors stay float32."""
+    """Write a file from a random model of ``shape``; matrices are quantized, vectors stay float32."""
     hf = hf_model(shape, **{"hidden_size": 64, "intermediate_size": 96, **sizes})
     config, arch = hf.config, shape.partition("_")[0]
     writer = gguf.GGUFWriter(path, arch)
@@ -127,7 +127,7 @@ def write_gguf(
                 continue
             packed = gguf.quants.quantize(array, kind)
             writer.add_tensor(target, packed, raw_dtype=kind)
-            # Quantisation goes row by row, so the order of the rows does not matter to it.
+            # Quantization goes row by row, so the order of the rows does not matter to it.
             parameter.copy_(
                 torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(parameter.numpy(), kind), kind))
             )

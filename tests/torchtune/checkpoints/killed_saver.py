@@ -54,7 +54,7 @@ def start(store: FullModelHFCheckpointer, folder: Path, size: int, behind: bool,
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - a rank whose neighbour was killed says so at length
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - a rank whose neighbor was killed says so at length
             if size > 1:
                 dist.init_process_group("gloo", f"file://{folder}/store_{life}", rank=rank, world_size=size)
             save_forever(store, folder, size, behind)

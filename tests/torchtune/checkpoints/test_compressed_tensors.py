@@ -1,4 +1,4 @@
-"""Quantised checkpoints that the package compressed-tensors writes read as it decompresses them, or are refused."""
+"""Quantized checkpoints that the package compressed-tensors writes read as it decompresses them, or are refused."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: read by ``transformers`` and by us, and equal to what torchao makes of the weights."""
+"""Quantized checkpoints: read by ``transformers`` and by us, and equal to what torchao makes of the weights."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type: str, sou
 
 def test_what_cannot_be_quantised_is_one_sentence(source: Path, tmp_path: Path, caplog) -> None:
     folder = quantize(source, q.Int4WeightOnlyQuantizer(groupsize=16), tmp_path / "out")
-    with pytest.raises(UserError, match=r"the weights are quantised already \(compressed-tensors\): give the folder"):
+    with pytest.raises(UserError, match=r"the weights are quantized already \(compressed-tensors\): give the folder"):
         quantize(folder, q.Int8WeightOnlyQuantizer(), tmp_path / "again")
     with pytest.raises(UserError, match="is there already and is not overwritten: name a new folder"):
         quantize(source, q.Int8WeightOnlyQuantizer(), folder)

@@ -31,7 +31,7 @@ SIZES = {"num_hidden_layers": 2}
 
 
 def rounded(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a folder, those of linear layers quantised and dequantised, in the order of rows of files."""
+    """The tensors of a folder, those of linear layers quantized and dequantized, in the order of rows of files."""
     tensors = stored(folder)
     for name, tensor in tensors.items():
         if "proj.weight" in name:

@@ -58,7 +58,7 @@ BOMBS = {
         "nests more than 64 levels deep",
     ),
     "circle": ("a: ${b}\nb: ${c}\nc: ${a}\n", "it refers to itself"),
-    "long chain backwards": (chain("", "a{b}: ${{a{i}}}\n", 500), "refer to one another in a row"),
+    "long chain backward": (chain("", "a{b}: ${{a{i}}}\n", 500), "refer to one another in a row"),
     "many mistakes": (
         "".join(f"a{i}: {{_component_: no.such.thing{i}}}\n" for i in range(4000)),
         "50 mistakes or more",

@@ -333,7 +333,7 @@ def test_labelled_answers(tokenizer: Any) -> None:
         assert found[index]["tokens"] == pair[f"{side}_input_ids"]
         assert found[index]["labels"] == pair[f"{side}_labels"]
     assert found.fingerprint != kto_dataset(tokenizer, source=[{**rows[0], "label": False}, *rows[1:]]).fingerprint
-    assert "no answer that is labelled bad" in refused(kto_dataset, tokenizer, source=rows[::2])
+    assert "no answer that is labeled bad" in refused(kto_dataset, tokenizer, source=rows[::2])
     assert "column 'label' is 'yes'" in refused(kto_dataset, tokenizer, source=[{**rows[0], "label": "yes"}])
     assert "the answer is empty" in refused(kto_dataset, tokenizer, source=[{**rows[0], "completion": ""}])
 

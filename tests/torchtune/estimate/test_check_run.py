@@ -68,7 +68,7 @@ NF4 = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_siz
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("full_finetune_single_device", {"model_converters": [NF4]}, "its base is quantised, so it is frozen and only"),
+        ("full_finetune_single_device", {"model_converters": [NF4]}, "its base is quantized, so it is frozen and only"),
         ("qat_single_device", {"quantizer__groupsize": 24}, "groupsize 24 does not divide the 32 inputs of 'layers.0"),
         (
             "qat_single_device",

@@ -18,7 +18,7 @@ OWN |= {"loss": {"_component_": f"{__name__}.Regret"}, "collate_fn": f"{__name__
 
 
 class Regret(AnswerLoss):
-    """A user's loss of labelled answers."""
+    """A user's loss of labeled answers."""
 
     trains_on = "answers"
 
@@ -49,7 +49,7 @@ IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
         ("lora_dpo_single_device", OWN),
         ("knowledge_distillation_single_device", {}),
     ],
-    ids=["pairs", "own loss of labelled answers", "teacher"],
+    ids=["pairs", "own loss of labeled answers", "teacher"],
 )
 def test_a_step_is_simulated(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     peaks = simulated(name, tmp_path, **settings)

@@ -179,9 +179,9 @@ def test_a_conversion_that_cannot_be_undone_any_more():
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        (QuantizedBase(), FakeQuant(), "needs a base weight that is not quantised"),
+        (QuantizedBase(), FakeQuant(), "needs a base weight that is not quantized"),
         (LoRA(2, 4), LoRA(4, 4), "a model has one adapter"),
-        (QuantizedBase(), QuantizedBase(), "quantised once"),
+        (QuantizedBase(), QuantizedBase(), "quantized once"),
     ],
 )
 def test_forbidden_pairs(first, second, reason):

@@ -1,4 +1,4 @@
-"""Fake quantisation against torchao, which owns the arithmetic, and against what it makes of the trained weights."""
+"""Fake quantization against torchao, which owns the arithmetic, and against what it makes of the trained weights."""
 
 import copy
 

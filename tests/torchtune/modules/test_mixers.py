@@ -87,7 +87,7 @@ def test_decoding_goes_on_from_a_state(rule):
 
 @RULES
 def test_strong_decay_loses_no_digits(rule):
-    """A sum of decays over a chunk is large, and the difference of two neighbours is not."""
+    """A sum of decays over a chunk is large, and the difference of two neighbors is not."""
     q, k, v, g, beta = _inputs(1, 64)
     g = g * torch.where(torch.arange(64) % 3 == 0, 300.0, 0.1)[None, :, None]
     resets = torch.zeros(1, 64, dtype=torch.bool)

@@ -72,7 +72,7 @@ def make_model(**changes: Any) -> nn.Module:
 
 
 def make_batch(lengths: tuple[int, ...] = (200, 1, 130, 53)) -> Batch:
-    """Documents of random tokens, labelled but for every fifth position."""
+    """Documents of random tokens, labeled but for every fifth position."""
     generator = torch.Generator().manual_seed(1)
     documents = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Attention, grouped products, quantised layers and optimizers on a CUDA GPU, against float64 on the CPU.
+"""Attention, grouped products, quantized layers and optimizers on a CUDA GPU, against float64 on the CPU.
 
 Errors are norms of differences relative to the norm of the reference: 1e-2 for outputs in bfloat16 (which keeps 8
 bits), 3e-2 for its gradients, 2e-3 in float32, which may be TF32.

@@ -134,7 +134,7 @@ def test_advantages_follow_the_formula():
             assert scaled[i, j] == pytest.approx(centred / (statistics.stdev(known[i]) + 1e-4), abs=1e-12)
             assert batch[i, j] == pytest.approx(centred / (spread + 1e-4), abs=1e-12)
     assert rlhf.has_variance(group).tolist() == [True, False, True]
-    assert abs(plain.nansum(1)).max() < 1e-12, "centred: the mean is not added back"
+    assert abs(plain.nansum(1)).max() < 1e-12, "centered: the mean is not added back"
 
 
 ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2", "steps": "2 * 3\n#### -1,200.5"}

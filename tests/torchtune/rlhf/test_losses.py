@@ -28,7 +28,7 @@ from torchtune.rlhf.loss import (
     pooled_scores,
 )
 
-# Sums of log-probs of three pairs, policy and reference, and labelled tokens of their answers.
+# Sums of log-probs of three pairs, policy and reference, and labeled tokens of their answers.
 POLICY = ((-12.0, -3.5, -30.25), (-15.5, -2.25, -11.0))
 REFERENCE = ((-12.5, -3.0, -29.0), (-13.0, -4.0, -11.5))
 LENGTHS = ((7, 2, 15), (9, 3, 6))

@@ -33,7 +33,7 @@ def make(**changes: Any) -> nn.Module:
 
 
 def pairs() -> list[dict[str, Any]]:
-    """A plain prompt; answers that begin alike; labelled turns in the prompt; nothing in common; one in the other."""
+    """A plain prompt; answers that begin alike; labeled turns in the prompt; nothing in common; one in the other."""
     rng = random.Random(0)
     rows = []
     for prompt, labelled, chosen, rejected in (

@@ -1,4 +1,4 @@
-"""Image transform that makes normalised tiles."""
+"""Image transform that makes normalized tiles."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +19,13 @@ CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 class CLIPImageTransform(Transform):
-    """Transform that resizes an image to the best-fitting canvas of tiles, normalises it, and cuts it into tiles.
+    """Transform that resizes an image to the best-fitting canvas of tiles, normalizes it, and cuts it into tiles.
 
     The image keeps its aspect ratio and is padded on the right and at the bottom. Without ``resize_to_max_canvas``, a
     small image is upscaled at most to the size of a tile.
 
     Args:
-        image_mean: mean of red, green and blue, for values from 0 to 1; ``None``: no normalisation.
+        image_mean: mean of red, green and blue, for values from 0 to 1; ``None``: no normalization.
         image_std: standard deviation of red, green and blue.
         possible_resolutions: (height, width) of the canvases, in pixels; ``None``: all with up to ``max_num_tiles``
             tiles.

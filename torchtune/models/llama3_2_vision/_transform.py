@@ -25,7 +25,7 @@ class Llama3VisionTransform(Llama3Tokenizer):
         max_num_tiles: maximum number of tiles per image.
         special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace Llama 3's.
         max_seq_len: maximum number of tokens; ``None``: no truncation.
-        image_mean: mean of red, green and blue; ``None``: no normalisation.
+        image_mean: mean of red, green and blue; ``None``: no normalization.
         image_std: standard deviation of red, green and blue.
         prompt_template: adds texts to the messages before they are formatted.
         dtype: dtype of the tiles.

@@ -1,4 +1,4 @@
-"""Chunked cross entropy of a linear projection, without materialising all logits."""
+"""Chunked cross entropy of a linear projection, without materializing all logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def row_losses(logits: Tensor, target: Tensor) -> Tensor:
 def row_losses_and_gradient(logits: Tensor, target: Tensor) -> Tensor:
     """Compute the cross entropy of every row [n], and overwrite ``logits`` [n, v] with its gradient, softmax − one-hot.
 
-    The largest probability is 1 / Σ exp(logit − largest logit), which gives the normaliser without another pass.
+    The largest probability is 1 / Σ exp(logit − largest logit), which gives the normalizer without another pass.
     """
     compute = torch.promote_types(logits.dtype, torch.float32)
     column = target.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Chunked divergence between two linear projections of hidden states, without materialising all logits."""
+"""Chunked divergence between two linear projections of hidden states, without materializing all logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities of tokens under a linear projection, without materialising all logits."""
+"""Chunked log-probabilities of tokens under a linear projection, without materializing all logits."""
 
 from typing import Any, Literal, overload
 

@@ -14,7 +14,7 @@ from torchtune.utils import UserError
 
 
 class TokenLoss(Protocol):
-    """Interface of losses in recipes: sum over labelled tokens and their number, which add up over micro-batches."""
+    """Interface of losses in recipes: sum over labeled tokens and their number, which add up over micro-batches."""
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
@@ -28,7 +28,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     """Check a loss before training and adapt it to the interface of recipes.
 
     An :class:`SFTLoss` is used directly; if a subclass overrides ``forward`` and inherits ``sum_and_count``, the sum is
-    computed from its ``forward``. Any other ``nn.Module`` is called as ``loss(logits, labels)`` with only the labelled
+    computed from its ``forward``. Any other ``nn.Module`` is called as ``loss(logits, labels)`` with only the labeled
     tokens of a micro-batch: logits float32 ``[n, v]``, labels int64 ``[n]``. It must return the mean or per-token
     losses ``[n]``, for example ``torch.nn.CrossEntropyLoss(label_smoothing=0.1)``.
 
@@ -62,7 +62,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
 
 
 class LogitsLoss(nn.Module):
-    """Adapter of a loss of logits and labels, which computes logits only for labelled tokens.
+    """Adapter of a loss of logits and labels, which computes logits only for labeled tokens.
 
     Args:
         loss: (logits [n, v], labels [n]) -> mean, or losses [n].
@@ -89,7 +89,7 @@ class LogitsLoss(nn.Module):
 
 
 class MeanLoss(nn.Module):
-    """An :class:`SFTLoss` that only defines ``forward`` (mean over labelled tokens).
+    """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens).
 
     Args:
         loss: the loss, with its model output set if it needs one.
@@ -139,7 +139,7 @@ def _overrides_only_forward(kind: type) -> bool:
 
 
 def _check(loss: Any, weight: Tensor) -> None:
-    """Call ``loss`` as in training, with two labelled tokens and with each of them twice; the means must agree."""
+    """Call ``loss`` as in training, with two labeled tokens and with each of them twice; the means must agree."""
     name = type(loss).__name__
     if not isinstance(loss, nn.Module):
         raise LossError(f"loss: {name} is no torch.nn.Module: give a class of torchtune.modules.loss, or one of yours.")

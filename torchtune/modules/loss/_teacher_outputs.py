@@ -61,7 +61,7 @@ class TeacherStates:
 class LikeliestTokens:
     """Log-probs of a teacher's k likeliest tokens, and of all other tokens as one bucket, without gradient.
 
-    The bucket avoids renormalising the distributions: the loss also penalises a student for probability on unlikely
+    The bucket avoids renormalizing the distributions: the loss also penalizes a student for probability on unlikely
     tokens.
 
     Args:

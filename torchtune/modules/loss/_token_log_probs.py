@@ -13,7 +13,7 @@ _CHUNK_ELEMENTS = 2**25
 
 
 def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0) -> Tensor:
-    """Compute the log-probs of labels, with logits only of labelled tokens and chunk by chunk.
+    """Compute the log-probs of labels, with logits only of labeled tokens and chunk by chunk.
 
     Args:
         hidden: result of ``model(..., output="hidden")`` ``[b, s, d]``.

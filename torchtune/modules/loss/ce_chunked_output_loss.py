@@ -30,7 +30,7 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
     sum_and_count = LinearCrossEntropyLoss.sum_and_count  # setup_loss must not derive it from forward
 
     def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Compute the mean loss over labelled tokens, 0 if there are none.
+        """Compute the mean loss over labeled tokens, 0 if there are none.
 
         Args:
             outputs: hidden states [b, s, d] after ``set_model_output(model)``, or chunks of logits along the

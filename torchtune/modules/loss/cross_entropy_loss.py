@@ -1,4 +1,4 @@
-"""Cross entropy over the labelled tokens of a batch."""
+"""Cross entropy over the labeled tokens of a batch."""
 
 from typing import Any
 
@@ -34,12 +34,12 @@ def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None)
 
 
 class LinearCrossEntropyLoss(SFTLoss, nn.Module):
-    """Chunked cross entropy over labelled tokens, from hidden states and the output projection.
+    """Chunked cross entropy over labeled tokens, from hidden states and the output projection.
 
     Recipes call :meth:`sum_and_count`. :meth:`forward`, the mean, is for callers that set the projection with
     :meth:`set_model_output`.
 
-    Logits are computed only for labelled tokens, chunk by chunk. Softmax and its gradient are computed in float32
+    Logits are computed only for labeled tokens, chunk by chunk. Softmax and its gradient are computed in float32
     (float64 for float64 weights), matrix products in the dtype of the weights. With a plain projection, the forward
     pass computes the gradients; any other projection (an adapter, a bias, a soft cap) is recomputed in the backward
     pass.
@@ -112,14 +112,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return losses.masked_fill(target_chunk == self.ignore_index, 0.0).sum()
 
     def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Select labelled tokens: hidden [n, d], target [n] -> [m, d], [m]."""
+        """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]."""
         index = (target != self.ignore_index).nonzero().squeeze(1)
         if len(index) == len(target):
             return hidden, target
         return hidden.index_select(0, index), target.index_select(0, index)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean loss over labelled tokens, or 0 with zero gradients if there are none.
+        """Compute the mean loss over labeled tokens, or 0 with zero gradients if there are none.
 
         Args:
             outputs: hidden states [b, s, d].
@@ -137,7 +137,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return total / count.clamp(min=1)
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
-        """Compute the loss summed over labelled tokens, and their number.
+        """Compute the loss summed over labeled tokens, and their number.
 
         Args:
             hidden: hidden states [b, s, d].

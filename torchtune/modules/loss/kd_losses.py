@@ -48,7 +48,7 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def jensen_shannon(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
-    """Compute the generalised Jensen-Shannon divergence of every position: [..., v] -> [...].
+    """Compute the generalized Jensen-Shannon divergence of every position: [..., v] -> [...].
 
     β KL(teacher‖m) + (1 − β) KL(student‖m), m = β teacher + (1 − β) student, 0 < β < 1 (Agarwal et al., "On-Policy
     Distillation of Language Models", 2024, equation 1).
@@ -70,7 +70,7 @@ def _check_fraction(name: str, value: float) -> float:
 
 
 class DivergenceLoss(nn.Module, ABC):
-    """Base class of distillation losses: mean divergence over labelled tokens.
+    """Base class of distillation losses: mean divergence over labeled tokens.
 
     A subclass defines :meth:`divergence`; recipes call :meth:`distill`.
 
@@ -110,13 +110,13 @@ class DivergenceLoss(nn.Module, ABC):
         return self
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, normalize: bool = True) -> Tensor:
-        """Compute the mean over labelled tokens (0 if there are none), or their sum.
+        """Compute the mean over labeled tokens (0 if there are none), or their sum.
 
         Args:
             student_logits: [b, s, v] or [n, v].
             teacher_logits: same shape as ``student_logits``.
             labels: [b, s] or [n]; only whether they equal ``ignore_index`` matters.
-            normalize: divide by the number of labelled tokens.
+            normalize: divide by the number of labeled tokens.
 
         Returns:
             Scalar, float32 (float64 for float64 logits).
@@ -125,17 +125,17 @@ class DivergenceLoss(nn.Module, ABC):
         return total / count.clamp(min=1) if normalize else total
 
     def sum_and_count(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the divergence summed over labelled tokens (scalar), and their number (int64 scalar)."""
+        """Compute the divergence summed over labeled tokens (scalar), and their number (int64 scalar)."""
         labelled = labels != self.ignore_index
         return self._rows(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum(), labelled.sum()
 
     def distill(
         self, hidden: Tensor, labels: Tensor, projection: Projection, teacher: TeacherOutputs
     ) -> tuple[Tensor, Tensor]:
-        """Compute :meth:`sum_and_count` from hidden states, without materialising all logits of either model.
+        """Compute :meth:`sum_and_count` from hidden states, without materializing all logits of either model.
 
-        Logits are computed only for labelled tokens, chunk by chunk. If the vocabularies differ in size (embeddings
-        padded to different multiples), the distributions are normalised over the tokens that both have.
+        Logits are computed only for labeled tokens, chunk by chunk. If the vocabularies differ in size (embeddings
+        padded to different multiples), the distributions are normalized over the tokens that both have.
 
         Args:
             hidden: result of ``student(..., output="hidden")`` [b, s, d].
@@ -166,7 +166,7 @@ class DivergenceLoss(nn.Module, ABC):
 
     @torch.no_grad()
     def likeliest(self, labels: Tensor, teacher: TeacherStates, vocab_size: int) -> LikeliestTokens:
-        """Return the teacher's likeliest tokens at the labelled positions, for a loss with :attr:`top_k`.
+        """Return the teacher's likeliest tokens at the labeled positions, for a loss with :attr:`top_k`.
 
         Args:
             labels: int64 [b, s].
@@ -193,7 +193,7 @@ class DivergenceLoss(nn.Module, ABC):
 
 
 class ForwardKLLoss(DivergenceLoss):
-    """Mean of KL(teacher‖student) over labelled tokens; mode-covering (Hinton et al. 2015, arXiv:1503.02531).
+    """Mean of KL(teacher‖student) over labeled tokens; mode-covering (Hinton et al. 2015, arXiv:1503.02531).
 
     By default the loss is the cross entropy −Σ p log q: the gradient is that of the KL divergence, and the minimum is
     the teacher's entropy instead of 0.
@@ -229,7 +229,7 @@ class ForwardKLLoss(DivergenceLoss):
 
 
 class ReverseKLLoss(DivergenceLoss):
-    """Mean of KL(student‖teacher) over labelled tokens; mode-seeking (Gu et al., "MiniLLM", 2024).
+    """Mean of KL(student‖teacher) over labeled tokens; mode-seeking (Gu et al., "MiniLLM", 2024).
 
     Args:
         ignore_index: label of ignored tokens.
@@ -288,7 +288,7 @@ class SymmetricKLLoss(DivergenceLoss):
 
 
 class GeneralizedJSDLoss(DivergenceLoss):
-    """Mean of the generalised Jensen-Shannon divergence over labelled tokens.
+    """Mean of the generalized Jensen-Shannon divergence over labeled tokens.
 
     It is β KL(teacher‖m) + (1 − β) KL(student‖m) with m = β teacher + (1 − β) student; bounded, unlike both KL
     divergences. By definition it is KL(teacher‖student) at β = 0 and KL(student‖teacher) at β = 1 (Agarwal et al.,
@@ -326,7 +326,7 @@ class GeneralizedJSDLoss(DivergenceLoss):
         self.num_output_chunks = _check_chunks(num_output_chunks)
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """Compute the generalised Jensen-Shannon divergence of every position."""
+        """Compute the generalized Jensen-Shannon divergence of every position."""
         if self.beta in (0.0, 1.0):
             return (forward_kl if self.beta == 0.0 else reverse_kl)(student_logits, teacher_logits)
         return jensen_shannon(student_logits, teacher_logits, self.beta)
@@ -339,7 +339,7 @@ def _check_chunks(number: int) -> int:
 
 
 class _ChunkedLoss(nn.Module):
-    """Mean divergence over labelled tokens, from logits in chunks along the sequence, or from hidden states."""
+    """Mean divergence over labeled tokens, from logits in chunks along the sequence, or from hidden states."""
 
     def __init__(self, num_output_chunks: int, loss: DivergenceLoss) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class _ChunkedLoss(nn.Module):
         return self
 
     def forward(self, student_logits: Sequence[Tensor], teacher_logits: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Compute the mean over labelled tokens, 0 if there are none.
+        """Compute the mean over labeled tokens, 0 if there are none.
 
         Args:
             student_logits: ``num_output_chunks`` tensors [b, s / chunks, v].
@@ -374,7 +374,7 @@ class _ChunkedLoss(nn.Module):
     def sum_and_count(
         self, student_logits: Sequence[Tensor], teacher_logits: Sequence[Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute the summed divergence (scalar) and the number of labelled tokens (int64); see :meth:`forward`."""
+        """Compute the summed divergence (scalar) and the number of labeled tokens (int64); see :meth:`forward`."""
         lengths = [chunk.shape[1] for chunk in student_logits]
         if sum(lengths) != labels.shape[1] or len(lengths) != len(teacher_logits):
             raise ValueError(

@@ -14,7 +14,7 @@ class SFTLoss(ABC):
     """Base class of losses for supervised fine-tuning.
 
     Recipes call :meth:`sum_and_count`. A loss of hidden states overrides it; a loss that only defines :meth:`forward`,
-    the mean over labelled tokens, inherits it.
+    the mean over labeled tokens, inherits it.
 
     Example:
         >>> issubclass(torchtune.modules.loss.LinearCrossEntropyLoss, torchtune.modules.loss.SFTLoss)
@@ -30,7 +30,7 @@ class SFTLoss(ABC):
         """Compute the loss, a scalar, of the model's outputs [b, s, ...] and targets [b, s]."""
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
-        """Compute the loss summed over labelled tokens, and their number.
+        """Compute the loss summed over labeled tokens, and their number.
 
         Args:
             hidden: result of ``model(..., output="hidden")`` [b, s, d].

@@ -1,4 +1,4 @@
-"""Quantised base weights in 4 and 8 bits, and float8 training."""
+"""Quantized base weights in 4 and 8 bits, and float8 training."""
 
 from torchtune.modules.low_precision._float8_training import Float8Training
 from torchtune.modules.low_precision._layers import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear

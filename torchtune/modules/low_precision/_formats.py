@@ -1,7 +1,7 @@
 """Storage formats of frozen weights in 4 and 8 bits.
 
 A format stores a weight ``[..., rows, columns]`` as several tensors with the same leading dimensions. Each of their
-rows depends only on the same row of the weight, so that ranks quantise the rows of their shards independently.
+rows depends only on the same row of the weight, so that ranks quantize the rows of their shards independently.
 All tensors are integers, because ``module.to(dtype)`` would cast floating-point tensors; scales are float32 bits.
 """
 
@@ -33,7 +33,7 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
-_CHUNK = 2**22  # elements quantised at once, so that temporaries are small
+_CHUNK = 2**22  # elements quantized at once, so that temporaries are small
 _TABLES: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
@@ -62,19 +62,19 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Quantise float32 rows ``[n, columns]``."""
+        """Quantize float32 rows ``[n, columns]``."""
 
     @abstractmethod
     def decode(self, *tensors: Tensor) -> Tensor:
-        """Dequantise the weight ``[..., columns]`` to ``dtype``."""
+        """Dequantize the weight ``[..., columns]`` to ``dtype``."""
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Make uninitialised tensors for a weight, on its device."""
+        """Make uninitialized tensors for a weight, on its device."""
         return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.storage_shapes(like.shape)]
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> list[Tensor]:
-        """Quantise ``weight`` to the tensors that store it, on its device."""
+        """Quantize ``weight`` to the tensors that store it, on its device."""
         tensors = self.empty(weight)
         rows, parts = weight.flatten(0, -2), [tensor.flatten(0, weight.dim() - 2) for tensor in tensors]
         step = max(1, _CHUNK // weight.shape[-1])
@@ -88,7 +88,7 @@ class WeightFormat(ABC):
 class NF4(WeightFormat):
     """4-bit NormalFloat: the nearest of 16 levels times the largest magnitude of a block of columns.
 
-    The scales are also quantised (double quantisation): to 8 bits between the smallest and the largest scale of a row.
+    The scales are also quantized (double quantization): to 8 bits between the smallest and the largest scale of a row.
     With n columns and blocks of 64, an element takes 4.125 + 64 / n bits.
     """
 
@@ -118,7 +118,7 @@ class NF4(WeightFormat):
         low, high = scale.aminmax(dim=1, keepdim=True)
         extent = torch.cat([low, (high - low) / 255], 1)
         scale = ((scale - low) / extent[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
-        # Codes are chosen for the quantised scale, which decoding uses.
+        # Codes are chosen for the quantized scale, which decoding uses.
         decoded = _scales(scale, extent.view(torch.int32)).clamp(min=torch.finfo(torch.float32).tiny)
         levels = torch.tensor(NF4_LEVELS, device=rows.device)
         codes = torch.bucketize(blocks / decoded.unsqueeze(-1), (levels[1:] + levels[:-1]) / 2, out_int32=True)

@@ -14,9 +14,9 @@ from torchtune.modules.stored_linear import Stored, StoredLinear
 
 
 class QuantizedLinear(StoredLinear):
-    """Base class of linear layers with a frozen, quantised weight.
+    """Base class of linear layers with a frozen, quantized weight.
 
-    ``weight`` and the parameters with a suffix are the tensors of the format; ``bias`` is not quantised.
+    ``weight`` and the parameters with a suffix are the tensors of the format; ``bias`` is not quantized.
 
     Args:
         in_dim: width of the input.
@@ -47,10 +47,10 @@ class QuantizedLinear(StoredLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "QuantizedLinear":
-        """Make a frozen layer from ``linear``, with its bias and its quantised weight.
+        """Make a frozen layer from ``linear``, with its bias and its quantized weight.
 
         Args:
-            linear: layer on any device, which is not changed; on the meta device nothing is quantised.
+            linear: layer on any device, which is not changed; on the meta device nothing is quantized.
             options: options of the format.
         """
         new = change_class(linear, cls)
@@ -72,7 +72,7 @@ class QuantizedLinear(StoredLinear):
         return linear
 
     def full_weight(self) -> Tensor:
-        """Return the dequantised weight ``[out, in]``."""
+        """Return the dequantized weight ``[out, in]``."""
         return self.stored_weight().full()
 
     def stored_weight(self) -> Stored:
@@ -85,7 +85,7 @@ class QuantizedLinear(StoredLinear):
 
 
 class FrozenNF4Linear(QuantizedLinear):
-    """Linear layer with a frozen NF4 weight (4 bits, double quantisation).
+    """Linear layer with a frozen NF4 weight (4 bits, double quantization).
 
     Example:
         >>> torchtune.modules.low_precision.FrozenNF4Linear(128, 64).full_weight().shape
@@ -104,7 +104,7 @@ class FrozenNF4Linear(QuantizedLinear):
         unknown = sorted(set(options) - {"block_size", "scaler_block_size"})
         if unknown:
             raise ConversionError(f"{', '.join(unknown)}: no option of an NF4 weight, remove it (there is block_size).")
-        options.pop("scaler_block_size", None)  # in older configs; here the scales of a row are quantised together
+        options.pop("scaler_block_size", None)  # in older configs; here the scales of a row are quantized together
         super()._quantize(**options)
 
 
@@ -138,14 +138,14 @@ class FrozenFloat8Linear(FrozenInt8Linear):
 
 
 class QuantizedExperts(GroupedExperts):
-    """Base class of experts with frozen matrices ``[e, i, o]``, of which each row ``[o]`` is quantised separately."""
+    """Base class of experts with frozen matrices ``[e, i, o]``, of which each row ``[o]`` is quantized separately."""
 
     format: WeightFormat
     plain_kind: type[GroupedExperts]
 
     @classmethod
     def from_experts(cls, experts: GroupedExperts, form: WeightFormat) -> "QuantizedExperts":
-        """Make frozen experts from ``experts`` with quantised matrices; on the meta device these are empty."""
+        """Make frozen experts from ``experts`` with quantized matrices; on the meta device these are empty."""
         new = change_class(experts, _quantized_kind(type(experts)))
         new.format = form
         for name in matrix_names(experts):
@@ -182,7 +182,7 @@ def get_stored(module: nn.Module, name: str) -> Stored:
 
 
 def quantize_parameter(module: nn.Module, name: str, form: WeightFormat) -> None:
-    """Replace the parameter called ``name`` by its quantised tensors; on the meta device they are empty."""
+    """Replace the parameter called ``name`` by its quantized tensors; on the meta device they are empty."""
     weight = getattr(module, name)
     tensors = form.empty(weight) if weight.is_meta else form.encode(weight.detach())
     for suffix, tensor in zip(form.suffixes, tensors, strict=True):
@@ -190,7 +190,7 @@ def quantize_parameter(module: nn.Module, name: str, form: WeightFormat) -> None
 
 
 def restore_parameter(module: nn.Module, name: str, form: WeightFormat, shape: tuple[int, ...]) -> None:
-    """Replace the quantised tensors by an empty parameter on the meta device."""
+    """Replace the quantized tensors by an empty parameter on the meta device."""
     for suffix in form.suffixes:
         delattr(module, name + suffix)
     weight = torch.empty(shape, dtype=form.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Conversion that quantises base weights."""
+"""Conversion that quantizes base weights."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -38,10 +38,10 @@ _DEFAULT = ("layers.*", "*.layers.*")
 class QuantizeBase(Conversion):
     """Conversion that freezes a model and stores its linear layers and experts in 4 or 8 bits, for QLoRA.
 
-    Weights are quantised one at a time while the checkpoint is loaded. Every matrix product dequantises the weight to
+    Weights are quantized one at a time while the checkpoint is loaded. Every matrix product dequantizes the weight to
     the dtype of the model, and does not save it for the backward pass. Only adapters can be trained.
 
-    By default, the linear layers and experts inside ``layers`` are quantised, except routers. Embeddings and the output
+    By default, the linear layers and experts inside ``layers`` are quantized, except routers. Embeddings and the output
     projection, tied or not, keep their dtype, and so do layers with a width that the block size does not divide; the
     report lists these.
 
@@ -85,7 +85,7 @@ class QuantizeBase(Conversion):
         """Replace the target layers and freeze the model.
 
         Raises:
-            ConversionError: a target matches no layer or cannot be quantised; the model is then unchanged.
+            ConversionError: a target matches no layer or cannot be quantized; the model is then unchanged.
         """
         chosen, left = self._select_modules(model)
         before = _size_in_mib(model)
@@ -107,7 +107,7 @@ class QuantizeBase(Conversion):
         return ConversionReport(name=f"Base in {self.dtype}", replaced=list(chosen), note=note)
 
     def _select_modules(self, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Modules to quantise by path, and reasons for the default targets that are left out."""
+        """Modules to quantize by path, and reasons for the default targets that are left out."""
         kinds = (nn.Linear, GroupedExperts)
         routers = {id(module.gate) for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)}
         layers = {
@@ -134,18 +134,18 @@ class QuantizeBase(Conversion):
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for path, module in chosen.items():
             if isinstance(module, QuantizedLinear | QuantizedExperts):
-                raise ConversionError(f"QuantizeBase: '{path}' is quantised already, a base weight is quantised once.")
+                raise ConversionError(f"QuantizeBase: '{path}' is quantized already, a base weight is quantized once.")
             if isinstance(module, GroupedExperts):
                 continue
             if id(module.weight) in embeddings:
                 raise ConversionError(
-                    f"QuantizeBase: '{path}' shares its weight with the token embedding and cannot be quantised, "
+                    f"QuantizeBase: '{path}' shares its weight with the token embedding and cannot be quantized, "
                     "leave it out of target_modules."
                 )
             if type(module).forward is not nn.Linear.forward:
                 raise ConversionError(
                     f"QuantizeBase: '{path}' is a {type(module).__name__}, which is more than a linear layer and "
-                    "cannot be quantised: leave it out by target_modules."
+                    "cannot be quantized: leave it out by target_modules."
                 )
         if left and (self.target_modules is not None or len(left) == len(chosen)):
             path, reason = next(iter(left.items()))
@@ -162,7 +162,7 @@ class QuantizeBase(Conversion):
         return form.explain_unsupported(module.in_features)
 
     def revert(self, model: nn.Module) -> None:
-        """Replace quantised layers by plain ones on the meta device.
+        """Replace quantized layers by plain ones on the meta device.
 
         Raises:
             ConversionError: the weights are not on the meta device.
@@ -171,7 +171,7 @@ class QuantizeBase(Conversion):
         for _, module in modules:
             if any(not parameter.is_meta for parameter in module.parameters()):
                 raise ConversionError(
-                    "QuantizeBase: the base is quantised already, so a conversion that comes before it cannot be "
+                    "QuantizeBase: the base is quantized already, so a conversion that comes before it cannot be "
                     "applied any more: apply it while the model is on the meta device."
                 )
         for path, module in modules:
@@ -180,21 +180,21 @@ class QuantizeBase(Conversion):
             setattr(model.get_submodule(parent), name, plain)
 
     def stored_weights(self, model: nn.Module) -> dict[str, StoredWeight]:
-        """Return the quantised weights, which are stored ``by_rows``."""
+        """Return the quantized weights, which are stored ``by_rows``."""
         return {
             name: StoredWeight(shape, module.format.dtype, _tensor_names(name, module.format), by_rows=True)
             for name, module, shape in _quantized_weights(model)
         }
 
     def from_full(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Quantise a weight or some of its rows."""
+        """Quantize a weight or some of its rows."""
         form = self._formats[name]
         if not tensor.isfinite().all():
-            raise ConversionError(f"QuantizeBase: '{name}' has values that are not finite and cannot be quantised.")
+            raise ConversionError(f"QuantizeBase: '{name}' has values that are not finite and cannot be quantized.")
         return dict(zip(_tensor_names(name, form), form.encode(tensor), strict=True))
 
     def to_full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Dequantise a weight."""
+        """Dequantize a weight."""
         form = self._formats[name]
         return form.decode(*(tensors[part] for part in _tensor_names(name, form)))
 
@@ -208,7 +208,7 @@ def _tensor_names(name: str, form: WeightFormat) -> tuple[str, ...]:
 
 
 def _quantized_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...]]]:
-    """(name, module, shape) of every quantised weight."""
+    """(name, module, shape) of every quantized weight."""
     found = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
@@ -227,7 +227,7 @@ def reparametrize_as_dtype_state_dict_post_hook(
     offload_to_cpu: bool = True,
     **kwargs: Any,
 ) -> None:
-    """State-dict hook that replaces stored weights by dequantised ones.
+    """State-dict hook that replaces stored weights by dequantized ones.
 
     Recipes do not need it for their checkpoints; it is for ``model.state_dict()`` in user code.
 
@@ -236,7 +236,7 @@ def reparametrize_as_dtype_state_dict_post_hook(
         state_dict: state dict of the model, changed in place.
         prefix: prefix of its keys.
         *args: further arguments of hooks, unused.
-        dtype: dtype of the dequantised weights.
+        dtype: dtype of the dequantized weights.
         offload_to_cpu: move every tensor to the CPU.
         **kwargs: unused.
     """

@@ -71,7 +71,7 @@ class DepthwiseWeight(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters as ``nn.Conv1d`` does."""
+        """Initialize the parameters as ``nn.Conv1d`` does."""
         bound = self.weight.shape[-1] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)

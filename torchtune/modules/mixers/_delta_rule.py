@@ -10,7 +10,7 @@ class _DeltaChunk(Chunk):
     """Position i writes ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``.
 
     This is a triangular system per chunk (Yang et al. 2024, arXiv:2412.06464). ``q_scale`` and ``k_scale``,
-    ``[b, n_k, 1, c, 1]``, normalise queries to length ``h_k ** -0.5`` and keys to length 1.
+    ``[b, n_k, 1, c, 1]``, normalize queries to length ``h_k ** -0.5`` and keys to length 1.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
@@ -83,7 +83,7 @@ def gated_delta_rule(
     """Compute linear attention with the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
 
     Every head has a state S ``[h_k, h_v]``. A position decays it by ``exp(g)``, adds
-    ``beta * k (v - S^T k)^T`` and outputs ``S^T q / sqrt(h_k)``; queries and keys are normalised to length 1. S is zero
+    ``beta * k (v - S^T k)^T`` and outputs ``S^T q / sqrt(h_k)``; queries and keys are normalized to length 1. S is zero
     before every position of ``resets``. Computed in float32, in chunks of 64 positions; only the inputs and the states
     at the beginnings of chunks are saved for the backward pass.
 

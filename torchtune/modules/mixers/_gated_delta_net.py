@@ -28,7 +28,7 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise ``x`` ``[..., dim]``, gated by ``gate`` ``[..., dim]``, in float32; the dtype of ``x`` is kept."""
+        """Normalize ``x`` ``[..., dim]``, gated by ``gate`` ``[..., dim]``, in float32; the dtype of ``x`` is kept."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.scale
         return (normed.float() * F.silu(gate.float())).to(x.dtype)
 
@@ -94,7 +94,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the decay: exp(a_log) is uniform in [0.01, 16], ``dt_bias`` is 1."""
+        """Initialize the decay: exp(a_log) is uniform in [0.01, 16], ``dt_bias`` is 1."""
         with torch.no_grad():
             self.a_log.uniform_(0.01, 16.0).log_()
             self.dt_bias.fill_(1.0)

@@ -28,7 +28,7 @@ class Mamba2(RecurrentMixer):
         state_dim: n, size of b and of c.
         conv_taps: kernel size of the convolution of x, b and c.
         norm_eps: eps of the norm.
-        has_norm: whether the gated output is normalised, per group.
+        has_norm: whether the gated output is normalized, per group.
         dt_min: minimum step size.
         dt_max: maximum step size.
         scales: factors of z, x, b, c and dt.
@@ -78,7 +78,7 @@ class Mamba2(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise exp(a_log) uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1], ``skip`` to 1."""
+        """Initialize exp(a_log) uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1], ``skip`` to 1."""
         with torch.no_grad():
             self.a_log.uniform_(1.0, 16.0).log_()
             self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()

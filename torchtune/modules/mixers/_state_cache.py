@@ -11,7 +11,7 @@ from torchtune.modules.kv_cache import Place
 class StateCache(nn.Module):
     """Cache of a recurrent state of fixed size and of the last inputs of a convolution.
 
-    Non-persistent buffers, initialised to zero: ``state`` and ``tail``.
+    Non-persistent buffers, initialized to zero: ``state`` and ``tail``.
 
     Args:
         state: shape of the state, ``[b, ...]``; ``(0,)`` for mixers without one.

@@ -51,7 +51,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weights as ``nn.Linear`` does."""
+        """Initialize the weights as ``nn.Linear`` does."""
         for parameter in self.parameters():
             if not parameter.is_meta:
                 bound = parameter.shape[1] ** -0.5

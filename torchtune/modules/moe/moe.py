@@ -28,7 +28,7 @@ class TokenChoiceTopKRouter(nn.Module):
         groups: number of expert groups of equal size.
         top_groups: number of groups from which a token selects experts: the ones with the highest sum of their two best
             scores.
-        norm_eps: normalise tokens to length 1 before ``gate`` (RMSNorm with this eps, divided by √d) and scale them by
+        norm_eps: normalize tokens to length 1 before ``gate`` (RMSNorm with this eps, divided by √d) and scale them by
             a parameter ``channel_scale`` ``[d]``; a parameter ``expert_scale`` ``[e]`` scales the final scores.
 
     Raises:
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         shared_expert: feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
-            ``shared_input``, ``shared_output``. The router's input is not normalised.
+            ``shared_input``, ``shared_output``. The router's input is not normalized.
         scales_input: scores multiply the inputs of experts, not their outputs.
         latent: projections ``d -> l`` of the experts' input and ``l -> d`` of their summed output, for experts of width
             l; the input of the router and of the shared expert has width d.

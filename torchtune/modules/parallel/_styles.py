@@ -219,7 +219,7 @@ class ReplicatedNorm(ParallelStyle):
     """Norm or scale with replicated parameters, applied by every rank to its positions or heads.
 
     Args:
-        gather: all-gather the sequence afterwards; the gradient of the result is a partial sum.
+        gather: all-gather the sequence afterward; the gradient of the result is a partial sum.
     """
 
     def __init__(self, gather: bool = False) -> None:

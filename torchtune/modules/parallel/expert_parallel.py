@@ -99,5 +99,5 @@ def check_experts(path: str, experts: nn.Module, ranks: int) -> None:
 
 
 def place_experts(experts: GroupedExperts, mesh: DeviceMesh) -> None:
-    """Shard all parameters of experts, including adapters and quantised weights, by expert over ``mesh``."""
+    """Shard all parameters of experts, including adapters and quantized weights, by expert over ``mesh``."""
     place_parameters(experts, mesh, {name: Shard(0) for name, _ in experts.named_parameters()})

@@ -200,7 +200,7 @@ def get_merged_lora_ckpt(
         state_dict: weights of base and adapter, on one device.
         rank: rank of the adapters.
         alpha: the update is scaled by alpha / rank.
-        use_distributed_barriers: synchronise all ranks after every weight.
+        use_distributed_barriers: synchronize all ranks after every weight.
 
     Returns:
         ``state_dict`` itself.

@@ -55,10 +55,10 @@ class LoRA(Conversion):
         target_modules: :mod:`fnmatch` patterns of module paths, or of their ends: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
         use_dora: train the magnitude of the adapted weight's rows separately (DoRA).
-        init: ``"pissa"`` or ``"olora"``: initialise the adapter from its base weight, and subtract it from the base
-            while the checkpoint is loaded, before quantisation. By default A is random and B zero.
+        init: ``"pissa"`` or ``"olora"``: initialize the adapter from its base weight, and subtract it from the base
+            while the checkpoint is loaded, before quantization. By default A is random and B zero.
         use_rslora: scale the update by alpha / sqrt(rank) (Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023).
-        quantize_base: must be False; :class:`~torchtune.modules.low_precision.QuantizeBase` quantises the base.
+        quantize_base: must be False; :class:`~torchtune.modules.low_precision.QuantizeBase` quantizes the base.
 
     Raises:
         ConversionError: arguments contradict each other or are out of range.

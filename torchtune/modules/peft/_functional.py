@@ -146,7 +146,7 @@ def lora_projection(
 
     Args:
         x: [..., in].
-        weight: [out, in]; a quantised weight gets no gradient.
+        weight: [out, in]; a quantized weight gets no gradient.
         bias: [out] or ``None``.
         lora_a: [r, in].
         lora_b: [out, r].
@@ -167,7 +167,7 @@ def lora_projection(
 
 
 def init_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Initialise an adapter from its base weight, as ``peft`` does.
+    """Initialize an adapter from its base weight, as ``peft`` does.
 
     ``"pissa"`` takes the first singular vectors (Meng et al., "PiSSA", 2024), ``"olora"`` the first vectors of the QR
     decomposition (Büyükakyüz, "OLoRA", 2024).

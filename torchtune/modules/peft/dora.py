@@ -28,10 +28,10 @@ class DoRALinear(LoRALinear):
         dropout: dropout on the adapter's input, in training.
         use_bias: whether the base has a bias.
         quantize_base: store the base in NF4.
-        **quantization_kwargs: options of the quantised base.
+        **quantization_kwargs: options of the quantized base.
 
     Raises:
-        ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantisation option is invalid.
+        ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantization option is invalid.
 
     Example:
         >>> from torchtune.modules.peft import DoRALinear
@@ -52,7 +52,7 @@ class DoRALinear(LoRALinear):
         self.magnitude = nn.Parameter(torch.empty(self.out_dim, device=device, dtype=dtype))
 
     def initialize_parameters(self) -> None:
-        """Initialise the adapter so that it changes nothing; requires the loaded base weight. No-op on meta."""
+        """Initialize the adapter so that it changes nothing; requires the loaded base weight. No-op on meta."""
         super().initialize_parameters()
         self.initialize_dora_magnitude()
 

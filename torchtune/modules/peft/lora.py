@@ -30,7 +30,7 @@ class TrainableParams(Enum):
 def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None:
     if quantization_kwargs and not quantize_base:
         raise ConversionError(
-            f"{', '.join(sorted(quantization_kwargs))}: options of the quantised base need quantize_base=True, "
+            f"{', '.join(sorted(quantization_kwargs))}: options of the quantized base need quantize_base=True, "
             "remove them."
         )
 
@@ -69,7 +69,7 @@ class LoRALinear(nn.Module):
         **quantization_kwargs: options of that class.
 
         Raises:
-            ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantisation option is invalid.
+            ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantization option is invalid.
 
     Example:
         >>> from torchtune.modules.peft import LoRALinear
@@ -128,16 +128,16 @@ class LoRALinear(nn.Module):
         self.scaling = lora_scaling(rank, alpha)
         self.use_bias = self.bias is not None
         self.disabled = False
-        self.start: AdapterStart | None = None  # initialisation of A and B when the base is loaded
+        self.start: AdapterStart | None = None  # initialization of A and B when the base is loaded
         self.dropout = nn.Dropout(p=dropout)
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
-        # Created on meta, because nn.Linear would initialise them; initialize_parameters() does.
+        # Created on meta, because nn.Linear would initialize them; initialize_parameters() does.
         self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
         self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
 
     def _initialize_base(self) -> None:
-        """Initialise the base weight as ``nn.Linear`` does. No-op on meta."""
+        """Initialize the base weight as ``nn.Linear`` does. No-op on meta."""
         if self.weight.is_meta:
             return
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
@@ -181,7 +181,7 @@ class LoRALinear(nn.Module):
         return self.full_weight()
 
     def initialize_parameters(self) -> None:
-        """Initialise the adapter: A Kaiming uniform, B zero. No-op on meta."""
+        """Initialize the adapter: A Kaiming uniform, B zero. No-op on meta."""
         if self.lora_a.weight.is_meta or self.start is not None:
             return
         nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))

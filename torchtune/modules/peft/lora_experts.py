@@ -80,7 +80,7 @@ class LoRAGroupedExperts(GroupedExperts):
         """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged.
 
         Args:
-            experts: plain or quantised experts.
+            experts: plain or quantized experts.
             rank: rank of the adapters.
             alpha: updates are scaled by alpha / rank.
             dropout: dropout on the adapters' input, in training.
@@ -99,12 +99,12 @@ class LoRAGroupedExperts(GroupedExperts):
         return plain
 
     def reset_parameters(self) -> None:
-        """Initialise the base weights; no-op once the adapters exist."""
+        """Initialize the base weights; no-op once the adapters exist."""
         if not hasattr(self, "rank"):
             super().reset_parameters()
 
     def initialize_parameters(self) -> None:
-        """Initialise the adapters: A as in LoRA (Kaiming uniform), B zero. No-op on meta."""
+        """Initialize the adapters: A as in LoRA (Kaiming uniform), B zero. No-op on meta."""
         for name in self.adapter_params():
             parameter = getattr(self, name)
             if parameter.is_meta:

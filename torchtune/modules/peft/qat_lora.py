@@ -1,4 +1,4 @@
-"""Quantisation-aware training with LoRA."""
+"""Quantization-aware training with LoRA."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from torchtune.modules.peft.lora import LoRALinear
 
 
 class QATLoRALinear(FakeQuantized, LoRALinear):
-    """LoRA layer that fake-quantises the merged weight: y = Q(x) Q(W + (alpha / rank) B A)ᵀ.
+    """LoRA layer that fake-quantizes the merged weight: y = Q(x) Q(W + (alpha / rank) B A)ᵀ.
 
-    The merged weight is rounded to the dtype of ``W`` before it is quantised, as in an export, so that training matches
+    The merged weight is rounded to the dtype of ``W`` before it is quantized, as in an export, so that training matches
     the exported model. Parameters have the names of :class:`LoRALinear`.
 
     Args:
@@ -79,6 +79,6 @@ def check_dropout(dropout: float) -> None:
     """Raise ``ConversionError`` unless ``dropout`` is 0."""
     if dropout:
         raise ConversionError(
-            f"lora_dropout is {dropout:g}: with fake quantisation the adapter is merged into the weight and has no "
+            f"lora_dropout is {dropout:g}: with fake quantization the adapter is merged into the weight and has no "
             "input of its own to drop, set it to 0."
         )

@@ -18,7 +18,7 @@ class AnswerLoss(nn.Module, ABC):
     """Loss over answers, one per document of a batch, by their log-probs or by a score.
 
     Attributes:
-        trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labelled good or bad
+        trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labeled good or bad
             (``answers``), or prompts that the model answers (``prompts``). A simulated run generates such rows.
         needs_reference: whether it uses a reference model.
         min_examples: minimum number of examples per micro-batch.
@@ -158,7 +158,7 @@ def total_and_metrics(
 
 
 def labelled(batch: Batch) -> Tensor:
-    """Return the labelled tokens per document ``[n]``. Raises :class:`DataError` if collation did not count them."""
+    """Return the labeled tokens per document ``[n]``. Raises :class:`DataError` if collation did not count them."""
     if "label_counts" not in batch.per_document:
         raise DataError("collate_fn: the batch has no 'label_counts' per document: use collate_preference.")
     return batch.per_document["label_counts"]

@@ -161,7 +161,7 @@ def _check_smoothing(value: float) -> float:
 
 
 class DPOLoss(_MarginLoss):
-    """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+    """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290).
 
     With ε > 0 it is conservative DPO (Mitchell 2023), with its minimum at a finite margin.
 
@@ -211,7 +211,7 @@ class RobustDPOLoss(_MarginLoss):
 
 
 class HingeLoss(_MarginLoss):
-    """relu(1 − βm): statistical rejection sampling optimisation (Liu et al. 2023, arXiv:2309.06657).
+    """relu(1 − βm): statistical rejection sampling optimization (Liu et al. 2023, arXiv:2309.06657).
 
     Args:
         beta: higher stays closer to the reference.
@@ -243,7 +243,7 @@ class RSOLoss(HingeLoss):
 
 
 class IPOLoss(_MarginLoss):
-    """(m − 1/(2β))² with log-ratios averaged by token: identity preference optimisation (arXiv:2310.12036).
+    """(m − 1/(2β))² with log-ratios averaged by token: identity preference optimization (arXiv:2310.12036).
 
     Args:
         beta: higher stays closer to the reference.

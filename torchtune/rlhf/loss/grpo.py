@@ -277,7 +277,7 @@ class RLOOLoss(GRPOLoss):
 class OnPolicyDistillationLoss(GRPOLoss):
     """On-policy distillation: a token's advantage is the negative log-ratio of student and teacher.
 
-    It minimises KL(student ‖ teacher) token by token on the student's samples. The teacher is the recipe's
+    It minimizes KL(student ‖ teacher) token by token on the student's samples. The teacher is the recipe's
     ``ref_checkpointer``. Rewards are recorded, but not used.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loss of single answers labelled good or bad (KTO)."""
+"""Loss of single answers labeled good or bad (KTO)."""
 
 from itertools import pairwise
 from typing import ClassVar
@@ -43,7 +43,7 @@ class KTOLoss(AnswerLoss):
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
     def check_batch(self, batch: Batch) -> None:
-        """Check that the batch has labelled answers. Raises :class:`DataError`."""
+        """Check that the batch has labeled answers. Raises :class:`DataError`."""
         _is_good(batch)
 
     def forward(
@@ -78,7 +78,7 @@ class KTOLoss(AnswerLoss):
     def mismatched_batch(self, batch: Batch) -> Batch | None:
         """Pair every prompt with the answer of the next example, truncated to the longest document of the batch.
 
-        The prompt is the tokens before the first labelled one.
+        The prompt is the tokens before the first labeled one.
 
         Raises:
             DataError: the batch has one example, or is split over context-parallel ranks.

@@ -47,7 +47,7 @@ def prepare_optimizer(
     the returned optimizer.
 
     Args:
-        optimizer: new optimizer of parameters of ``model``; do not use it afterwards.
+        optimizer: new optimizer of parameters of ``model``; do not use it afterward.
         model: model with the parameters; their names are the keys of the state dict.
         precision: see above.
         seed: seed of the rounding, equal on all ranks; by default torch's seed (``set_seed``) on rank 0.
@@ -123,7 +123,7 @@ def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramete
     if not trained:
         quantized = any(conversion.phase is Phase.QUANTIZED_BASE for conversion in get_conversions(model))
         raise UserError(
-            "model: its base is quantised, so it is frozen and only an adapter can be trained: use a LoRA recipe "
+            "model: its base is quantized, so it is frozen and only an adapter can be trained: use a LoRA recipe "
             "(lora_finetune_single_device or lora_finetune_distributed), or leave the conversion out."
             if quantized
             else "model: none of its parameters requires a gradient, so there is nothing to train."

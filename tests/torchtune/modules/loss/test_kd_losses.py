@@ -32,13 +32,13 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kl(p: Tensor, q: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Mean KL(p‖q) over labelled positions, by torch."""
+    """Mean KL(p‖q) over labeled positions, by torch."""
     log_p, log_q = (logits.div(temperature).log_softmax(-1) for logits in (p, q))
     return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)[labels != -100].mean()
 
 
 def entropy(p: Tensor, labels: Tensor) -> Tensor:
-    """Mean entropy over labelled positions."""
+    """Mean entropy over labeled positions."""
     return torch.distributions.Categorical(logits=p).entropy()[labels != -100].mean()
 
 

@@ -153,7 +153,7 @@ def test_no_label_at_all(kind, masked):
 
 
 def test_only_labelled_rows_are_projected_in_chunks():
-    """Products of the projection have the labelled rows, at most a chunk of them at a time."""
+    """Products of the projection have the labeled rows, at most a chunk of them at a time."""
     hidden, weight, labels = inputs(torch.float32)
     count = int((labels != -100).sum())
     loss = LinearCrossEntropyLoss(num_output_chunks=4)

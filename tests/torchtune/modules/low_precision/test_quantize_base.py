@@ -40,7 +40,7 @@ def lora(**options: Any) -> LoRA:
 
 
 def in_float64(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """NF4 of ``weight`` by the definition: nearest level times the scale, which is quantised to 8 bits in its row."""
+    """NF4 of ``weight`` by the definition: nearest level times the scale, which is quantized to 8 bits in its row."""
     blocks = weight.double().unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1)
     low, high = scale.amin(-1, keepdim=True), scale.amax(-1, keepdim=True)
@@ -65,7 +65,7 @@ def test_nf4_is_the_nearest_level(dtype):
 
 
 def test_nf4_of_torchao():
-    """The same levels where both double quantisations are exact, and as near elsewhere."""
+    """The same levels where both double quantizations are exact, and as near elsewhere."""
     torchao = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
     weight = torch.randn(64, 1024)
@@ -151,7 +151,7 @@ def test_training_is_lora_on_the_rounded_base(base, shape, option, tmp_path):
 
 
 def test_the_rounded_base(tmp_path):
-    """The export of a quantised model has NF4 of what was read, and the rest as it was."""
+    """The export of a quantized model has NF4 of what was read, and the rest as it was."""
     write_folder(tmp_path / "in", "qwen2_tied", **SIZES)
     before, after = stored(tmp_path / "in"), stored(saved(load(tmp_path / "in", nf4()), tmp_path, "out"))
     for name, tensor in before.items():
@@ -233,9 +233,9 @@ def test_layers_that_stay_are_named(tmp_path, caplog):
         model = build(tmp_path)
     (report,) = apply_conversions(model, [QuantizeBase(block_size=32)])
     assert "1 keep their dtype, because the block size 32 does not divide 48: layers.*.mlp.w2" in str(report)
-    with pytest.raises(ConversionError, match="a base weight is quantised once"):
+    with pytest.raises(ConversionError, match="a base weight is quantized once"):
         apply_conversions(model, [QuantizeBase("int8")])
-    with pytest.raises(ConversionError, match="is quantised already"):
+    with pytest.raises(ConversionError, match="is quantized already"):
         QuantizeBase("int8").convert(model)
 
 
@@ -255,7 +255,7 @@ def test_an_adapter_that_starts_as_a_part_of_its_weight(init, tmp_path):
     adapter = saved(model, tmp_path, "adapter", contents="adapter")
     theirs = peft.PeftModel.from_pretrained(hf_model("qwen2_tied", **SIZES), adapter)
     torch.testing.assert_close(logits(model.eval()), logits(theirs), rtol=1e-3, atol=1e-3)
-    # Quantised, the base is rounded without what the adapter took; of PiSSA the sum is nearer to the weight.
+    # Quantized, the base is rounded without what the adapter took; of PiSSA the sum is nearer to the weight.
     torch.manual_seed(0)
     model = load(tmp_path / "in", nf4(), lora(init=init))
     layer, weight = model.layers[1].mlp.w2, plain.layers[1].mlp.w2.weight

@@ -213,7 +213,7 @@ def test_keys_dtype_and_what_is_trained():
         ({"quantize_base": True}, f"block size 64 does not divide {IN}"),
         ({"rank": 0}, "rank is 0"),
         ({"dropout": 1.5}, "dropout is 1.5"),
-        ({"block_size": 64}, "block_size: options of the quantised base"),
+        ({"block_size": 64}, "block_size: options of the quantized base"),
     ],
 )
 def test_bad_options(options, message):

@@ -119,7 +119,7 @@ def train(
         checkpoint: folder of the model.
         cell: see ``tools/composition_table.py``.
         dims: its mesh.
-        rounded_like: a quantised base: the base weights are rounded to what it stores before training.
+        rounded_like: a quantized base: the base weights are rounded to what it stores before training.
         start: initial values of the trained parameters, by name; by default, adapters are drawn at random.
     """
     for name, problem in training.check_settings(settings(cell)):
@@ -152,7 +152,7 @@ def train(
 
 @torch.no_grad()
 def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
-    """Give every weight that a quantised base would store the value that it stores."""
+    """Give every weight that a quantized base would store the value that it stores."""
     with torch.device("meta"):
         other = from_hf_config(checkpoint)
     conversion = quantized_base(dtype)

@@ -23,7 +23,7 @@ COMPILED = ("compile", "on")
 # A compiler takes ten seconds for weights with other storage, and twice that for parts of them: the two are apart.
 CELLS = all_pairs(seldom=dict([COMPILED]), alone={"base": ("nf4", "int8", "float8"), "mesh": ("fsdp", "tp")})
 REFUSED = list(refused_cells())
-# What is rounded: the sum of two ranks, or of a compiled graph, may round to the neighbour, and Adam takes a full step
+# What is rounded: the sum of two ranks, or of a compiled graph, may round to the neighbor, and Adam takes a full step
 # in the direction of any gradient. States of few bits have blocks of their own in every shard.
 ROUNDED = {("dtype", "bf16"), ("base", "fake_quant"), ("base", "float8_training")}
 ROUNDED |= {("optimizer", name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")}

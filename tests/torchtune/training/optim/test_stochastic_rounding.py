@@ -1,4 +1,4 @@
-"""The rounding itself: unbiased, with the right variance, and neighbours only."""
+"""The rounding itself: unbiased, with the right variance, and neighbors only."""
 
 import math
 

@@ -35,7 +35,7 @@ CASES = {
     "fsdp x ep": (4, {"dp_shard": 4, "ep": 2}, {"source": "experts", "checkpointing": True}, {}),
     "hsdp x ep lora": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
     # One step: weights that differ by rounding may lie on either side of a tie of the grid.
-    "fsdp quantisation-aware": (2, {"dp_shard": 2}, {"adapter": "qat", "steps": 1}, {}),
+    "fsdp quantization-aware": (2, {"dp_shard": 2}, {"adapter": "qat", "steps": 1}, {}),
     "fsdp shared keys": (2, {"dp_shard": 2}, {**_SHARED, "accumulation": 2, "checkpointing": True}, {}),
     "cp shared keys": (2, {"cp": 2}, {**_SHARED, "packed": True}, {}),
     "ep beside mlp": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts beside mlp"}, {}),

@@ -65,6 +65,6 @@ def test_sockets_do_not_grow_with_the_number_of_processes(counted):
     most = {
         size: max(step["sockets"] for rank in range(1, size) for step in counted[size, rank]["steps"]) for size in SIZES
     }
-    assert most[4] == most[8] <= 12, most  # with two processes both neighbours are one
+    assert most[4] == most[8] <= 12, most  # with two processes both neighbors are one
     served = {size: max(step["sockets"] for step in counted[size, 0]["steps"]) - most[size] for size in (4, 8)}
     assert served[8] - served[4] <= 2 * 4, "of each process the store knows its own connection and its heartbeat's"
