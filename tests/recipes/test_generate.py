@@ -102,7 +102,7 @@ def test_answers_to_a_file(tmp_path):
     recipe.answer_file(cfg)
     assert output.read_bytes() == b"".join([*lines[:2], edited, *lines[3:]])
     cfg.temperature = 0.5
-    with pytest.raises(GenerationError, match="another model or other settings"):
+    with pytest.raises(GenerationError, match="another model or of other settings"):
         recipe.answer_file(cfg)
     output.unlink()
     recipe.answer_file(cfg)
@@ -116,12 +116,12 @@ def test_answers_to_a_file(tmp_path):
     cfg.output = None
     # A tokenizer that keeps less than a prompt would cut it, and the turn that is to be answered with it.
     recipe.tokenizer.max_seq_len = 40
-    with pytest.raises(GenerationError, match=r"line 9: tokenizer.max_seq_len = 40 cuts it"):
+    with pytest.raises(GenerationError, match=r"line 9: tokenizer.max_seq_len = 40 truncates it"):
         recipe.answer_file(cfg)
     # Other weights under the same path.
     write_checkpoint(tmp_path / "checkpoint", seed=1)
     other, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0.5, prompt={"system": "blue"})
-    with pytest.raises(GenerationError, match="another model or other settings"):
+    with pytest.raises(GenerationError, match="another model or of other settings"):
         other.answer_file(cfg)
 
 
@@ -131,7 +131,7 @@ def test_answers_to_a_file(tmp_path):
         ("", "is empty"),
         ('"a"\nb', "line 2: no JSON"),
         ('{"text": "a"}', "line 1: the object needs either prompt or messages, it has text"),
-        ("[]", "line 1: nothing is to be answered"),
+        ("[]", "line 1: there is no turn to answer"),
         ('[{"role": "assistant", "content": "a"}]', "end with a turn of the user"),
         ("3", "line 1: .* give a text or a list of messages"),
     ],

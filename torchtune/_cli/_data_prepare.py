@@ -13,7 +13,7 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
     Args:
         settings: settings of a training recipe.
         output: the folder; matching files in it are reused.
-        processes: number of worker processes; ``None``: one per core.
+        processes: number of worker processes; by default one per core.
 
     Raises:
         DataError: rows cannot be trained on or written; no partial files are left.
@@ -38,10 +38,8 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
         tokens = count_tokens(dataset)
         if tokens is None:
             if getattr(dataset, "is_stream", False):
-                raise UserError(f"{name}: a stream is tokenized while a run trains: leave out streaming to prepare it.")
-            raise UserError(
-                f"{name}: its rows are transformed when they are read (images): there is nothing to prepare."
-            )
+                raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
+            raise UserError(f"{name}: rows with images are tokenized during training: train without preparing them.")
         kind = "packs" if hasattr(dataset, "packs") else "rows"
         took = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {took:.1f} s. Use them with")

@@ -63,7 +63,7 @@ def _images_of_row(dataset: Any, index: int) -> list[Any]:
 def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
     """Decode a row, with the trained tokens between marks, and with image sizes instead of image tokens."""
     if not hasattr(tokenizer, "decode"):
-        return f"{type(tokenizer).__name__} has no decode(), so that the text is not known"
+        return f"(no text: {type(tokenizer).__name__} has no method decode)"
     takes = inspect.signature(tokenizer.decode).parameters
     options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
     opening, closing = _COLOR if _has_color() else _BRACKETS
@@ -165,13 +165,13 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
     if images := sum(getattr(part, "num_images", None) or 0 for part in _row_datasets(dataset)):
         yield f"images      {about}{round(images * scale):,}"
     if counts.limit is not None:
-        yield f"truncated   {counts.full:,} rows are as long as max_seq_len={counts.limit} or were cut to it"
+        yield f"truncated   {counts.full:,} rows have max_seq_len={counts.limit} tokens or were truncated to it"
     if dropped := sum(len(getattr(part, "dropped", ())) for part in _row_datasets(dataset)):
         yield f"dropped     {dropped:,} rows cannot be trained on and are left out"
     if hasattr(dataset, "packs"):
         fill = f"{100 * dataset.fill:.1f} % full"
         yield f"packs       {about}{round(len(dataset) * scale):,} of up to {dataset.max_seq_len:,} tokens, {fill}"
-    many = f"{counts.copies:,} rows have the tokens of an earlier one"
+    many = f"{counts.copies:,} rows have the tokens of an earlier row"
     yield f"duplicates  {many if counts.copies else 'none among the rows that were read'}"
     yield histogram(counts.lengths, "tokens per row")
 

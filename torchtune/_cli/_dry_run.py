@@ -8,7 +8,7 @@ from torchtune.utils import UserError
 
 
 def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
-    """Print what a run needs and the errors that would stop it.
+    """Print the requirements of a run, and the errors that would stop it.
 
     Args:
         main: ``recipe_main`` of the recipe.
@@ -44,7 +44,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
     if problems:
         sys.stdout.flush()
         raise RunError(problems)
-    print("Nothing was found that would keep this run from starting.")
+    print("The run can start: no problem was found.")
 
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int) -> str:
@@ -57,6 +57,6 @@ def _memory(main: Callable[[Any], Any], settings: Any, processes: int) -> str:
         reason = str(error).removesuffix(": use --dry-run.")
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001  (a recipe of the user's own, which may run all the same)
+    except Exception as error:  # noqa: BLE001  (a user's recipe, which may run nevertheless)
         reason = f"the recipe cannot be simulated: {type(error).__name__}: {error}"
     return f"memory      {weights_memory(SettingsView.of(settings))}; {reason}"

@@ -45,7 +45,7 @@ def eval_rows(args: argparse.Namespace) -> None:
 def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return the dataset node that trains on these rows."""
     if args.prompt or args.answer or args.system:
-        raise UserError("--prompt, --answer and --system go with --score: --perplexity reads rows as training does.")
+        raise UserError("--prompt, --answer and --system need --score: --perplexity reads rows as training does.")
     if not data.is_file() or not data.stat().st_size:
         raise UserError(f"{data}: there is no such file, or it is empty: correct the path.")
     _, row = next(read_rows(data))
@@ -53,7 +53,9 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     if kind == "prompts with answers" and isinstance(row.get("question"), str):
         reader = "instruct_dataset column_map.input=question column_map.output=answer"
     elif not reader or reader.startswith(("prompt_", "preference_", "kto_")):
-        raise UserError(f"{data}: perplexity is measured on texts and conversations, its rows are {kind}.")
+        raise UserError(
+            f"{data}: its rows are {kind}, but perplexity needs texts or conversations: use --score, or another file."
+        )
     return dataset_node(data, (kind, reader), [f"split=train[:{args.limit}]"] if args.limit else [])
 
 
@@ -134,11 +136,11 @@ def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> li
         lines.append(f"answers     {answers.path}")
         if cut := answers.ends.get("max_new_tokens", 0):
             lines.append(
-                f"            {cut:,} did not end within --max-new-tokens {args.max_new_tokens} and were scored as far "
-                "as they go"
+                f"            {cut:,} were truncated at --max-new-tokens {args.max_new_tokens} and scored without their "
+                "end"
             )
         if cut := answers.ends.get("context", 0):
-            lines.append(f"            {cut:,} filled the model's context and were scored as far as they go")
+            lines.append(f"            {cut:,} were truncated at the model's context and scored without their end")
         for name in answers.scores:
             if count := answers.unscored(name):
                 lines.append(f"            {count:,} could not be scored by {name} and are not in its mean")

@@ -19,7 +19,7 @@ def checkpoint_of(model: str) -> str:
     """
     folder = Path(model).expanduser()
     if not folder.exists() and folder.is_absolute():  # otherwise it may be a repository on the hub
-        raise UserError(f"{folder}: there is no such folder: give that of a model, a checkpoint or a run.")
+        raise UserError(f"{folder}: there is no such folder: give the folder of a model, a checkpoint or a run.")
     if not (folder / _SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint also has the settings
         return model
     saved, best = complete_directories(folder), best_checkpoint(folder)
@@ -41,9 +41,9 @@ def validation_data(model: str) -> tuple[Any, int | None]:
     path = Path(model).expanduser() / _SETTINGS
     if not path.is_file():
         raise UserError(
-            f"nothing is to be measured: {model} is no checkpoint of a run, give rows in --data, or --tasks."
+            f"there is nothing to measure: {model} is not a checkpoint of a run, so give rows in --data, or --tasks."
         )
     cfg = SettingsView.of(read_settings(str(path), []))
     if cfg.dataset_val is None:
-        raise UserError(f"nothing is to be measured: {path} has no dataset_val, give rows in --data, or --tasks.")
+        raise UserError(f"there is nothing to measure: {path} has no dataset_val, so give rows in --data, or --tasks.")
     return cfg.dataset_val, cfg.tokenizer.get("max_seq_len")

@@ -17,17 +17,17 @@ _GIB = 2**30
 
 
 def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluster: str, fit: str | None) -> None:
-    """Print what a simulated step of a recipe takes; with ``fit``, the fastest settings that need no more.
+    """Simulate a step of a recipe and print its memory, work and time; with ``fit``, search for settings that fit.
 
     Args:
         recipe: the recipe.
         config: path of the config.
         overrides: overrides of its settings.
         cluster: devices, for example ``64xH100``.
-        fit: limit of memory per device, for example ``80GiB``, or ``None``.
+        fit: maximum memory per device, for example ``80GiB``, or ``None``.
 
     Raises:
-        UserError: it does not fit, or cannot be simulated; see ``torchtune.estimate``.
+        UserError: the run does not fit, or cannot be simulated; see ``torchtune.estimate``.
     """
     from torchtune.config import load_and_check, redact_secrets
     from torchtune.estimate import (
@@ -44,8 +44,8 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     limit = device.memory * _GIB if fit is None else parse_memory(fit)
     if processes > 1 and recipe.registered and not _is_distributed_recipe(recipe.name):
         raise UserError(
-            f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or take "
-            "the recipe and config without _single_device."
+            f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or use "
+            "the recipe and config for several devices."
         )
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
@@ -56,7 +56,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
             return estimate_run(main, settings, processes, per_machine=device.per_machine)
 
     if fit is not None:
-        print(f"Searching settings that need at most {limit / _GIB:.1f} GiB of each {device.name}:", flush=True)
+        print(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:", flush=True)
         found, estimate = find_fastest(
             settings,
             processes,
@@ -75,8 +75,8 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     print(redact_secrets(summary(estimate, device)), flush=True)
     if estimate.peak > limit:
         raise UserError(
-            f"the run does not fit: a device needs {estimate.peak / _GIB:.1f} of {limit / _GIB:.1f} GiB: search "
-            f"settings that fit with --fit {limit / _GIB:.0f}GiB, or take more or larger devices."
+            f"the run does not fit: a device needs {estimate.peak / _GIB:.1f} GiB and has {limit / _GIB:.1f} GiB: "
+            f"search for settings that fit with --fit {limit / _GIB:.0f}GiB, or use more or larger devices."
         )
 
 
@@ -86,7 +86,7 @@ def _is_distributed_recipe(name: str) -> bool:
 
 @contextmanager
 def _show_progress() -> Iterator[None]:
-    """Show on a terminal that a simulation runs."""
+    """Show a spinner on a terminal during a simulation."""
     out = sys.stderr
     if not out.isatty():
         yield

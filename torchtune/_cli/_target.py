@@ -45,7 +45,7 @@ class RecipeTarget:
         if main is None:
             raise UserError(
                 f"{self.path or self.module}: it has no function recipe_main(cfg) decorated with "
-                "torchtune.config.parse: copy a recipe with `tune cp` to see one."
+                "torchtune.config.parse: add one, as in a recipe copied with `tune cp`."
             )
         return main
 
@@ -73,7 +73,7 @@ def resolve_recipe(name: str) -> RecipeTarget:
         if found is not None and len(parts) > 1:
             return RecipeTarget(name, module=name)
     hint = did_you_mean(name, (recipe.name for recipe in get_all_recipes())).removeprefix("; ")
-    hint = hint or "`tune ls` shows all recipes; a recipe of yours is given by its path."
+    hint = hint or "`tune ls` shows all recipes; give the path of your own recipe."
     raise UserError(f"there is no recipe '{name}': {hint}")
 
 
@@ -88,7 +88,7 @@ def resolve_config(name: str, recipe: str | None = None) -> Path:
         return path
     if Path(name).is_file():
         return Path(name)
-    hint = suggest_configs(name) or "`tune ls --all` shows all configs; a config of yours is given by its path."
+    hint = suggest_configs(name) or "`tune ls --all` shows all configs; give the path of your own config."
     raise UserError(f"there is no config '{name}': {hint}")
 
 

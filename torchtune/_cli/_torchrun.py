@@ -41,7 +41,7 @@ def count_options(tokens: list[str], usage: str) -> int:
     parsed = _parser(usage).parse_args([*tokens, "<end>"])
     for name, option in _CONFLICTING_OPTIONS.items():
         if getattr(parsed, name, False):
-            raise UserError(f"{option}: a recipe is given by its name or its path alone: leave that option out.")
+            raise UserError(f"{option}: `tune run` takes the name or path of a recipe: remove the option.")
     return len(tokens) - len(parsed.training_script_args)
 
 
@@ -70,7 +70,7 @@ def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
     if exactly and not (len(set(str(args.nnodes).split(":"))) == 1 and nodes.isdigit() and each.isdigit()):
         return None
     if not (nodes.isdigit() and each.isdigit()):
-        raise UserError(f"--dry-run needs to know how many processes there are: give numbers, not '{each}'.")
+        raise UserError(f"--dry-run needs the number of processes: give numbers, not '{each}'.")
     return int(nodes) * int(each)
 
 
@@ -78,8 +78,8 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
     """Parse torchrun's options, with these defaults:
 
     - ``--standalone`` on one machine.
-    - The backend ``c10d`` if ``--rdzv-endpoint`` is given without a backend or node rank: it assigns node ranks, so
-      that the command is the same on all machines.
+    - The backend ``c10d`` for ``--rdzv-endpoint`` without a backend or node rank: it assigns node ranks, so that the
+      command is the same on all machines.
     - A ``--shutdown-timeout`` that is long enough to save.
 
     Args:
@@ -157,23 +157,23 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
 
     where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     if isinstance(error, RendezvousClosedError):
-        return f"the run at {where} has ended on another machine: its output says why.", 1
+        return f"the run at {where} has ended on another machine: see the error in its output.", 1
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"fewer machines than --nnodes {args.nnodes} came to {where} in time: run the same command, with the same "
-            "--nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
+            f"fewer machines than --nnodes {args.nnodes} connected to {where} in time: run the same command, with the "
+            "same --nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
             _TEMPORARY,
         )
     cause = str(error.__cause__ or error).partition("\n")[0].rstrip(". ")
     # torch has one class for both; these frames occur only after workers have run.
     if {"num_nodes_waiting", "_restart_workers"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
         return (
-            f"{where} does not answer any more, the machine there is gone or its command has ended ({cause}): run the "
-            "same command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
+            f"{where} has stopped answering, because its machine or its command has ended ({cause}): run the same "
+            "command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
             _TEMPORARY,
         )
     return (
-        f"{where} cannot be reached ({cause}): give the address of the first machine, with a port that nothing else "
-        "uses, and start the command there.",
+        f"{where} cannot be reached ({cause}): give the address of the first machine with a free port, and start the "
+        "command there.",
         2,
     )

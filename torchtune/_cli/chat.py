@@ -8,8 +8,8 @@ from typing import Any
 from torchtune._cli.subcommand import Subcommand
 
 _HELP = (
-    "/reset forgets the conversation, /system TEXT starts a new one with that system prompt (/system alone without "
-    "one), /quit ends the chat."
+    "/reset starts a new conversation, /system TEXT starts one with that system prompt (/system alone: without one), "
+    "/quit ends the chat."
 )
 
 
@@ -21,8 +21,8 @@ class Chat(Subcommand):
             "chat",
             prog="tune chat",
             help="Talk with a model",
-            description="Talk with a checkpoint, downloaded or trained, with an adapter or without. Answers appear as\n"
-            f"they are written; Ctrl-C stops an answer, not the chat.\n{_HELP}",
+            description="Talk with a checkpoint, downloaded or trained, with or without an adapter. Answers are\n"
+            f"streamed; Ctrl-C stops an answer, not the chat.\n{_HELP}",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -39,16 +39,16 @@ class Chat(Subcommand):
         add(
             "--model",
             required=True,
-            help="folder of a checkpoint or of a run (its best, or last), or a repository on the hub",
+            help="folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub",
         )
         add("--adapter", help="folder or repository of a LoRA adapter of that model")
         add("--system", help="system prompt")
-        add("--temperature", type=float, default=0.6, help="randomness; 0 always takes the likeliest token (0.6)")
-        add("--top-k", type=int, help="sample among the k likeliest tokens")
-        add("--max-new-tokens", type=int, default=1024, help="longest answer, in tokens (1024)")
-        add("--seed", type=int, help="seed of sampling; by default another one each time")
-        add("--device", help="cuda, cpu, mps …; by default the best one")
-        add("--dtype", choices=["bf16", "fp32"], help="of weights and activations; by default the checkpoint's")
+        add("--temperature", type=float, default=0.6, help="randomness; 0 takes the most likely token (default: 0.6)")
+        add("--top-k", type=int, help="sample from the k most likely tokens (default: all)")
+        add("--max-new-tokens", type=int, default=1024, help="maximum tokens per answer (default: 1024)")
+        add("--seed", type=int, help="seed of sampling (default: random)")
+        add("--device", help="cuda, cpu, mps … (default: the best one)")
+        add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
 
     def _chat_cmd(self, args: argparse.Namespace) -> None:
         from torchtune.utils import UserError
@@ -93,7 +93,7 @@ class Chat(Subcommand):
         elif command == "/system":
             conversation.reset(rest.strip())
         elif command.startswith("/"):
-            print(f"{command} is no command. {_HELP}", file=sys.stderr)
+            print(f"{command} is not a command. {_HELP}", file=sys.stderr)
         else:
             conversation.answer(line)
 
@@ -142,17 +142,17 @@ class _Conversation:
         room = self._model.max_seq_len - len(tokens)
         if room < 1:
             print(
-                f"The conversation has {len(tokens)} tokens and the model's context is {self._model.max_seq_len}: it "
-                "is full. Begin anew with /reset.",
+                f"The conversation's {len(tokens)} tokens fill the model's context of {self._model.max_seq_len}: start "
+                "a new one with /reset.",
                 file=sys.stderr,
             )
             return
         answer, end = self._stream_answer(tokens, min(room, self._args.max_new_tokens))
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         if end == "length" and room > self._args.max_new_tokens:
-            print(f"(ends after --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
+            print(f"(truncated at --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
         elif end == "length":
-            print(f"(ends here: the context of {self._model.max_seq_len} tokens is full, /reset it)", file=sys.stderr)
+            print(f"(truncated: the context of {self._model.max_seq_len} tokens is full; use /reset)", file=sys.stderr)
 
     def _stream_answer(self, tokens: list[int], limit: int) -> tuple[str, str]:
         """Print an answer; return it with its end ("stop", "length" or "interrupt")."""

@@ -14,16 +14,16 @@ class Checkpoint(Subcommand):
         parser = subparsers.add_parser(
             "checkpoint",
             prog="tune checkpoint",
-            help="Look after saved checkpoints",
-            description="Look after checkpoints that recipes have saved.",
+            help="Verify saved checkpoints",
+            description="Verify checkpoints that recipes have saved.",
         )
         parser.set_defaults(func=lambda args: parser.print_help())
         self._parser = parser.add_subparsers(title="subcommands").add_parser(
             "verify",
             prog="tune checkpoint verify",
-            help="See whether every file is as it was saved",
-            description="Read every file of a checkpoint, and compare its size and checksum with those noted when it\n"
-            "was saved. Of the folder of a run, all checkpoints are read. The exit code is 0 if all are whole, else 2.",
+            help="Compare every file with its checksum",
+            description="Read every file of a checkpoint, and compare its size and checksum with the saved ones. For\n"
+            "the folder of a run, read all its checkpoints. The exit code is 0 if all are intact, else 2.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -59,4 +59,4 @@ class Checkpoint(Subcommand):
                 continue
             print(f"{folder} is whole: {count:,} files, {total:,} bytes.")
         if damaged:
-            raise UserError(f"{damaged} of {len(found)} checkpoints of {args.folder} cannot be relied on.")
+            raise UserError(f"{damaged} of {len(found)} checkpoints of {args.folder} are damaged: use another one.")

@@ -54,9 +54,9 @@ class Copy(Subcommand):
             "cp",
             prog="tune cp",
             usage="tune cp <recipe|config> destination [OPTIONS]",
-            help="Copy a recipe or config to a place of yours",
-            description="Copy a recipe or config to a file, or into a directory, to make it yours.\n"
-            "A changed file that is there already is kept as <name>.bak.",
+            help="Copy a recipe or config to change it",
+            description="Copy a recipe or config to a file or into a directory, to change it.\n"
+            "An existing file with other content is kept as <name>.bak.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -91,7 +91,7 @@ class Copy(Subcommand):
         if not destination.parent.is_dir() and not args.make_parents:
             self._parser.error(
                 f"Cannot create regular file: '{destination}'. No such file or directory. "
-                "If the directory shall be created, add --make-parents."
+                "To create the directory, add --make-parents."
             )
         content = source.read_bytes()
         backup = back_up(destination, content)
@@ -99,4 +99,4 @@ class Copy(Subcommand):
             file.write(content)
         print(f"Copied file to {destination}")
         if backup is not None:
-            print(f"The file that was there is kept as {backup}")
+            print(f"The previous file is kept as {backup}")

@@ -18,17 +18,17 @@ class Data(Subcommand):
         parser = subparsers.add_parser(
             "data",
             prog="tune data",
-            help="Look at data before a run, and tokenize them once for many",
-            description="Look at data before a run, and tokenize them once for many.",
+            help="Inspect data before a run, and tokenize them once for many runs",
+            description="Inspect data before a run, and tokenize them once for many runs.",
         )
         parser.set_defaults(func=lambda args: parser.print_help())
         self._subparsers = parser.add_subparsers(title="subcommands")
         self._show = self._subparsers.add_parser(
             "show",
             prog="tune data show",
-            help="See the format of a file, what is trained on, lengths, duplicates and steps",
-            description="Show what a file holds, or what the datasets of a config give: format, counts, lengths,\n"
-            "duplicates, rows that are in training and validation data, and examples with what is trained on.",
+            help="Show format, trained tokens, lengths, duplicates and steps",
+            description="Show the rows of a file, or of the datasets of a config: format, counts, lengths, duplicates,\n"
+            "rows in both training and validation data, and examples with their trained tokens.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -42,9 +42,9 @@ class Data(Subcommand):
             "prepare",
             prog="tune data prepare",
             help="Tokenize the data of a config once, for any number of runs and processes",
-            description="Tokenize the datasets of a config into a folder of mapped files. A run whose dataset has\n"
-            "prepared=<folder> reads them at once, and refuses them where the tokenizer, the template, the masks, the\n"
-            "data or the code have changed.",
+            description="Tokenize the datasets of a config into a folder of memory-mapped files. A run with\n"
+            "dataset.prepared=<folder> reads them without tokenizing. It stops with an error if the tokenizer, the\n"
+            "template, the masks, the data or the code have changed.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -59,23 +59,23 @@ class Data(Subcommand):
     def _add_arguments(self) -> None:
         add = self._show.add_argument
         add("source", help="a file of rows, the name of a config, or the path of a YAML file")
-        settings = "settings instead of the config's, or of the dataset of a file: key=value"
+        settings = "key=value: settings of the config to change, or settings of the dataset of a file"
         add("overrides", nargs="*", default=[], help=settings)
-        add("--tokenizer", help="checkpoint whose tokenizer reads the file; for files alone")
-        add("--validation", type=Path, help="file with validation data, to look for rows that are in both")
-        add("--max-seq-len", type=int, default=2048, help="longest row or pack of a file (2048)")
-        add("--examples", type=int, default=2, help="rows to print (2)")
-        add("--all", action="store_true", help="look into every row, not the first 2,000")
+        add("--tokenizer", help="checkpoint with the tokenizer of a file; a config names its own")
+        add("--validation", type=Path, help="file of validation data, to find rows that are in both files")
+        add("--max-seq-len", type=int, default=2048, help="maximum tokens per row or pack of a file (default: 2048)")
+        add("--examples", type=int, default=2, help="number of rows to print (default: 2)")
+        add("--all", action="store_true", help="read every row instead of the first 2,000")
 
         add = self._prepare.add_argument
         add("config", help="name of a config, or path of a YAML file")
-        add("overrides", nargs="*", default=[], help="settings instead of the config's: key=value")
-        add("--output", type=Path, required=True, help="folder to write to")
-        add("--workers", type=int, help="processes that tokenize (one for every core)")
+        add("overrides", nargs="*", default=[], help="key=value: settings of the config to change")
+        add("--output", type=Path, required=True, help="folder for the tokenized data")
+        add("--workers", type=int, help="number of tokenizing processes (default: one per core)")
 
     def _prepare_cmd(self, args: argparse.Namespace) -> None:
         if args.workers is not None and args.workers < 1:
-            raise UserError(f"--workers {args.workers}: at least one process is needed.")
+            raise UserError(f"--workers is {args.workers}: it must be at least 1.")
         from torchtune._cli._data_prepare import prepare_config
 
         prepare_config(read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
@@ -91,7 +91,7 @@ class Data(Subcommand):
             return
         for name in ("tokenizer", "validation"):
             if getattr(args, name) is not None:
-                raise UserError(f"--{name} goes with a file: the config names its own.")
+                raise UserError(f"--{name} is an option for files: set it in the config instead.")
         from torchtune._cli._data_show import show_config
         from torchtune.datasets import SAMPLE
 
@@ -104,14 +104,14 @@ class Data(Subcommand):
             if not file.is_file():
                 raise UserError(f"there is no file {file}: correct the path.")
         if args.overrides and args.tokenizer is None:
-            raise UserError(f"'{args.overrides[0]}' is a setting of a dataset: add --tokenizer to see what it makes.")
+            raise UserError(f"'{args.overrides[0]}' is a setting of a dataset: add --tokenizer to build the dataset.")
         facts = scan(path, everything=args.all)
         print("\n".join(report(facts)))
         if args.validation is not None:
             held_out = scan(args.validation, everything=args.all)
             print("\n".join([*report(held_out), shared_rows(facts, held_out)]))
         if args.tokenizer is None:
-            print("Add --tokenizer <checkpoint> to see tokens, what is trained on, and packs.")
+            print("Add --tokenizer <checkpoint> to see tokens, trained tokens and packs.")
             return
         from torchtune._cli._data_show import show_dataset
         from torchtune.tokenizers import hf_tokenizer
@@ -129,7 +129,7 @@ def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> di
 
     reader = found[1]
     if not reader:
-        raise UserError(f"{path}: no dataset is known for rows of these columns: use a config with a column_map.")
+        raise UserError(f"{path}: no dataset reads rows of these columns: use a config with a column_map.")
     name, *settings = reader.split()
     document = Document({"_component_": f"torchtune.datasets.{name}", "source": str(path)})
     apply_overrides(document, [setting.removeprefix("dataset.") for setting in [*settings, *overrides]])

@@ -28,7 +28,7 @@ class Download(Subcommand):
                   /tmp/SmolLM2-135M-Instruct/config.json
                   ...
                   $ tune download meta-llama/Llama-3.2-1B-Instruct --ignore-patterns "original/*" --hf-token <TOKEN>
-                A gated repository needs a token (huggingface.co/settings/tokens) of an account that has its access.
+                A gated repository needs a token (huggingface.co/settings/tokens) of an account with access to it.
                 """),
         )
         self._add_arguments()
@@ -39,7 +39,7 @@ class Download(Subcommand):
         add("repo_id", help="name of the repository on the hub, as owner/name")
         add("--output-dir", type=Path, help="directory for the files (default: /tmp/<name>)")
         add("--hf-token", default=os.environ.get("HF_TOKEN"), help="token for gated repositories (default: $HF_TOKEN)")
-        add("--ignore-patterns", action="append", help="glob of files to leave out; may be given several times")
+        add("--ignore-patterns", action="append", help="glob of files to skip; repeatable")
         add("--source", choices=("huggingface", "kaggle"), default="huggingface", help="hub to download from")
         add("--kaggle-username", help=argparse.SUPPRESS)
         add("--kaggle-api-key", help=argparse.SUPPRESS)
@@ -47,7 +47,7 @@ class Download(Subcommand):
     def _download_cmd(self, args: argparse.Namespace) -> None:
         if args.source == "kaggle" or args.kaggle_username or args.kaggle_api_key:
             raise UserError(
-                "--source kaggle: Kaggle is no longer a source: download the model with the kagglehub package and set "
+                "--source kaggle: Kaggle is not supported: download the model with the kagglehub package and set "
                 "checkpointer.checkpoint_dir to its folder."
             )
         output_dir = args.output_dir or Path("/tmp") / args.repo_id.rstrip("/").rpartition("/")[2]

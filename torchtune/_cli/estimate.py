@@ -14,7 +14,7 @@ _DEVICES = re.compile(r"\d+[xX]\w+|[A-Za-z]+[ -]?\d{2,4}[A-Za-z]?")
 
 
 class Estimate(Subcommand):
-    """Simulates a step of a recipe on devices that need not be there."""
+    """Subcommand that simulates a step of a recipe on any devices."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -30,7 +30,7 @@ class Estimate(Subcommand):
             epilog=textwrap.dedent("""\
                 options:
                   --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
-                  --fit MEMORY         search the fastest settings with which a device needs no more, for example 80GiB
+                  --fit MEMORY         search for the fastest settings that fit in this memory, for example 80GiB
 
                 examples:
                   $ tune estimate --config llama3_1/8B_full --simulate 8xH100

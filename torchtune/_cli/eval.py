@@ -15,20 +15,20 @@ class Eval(Subcommand):
         self._parser = subparsers.add_parser(
             "eval",
             prog="tune eval",
-            help="Score the answers of a model to rows of yours, and compare it with another",
-            description="Answer every row of a file, score the answers against the right ones, and write each answer\n"
-            "to a JSONL file as it ends. The same command after an interruption goes on there.",
+            help="Score a model's answers to your rows, and compare it with another model",
+            description="Answer every row of a file, compare the answers with the right ones, and write them to a\n"
+            "JSONL file. After an interruption, the same command continues.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 scores:
-                  exact            the answer is the right one; exact:PATTERN compares what a pattern finds last
-                  number           its last number is the right one
-                  json             share of the fields of the right JSON object that it has
+                  exact            the answer equals the right one; exact:PATTERN compares the last match of PATTERN
+                  number           the last number equals the right one
+                  json             fraction of the right JSON object's fields in the answer
                   regex:PATTERN    the pattern matches
-                  math             its last expression equals the right one (extra math)
-                  package.function a function (rows, texts) -> list of numbers, or of None where there is no score
+                  math             the last expression equals the right one (extra math)
+                  package.function a function (rows, texts) -> list of numbers; None for rows without a score
 
-                Without --data and --tasks it measures the perplexity of the run's dataset_val.
+                Without --data and --tasks, it measures the perplexity of the run's dataset_val.
 
                 examples:
                   $ tune eval /tmp/run
@@ -43,26 +43,27 @@ class Eval(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("model", help="folder of a checkpoint or of a run (its best, or last), or a repository on the hub")
+        checkpoint = "folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub"
+        add("model", help=checkpoint)
         add("--data", type=Path, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
-        add("--score", action="append", default=[], metavar="NAME", help="how to score answers, see below; repeatable")
+        add("--score", action="append", default=[], metavar="NAME", help="score of the answers, see below; repeatable")
         add("--perplexity", action="store_true", help="measure the perplexity of the right answers, or of texts")
         add("--against", help="checkpoint to compare with")
         add("--adapter", help="folder of a LoRA adapter of the model")
         add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
-        add("--include-path", type=Path, help="folder with tasks of yours, in lm-eval's YAML")
-        add("--chat-template", action="store_true", help="ask tasks in the template of the checkpoint")
-        add("--prompt", metavar="COLUMN", help="column of the prompt or conversation; found by its name")
-        add("--answer", metavar="COLUMN", help="column of the right answer; found by its name")
+        add("--include-path", type=Path, help="folder of your own tasks, in lm-eval's YAML")
+        add("--chat-template", action="store_true", help="apply the checkpoint's chat template to tasks")
+        add("--prompt", metavar="COLUMN", help="column of the prompt or conversation (default: by its name)")
+        add("--answer", metavar="COLUMN", help="column of the right answer (default: by its name)")
         add("--system", help="system prompt of conversations without one")
-        add("--limit", type=int, help="rows to evaluate on; all of them")
-        add("--output", type=Path, default=Path("eval"), help="folder of answers and results (eval)")
-        add("--max-new-tokens", type=int, default=256, help="longest answer, in tokens (256)")
-        add("--max-sequences", type=int, default=16, help="rows that are answered at a time (16)")
-        add("--temperature", type=float, default=0.0, help="randomness; 0 always takes the likeliest token (0)")
-        add("--seed", type=int, default=0, help="seed of sampling (0)")
-        add("--device", help="cuda, cpu, mps …; by default the best one")
-        add("--dtype", choices=["bf16", "fp32"], help="of weights and activations; by default the checkpoint's")
+        add("--limit", type=int, help="maximum number of rows (default: all)")
+        add("--output", type=Path, default=Path("eval"), help="folder of answers and results (default: eval)")
+        add("--max-new-tokens", type=int, default=256, help="maximum tokens per answer (default: 256)")
+        add("--max-sequences", type=int, default=16, help="batch size (default: 16)")
+        add("--temperature", type=float, default=0.0, help="randomness; 0 takes the most likely token (default: 0)")
+        add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+        add("--device", help="cuda, cpu, mps … (default: the best one)")
+        add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
 
     def _eval_cmd(self, args: argparse.Namespace) -> None:
         least = {"limit": 1, "max_new_tokens": 1, "max_sequences": 1, "temperature": 0, "seed": 0}
@@ -89,10 +90,10 @@ class Eval(Subcommand):
             raise UserError("--score and --perplexity need rows: give them in --data.")
         names = ["prompt", "answer", "system", *([] if args.tasks else ["limit"])]
         if args.data is None and (given := [name for name in names if getattr(args, name) is not None]):
-            raise UserError(f"--{given[0]} is of rows: give them in --data.")
+            raise UserError(f"--{given[0]} needs rows: give them in --data.")
         if args.data is not None and not args.score and not args.perplexity:
-            raise UserError("nothing is to be measured: add --score exact (or another, see --help), or --perplexity.")
+            raise UserError("there is nothing to measure: add --score exact (or another, see --help) or --perplexity.")
         if not args.tasks and (args.include_path or args.chat_template):
             raise UserError(
-                "--include-path and --chat-template go with --tasks: rows are always asked in the template."
+                "--include-path and --chat-template need --tasks: rows of --data always use the chat template."
             )

@@ -25,7 +25,7 @@ class List(Subcommand):
             "ls",
             prog="tune ls",
             help="List recipes and configs",
-            description="List the recipes and the families of models, or the configs that all words describe:\n"
+            description="List recipes and model families, or the configs that match all words:\n"
             "a family (qwen3), a size (8B), a method (lora), a device (single_device, distributed), a recipe.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
@@ -35,7 +35,7 @@ class List(Subcommand):
                   llama3_2
                     llama3_2/1B_qlora_single_device            lora_finetune_single_device
                   ...
-                To run a config that it shows:
+                To run one of them:
                   $ tune run --config llama3_2/1B_qlora_single_device
                 """),
         )
@@ -43,12 +43,12 @@ class List(Subcommand):
         self._parser.set_defaults(func=self._ls_cmd)
 
     def _add_arguments(self) -> None:
-        self._parser.add_argument("words", nargs="*", metavar="WORD", help="what the config must be, all of them")
-        self._parser.add_argument("--all", action="store_true", help="every recipe and its configs, in two columns")
+        self._parser.add_argument("words", nargs="*", metavar="WORD", help="word that the configs must match")
+        self._parser.add_argument("--all", action="store_true", help="list every recipe and its configs, in two columns")
 
     def _ls_cmd(self, args: argparse.Namespace) -> None:
         if args.all and args.words:
-            self._parser.error("--all lists every config: leave it out, or the words")
+            self._parser.error("--all lists every config: remove it, or the words")
         if args.all:
             self._print_all()
         elif args.words:
@@ -114,8 +114,8 @@ def _explain_no_match(words: list[str]) -> str:
     """Return why no config was found: a word without any match, or words without a common match."""
     unknown = next((word for word in words if not find_configs([word])), None)
     if unknown is None:
-        return f"no config is all of {', '.join(words)}: leave a word out."
+        return f"no config matches all of {', '.join(words)}: remove a word."
     hint = (
         did_you_mean(unknown, search_words()) or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
     )
-    return f"no config is '{unknown}'{hint}"
+    return f"no config matches '{unknown}'{hint}"

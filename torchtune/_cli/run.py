@@ -85,7 +85,7 @@ def parse_command(tokens: list[str]) -> Command:
                 f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
             )
         if not _is_override(token):
-            raise UserError(f"{token}: settings are given as key=value, or ~key to remove one.")
+            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
     command.overrides = rest
     return command
 
@@ -95,9 +95,9 @@ def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
     from torchtune._cli._simulated_run import simulate_run
 
     if command.simulate is None:
-        raise UserError("--simulate is missing: say on which devices, for example --simulate 8xH100.")
+        raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
     if command.torchrun:
-        raise UserError(f"{command.torchrun[0]}: --simulate says how many processes there are: leave the option out.")
+        raise UserError(f"{command.torchrun[0]}: --simulate sets the number of processes: remove the option.")
     simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
 
 
@@ -121,20 +121,20 @@ class Run(Subcommand):
             "run",
             prog="tune run",
             usage=_USAGE,
-            help="Run a recipe, here or on several processes through torchrun",
-            description="Check a config like code, then run a recipe with it.",
+            help="Run a recipe, in this process or in several through torchrun",
+            description="Check a config, then run a recipe with it.",
             formatter_class=argparse.RawTextHelpFormatter,
             prefix_chars="\0",
             add_help=False,
             epilog=textwrap.dedent("""\
                 options:
-                  --config CONFIG  a config's name, or a YAML file; one that names its recipe needs no <recipe>
-                  --dry-run        check everything, print what the run needs, and stop
+                  --config CONFIG    name of a config, or a YAML file; <recipe> is optional if the config names it
+                  --dry-run          check everything, print memory and steps, and stop
                   --simulate 8xH100  run a step on simulated devices (`tune estimate --help`), and stop
-                  -h, --help       this text; after a recipe, all of its settings
-                  key=value        a setting to use instead of the config's; key.sub=value inside a section
-                  ~key             a setting to leave out
-                torchrun's options (see `torchrun --help`) stand before the recipe and start one process per device.
+                  -h, --help         this text; after a recipe, all of its settings
+                  key=value          change a setting of the config; key.sub=value inside a section
+                  ~key               remove a setting
+                torchrun's options (see `torchrun --help`) precede the recipe and start one process per device.
 
                 examples:
                   $ tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
@@ -183,7 +183,7 @@ class Run(Subcommand):
         print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
-        """Print the requirements of a run, and at last the error that prevents its start."""
+        """Print the requirements of a run, and finally the errors that prevent its start."""
         from torchtune._cli._dry_run import dry_run
         from torchtune.config import load_and_check
 
@@ -231,11 +231,11 @@ class Run(Subcommand):
             twin = recipe.name.replace("_single_device", "_distributed")
             other = f"run {twin}, or " if twin != recipe.name and find_recipe(twin) else ""
             self._parser.error(
-                f"Recipe {recipe.name} runs in one process and does not support distributed training: {other}leave "
-                "torchrun's options out."
+                f"Recipe {recipe.name} runs in one process and does not support distributed training: {other}remove "
+                "torchrun's options."
             )
         if supported and not wanted and "one_device" not in found.groups:
             self._parser.error(
-                f"Recipe {recipe.name} runs on several processes: say how many, for example "
+                f"Recipe {recipe.name} runs in several processes: give their number, for example "
                 f"tune run --nproc-per-node 2 {recipe.name} --config ..."
             )

@@ -11,7 +11,7 @@ class Subcommand:
     """
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        raise TypeError(f"{type(self).__name__} is not a subcommand by itself: derive from it.")
+        raise TypeError(f"{type(self).__name__} is a base class: derive a subcommand from it.")
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> "Subcommand":

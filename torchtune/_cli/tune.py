@@ -26,7 +26,7 @@ class TuneCLIParser:
     def __init__(self) -> None:
         self._parser = argparse.ArgumentParser(
             prog="tune",
-            description="Fine-tune language models: list, copy and run recipes, download models.",
+            description="Fine-tune language models: download a model, run a recipe, evaluate the result.",
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")

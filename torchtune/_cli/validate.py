@@ -16,8 +16,8 @@ class Validate(Subcommand):
             "validate",
             prog="tune validate",
             help="Check a config without running it",
-            description="Check a config: its keys, types and choices against its recipe, its components against their\n"
-            "signatures. Every mistake is shown at once.",
+            description="Check a config: keys, types and choices against its recipe, components against their\n"
+            "signatures. All mistakes are shown at once.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -31,7 +31,7 @@ class Validate(Subcommand):
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("config", help="name of a config, or path of a YAML file")
-        overrides = "settings to check instead of the config's: key=value"
+        overrides = "key=value: settings of the config to change"
         self._parser.add_argument("overrides", nargs="*", default=[], help=overrides)
 
     def _validate_cmd(self, args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Answers of a model to many prompts, written as they end."""
+"""Generate answers to many prompts, and write each to a file when it ends."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,17 +21,17 @@ from torchtune.generation._tokens import TokenStep, finite_steps, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.supervision import checksum_bits
 
-# Prompts that are given to one continuous batch, for each of its sequences.
-_PART = 64
+# Prompts per continuous batch, for each of its sequences.
+_PROMPTS_PER_SEQUENCE = 64
 
 
 @torch.no_grad()
 def model_digest(model: nn.Module, tokenizer: Any) -> str:
-    """A text that changes with any bit of the weights (adapters included), the layers, or the tokenizer.
+    """Return a text that changes with any bit of the weights (adapters included), the layers, or the tokenizer.
 
     Args:
-        model: with its weights, on one device.
-        tokenizer: that makes its prompts.
+        model: the model with its weights, on one device.
+        tokenizer: the tokenizer of its prompts.
 
     Example:
         >>> before = torchtune.generation.model_digest(model, tokenizer)
@@ -71,22 +71,22 @@ def answer_prompts(
     """Answer every prompt that has no answer in a file yet, in a continuous batch.
 
     Args:
-        model: the decoder, with its weights; or a vision model, for prompts with images, which are answered one by one.
-        tokenizer: of the model.
-        prompts: to answer.
-        output: the file of answers, see :class:`AnswerFile`.
-        settings: what the answers depend on beside the arguments here, for its digest.
-        source: where the prompts are from, for messages.
-        max_new_tokens: longest answer, in tokens.
+        model: the decoder with its weights; or a vision model, which answers prompts with images one by one.
+        tokenizer: the model's tokenizer.
+        prompts: prompts to answer.
+        output: file of answers, see :class:`AnswerFile`.
+        settings: further settings that the answers depend on; their digest is written with each answer.
+        source: name of the prompts' file, for messages.
+        max_new_tokens: maximum number of tokens per answer.
         temperature: see :func:`stream_tokens`.
-        top_k: see there.
-        seed: an answer depends on it and on the line of its prompt alone; None draws one.
-        max_sequences: sequences in the batch.
-        digest: :func:`model_digest` of model and tokenizer, if it is known already.
-        on_answer: is called with each prompt and its answer, once the answer is in the file.
+        top_k: see :func:`stream_tokens`.
+        seed: random seed; with it, an answer depends only on the line of its prompt. None draws a seed.
+        max_sequences: number of sequences in the batch.
+        digest: :func:`model_digest` of model and tokenizer, if known already.
+        on_answer: called with each prompt and its answer, after the answer is written to the file.
 
     Returns:
-        The file, with all answers and not yet finished: see :meth:`AnswerFile.finish`.
+        The file with all answers; call :meth:`AnswerFile.finish` to sort it.
 
     Raises:
         GenerationError: a prompt leaves no room for an answer, an image cannot be read, the file has other answers, or
@@ -106,7 +106,7 @@ def answer_prompts(
     for prompt in prompts:
         row = _row(model, tokenizer, prompt, source)
         given[prompt.line] = row["tokens"]
-        if prompt.has_images:  # which are read again when it is answered: all together they may fill the memory
+        if prompt.has_images:  # read again to answer the prompt: all images together may not fit in memory
             pixels[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
     limits = {
         line: answer_limit(model, tokens, max_new_tokens, f"{source}, line {line}") for line, tokens in given.items()
@@ -122,7 +122,7 @@ def answer_prompts(
     device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
-        for part in _parts(waiting, _PART * max_sequences):
+        for part in _parts(waiting, _PROMPTS_PER_SEQUENCE * max_sequences):
             images = images_of_row(_row(model, tokenizer, part[0], source), device) if part[0].has_images else {}
             steps = stream_tokens(
                 model,
@@ -147,7 +147,7 @@ def answer_prompts(
 
 
 def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Yield the prompts that are answered together: texts in groups, a prompt with images alone."""
+    """Yield groups of prompts to answer in one batch; a prompt with images is a group of one."""
     texts = [prompt for prompt in prompts if not prompt.has_images]
     for start in range(0, len(texts), size):
         yield texts[start : start + size]
@@ -160,15 +160,15 @@ def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -
     """Tokenize a prompt of a file.
 
     Raises:
-        GenerationError: see :func:`prompt_tokens`; or an image cannot be read, by the model or at all.
+        GenerationError: see :func:`prompt_tokens`; or an image cannot be read, or the model reads no images.
     """
     where = f"{source}, line {prompt.line}"
     if not prompt.has_images:
         return {"tokens": prompt_tokens(tokenizer, prompt.messages, where)}
     if text_decoder(model) is model or not getattr(tokenizer, "takes_images", False):
         raise GenerationError(
-            f"{where}: it holds an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text: "
-            "name model and tokenizer of a vision model, or take the image out."
+            f"{where}: it has an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text "
+            "only: use model and tokenizer of a vision model, or remove the image."
         )
     try:
         return prompt_row(tokenizer, prompt.messages, where)
@@ -184,7 +184,7 @@ def _pixel_digest(images: Sequence[Tensor]) -> str:
 
 
 def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
-    """(sequence, its tokens) of the sequences, as they end with a stop token or at their limit."""
+    """Yield (index, tokens) of each sequence when it ends, by a stop token or at its limit."""
     found: list[list[int]] = [[] for _ in limits]
     for step in steps:
         for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
@@ -194,11 +194,11 @@ def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[in
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> list[int]:
-    """Tokens of a conversation, up to where the answer begins.
+    """Tokenize a conversation up to the beginning of the answer.
 
     Raises:
-        GenerationError: they are as many as the tokenizer keeps, so that it may have cut them, or there is an image;
-            the message begins with ``where``.
+        GenerationError: the tokenizer may have truncated the conversation, or there is an image; the message begins
+            with ``where``.
 
     Example:
         >>> question = [torchtune.data.Message(role="user", content="Why?")]
@@ -206,7 +206,7 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> li
         True
     """
     if any(message.contains_media for message in messages):
-        raise GenerationError(f"{where}: it holds an image, and text is read here: ask about one with prompt.image.")
+        raise GenerationError(f"{where}: it has an image, but only text is read here: give images in prompt.image.")
     return prompt_row(tokenizer, messages, where)["tokens"]
 
 
@@ -214,8 +214,7 @@ def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[
     """Tokenize a conversation up to the beginning of the answer: ``tokens``, and images if there are any.
 
     Raises:
-        GenerationError: there are as many tokens as the tokenizer keeps, so that it may have cut them; the message
-            begins with ``where``.
+        GenerationError: the tokenizer may have truncated the conversation; the message begins with ``where``.
 
     Example:
         >>> question = [torchtune.data.Message(role="user", content="Why?")]
@@ -228,13 +227,13 @@ def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[
     longest = getattr(tokenizer, "max_seq_len", None)
     if longest is not None and len(tokens) >= longest:
         raise GenerationError(
-            f"{where}: tokenizer.max_seq_len = {longest} cuts it: set that to None, or shorten the prompt."
+            f"{where}: tokenizer.max_seq_len = {longest} truncates it: set max_seq_len to null, or shorten the prompt."
         )
     return row
 
 
 def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:
-    """Most new tokens after ``tokens``, within the model's context.
+    """Return the maximum number of new tokens after ``tokens``, within the model's context.
 
     Raises:
         GenerationError: there is no room for one; the message begins with ``where``.
@@ -246,14 +245,14 @@ def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_token
     room = model.max_seq_len - len(tokens)
     if room < 1:
         raise GenerationError(
-            f"{where}: it has {len(tokens)} tokens, which leaves no room for an answer in the model's context of "
+            f"{where}: its {len(tokens)} tokens leave no room for an answer in the model's context of "
             f"{model.max_seq_len}: shorten it."
         )
     return min(max_new_tokens, room)
 
 
 def _draws(part: Sequence[Prompt], count: int, seed: int | None) -> Tensor:
-    """Random numbers of each prompt by seed and line, so that an answer is the same in a run that goes on."""
+    """Return random numbers ``[prompts, count]`` by seed and line, so that a resumed run gives the same answers."""
     seed = torch.seed() if seed is None else seed
     keys = [np.array([seed, prompt.line], np.uint64) for prompt in part]
     return torch.from_numpy(

@@ -1,4 +1,4 @@
-"""A continuous batch: rows join and leave while others go on."""
+"""A continuous batch: rows join and leave while others continue."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass
 class Request:
-    """A prompt: the index of its first sequence, its tokens, the limit of new ones, and how many sequences."""
+    """A prompt: index of its first sequence, tokens, maximum number of new tokens, and number of sequences."""
 
     index: int
     tokens: list[int]
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass
 class Row:
-    """A running sequence: its index, the column of its first token, new tokens so far, and their limit."""
+    """A running sequence: index, column of its first token, number of new tokens, and maximum number of them."""
 
     index: int
     start: int
@@ -39,24 +39,24 @@ class Row:
 
 
 def _takes_prompts_in_a_row(model: nn.Module) -> bool:
-    """Whether a step depends on earlier ones only by keys and values: no recurrent state, no encoder output."""
+    """Return whether a step depends on earlier ones only by keys and values: no recurrent state, no encoder output."""
     return isinstance(model, TransformerDecoder) and not (model.attends_to_encoder() or model.has_states())
 
 
 class Batch:
     """Running sequences, aligned at their ends.
 
-    The last known token of every row is in column ``end - 1``, so that a step writes one column of all KV caches, and
-    attention reads the columns from the earliest start on, without a mask if all rows start there. Columns carry no
-    positions: a row that joins is prefilled into the columns before ``end - 1``. Prompts of several lengths are
-    prefilled padding-free, in one row, where the model allows it.
+    The last known token of every row is in column ``end - 1``, so that a step writes one column of all KV caches.
+    Attention reads the columns from the earliest start on, without a mask if all rows start there. Columns are
+    independent of positions: a row that joins is prefilled into the columns before ``end - 1``. Prompts of different
+    lengths are prefilled padding-free, in one row, if the model supports it.
 
     Args:
         model: the decoder, without KV caches.
         requests: prompts and limits, in the order of generation.
         size: number of rows.
         ranks: the ranks that share the model.
-        device: of the tokens.
+        device: device of the tokens.
         use_cache: use KV caches; without them every step runs the model on whole sequences.
         step: runs the model on one position per row after those in the caches; by default as on prompts.
     """
@@ -92,8 +92,8 @@ class Batch:
         """Run the model once.
 
         Returns:
-            Logits of the next token, float32 ``[m, v]``, and their rows. There are none if everything has ended: the
-            model ran for the collectives of other ranks.
+            Logits of the next token, float32 ``[m, v]``, and their rows. The rows are empty if all sequences have
+            ended, and the model only ran for the collectives of other ranks.
         """
         newcomers = self._newcomers()
         if newcomers:
@@ -115,7 +115,13 @@ class Batch:
         return logits, list(self._rows)
 
     def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
-        """Add the tokens ``[m, 1]`` of the rows of :meth:`forward`; those leave that end, by index and token."""
+        """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`, and remove rows that end.
+
+        Args:
+            rows: rows of :meth:`forward`.
+            drawn: their next tokens.
+            ends: takes the index of a sequence and its new token; True ends the sequence.
+        """
         count = len(self._rows)
         if rows[0].count:  # the column of the first token after a prompt exists already
             self._end += 1
@@ -129,7 +135,7 @@ class Batch:
             self._leave(ended)
 
     def _newcomers(self) -> list[Request]:
-        """Requests for free rows; a few free rows wait for more, because a prefill holds the others up."""
+        """Return requests for free rows; none while few rows are free, because a prefill delays the others."""
         free = self._size - len(self._rows)
         if self._rows and free < self._size / 4:
             return []
@@ -168,7 +174,7 @@ class Batch:
         return logits, rows
 
     def _whole(self, row: int, first: int, end: int) -> Tensor:
-        """Logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
+        """Return logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
         lengths = [end - one.start for one in self._rows[row:]]
         if self._packs and min(lengths) < max(lengths):
             return self._without_padding(row, lengths, end)
@@ -182,7 +188,7 @@ class Batch:
         return self._run(tokens, input_pos, None, documents, Place(row, first, first))
 
     def _without_padding(self, row: int, lengths: list[int], end: int) -> Tensor:
-        """Logits ``[m, v]`` after the last columns before ``end`` of all rows from ``row`` on, in one row."""
+        """Return logits ``[m, v]`` after the columns before ``end`` of all rows from ``row`` on, packed in one row."""
         documents = Documents.from_lengths(lengths, self._device)
         positions = documents.positions()
         index = torch.arange(row, len(self._rows), device=self._device)
@@ -201,15 +207,15 @@ class Batch:
         place: Place,
         last: Tensor | None = None,
     ) -> Tensor:
-        """float32 logits ``[m, v]`` after the last position of each sequence.
+        """Return float32 logits ``[m, v]`` after the last position of each sequence.
 
         Args:
             x: tokens ``[m, s]``.
-            input_pos: their positions.
-            mask: bool ``[m, 1, t]`` of a single position.
+            input_pos: positions ``[m, s]``.
+            mask: bool ``[m, 1, t]``, for a single position.
             documents: padding and tokens of each row; by default no row has padding.
-            place: of the KV caches.
-            last: the last positions ``[m]``, if ``x`` ``[1, s]`` has all sequences in a row.
+            place: place of the new keys and values in the KV caches.
+            last: indices ``[m]`` of last positions, if ``x`` ``[1, s]`` is a packed row.
         """
         s = x.shape[1]
         missing = self._ranks.multiple(s) - s
@@ -231,7 +237,7 @@ class Batch:
         self._starts = torch.tensor([row.start for row in rows], dtype=torch.int64, device=self._device)
 
     def _leave(self, ended: set[int]) -> None:
-        """Remove rows; the last ones take their places, so that few move."""
+        """Remove rows, and fill the gaps with the last rows, so that few rows move."""
         kept = [index for index in range(len(self._rows)) if index not in ended]
         holes = [index for index in range(len(kept)) if index in ended]
         order = list(range(len(kept)))
@@ -249,11 +255,11 @@ class Batch:
             cache.copy_rows(source, target, first, self._end)
 
     def _fit(self, end: int, room: int) -> None:
-        """Let the rows end at column ``end`` at least, with a free column after it.
+        """Make the rows end at column ``end`` or later, with a free column after it.
 
         Args:
             end: columns needed for the prompts of new rows.
-            room: most tokens that a row may still get: more is not allocated ahead.
+            room: maximum number of tokens that a row may still get, which limits the allocation.
         """
         first = min((row.start for row in self._rows), default=self._end)
         span, columns = self._end - first, self._tokens.shape[1]

@@ -1,4 +1,4 @@
-"""The decode loop: everything that generates runs it."""
+"""The decode loop, shared by all functions that generate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
-# New tokens from which on it pays to move weights into another layout and back.
+# Minimum number of new tokens for which converting weights to oneDNN's layout and back saves time.
 _WORTH_PACKING = 32
 
 
@@ -27,16 +27,16 @@ def decode(
     ends: Callable[[int, int], bool],
     step: Step | None = None,
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Generate in a continuous batch. When the iterator ends, is closed or raises, the model is as before.
+    """Generate in a continuous batch; the model is restored when the iterator ends, is closed or raises.
 
     Args:
         model: the decoder.
         requests: prompts and limits, in the order of generation.
         size: number of rows of the batch.
-        device: of the tokens.
+        device: device of the tokens.
         use_cache: use KV caches.
         draw: takes logits ``[m, v]`` of the next token and their rows; returns tokens int64 ``[m, 1]`` and a tensor
-            that is yielded with them.
+            to yield with them.
         ends: takes the index of a sequence and its new token; True ends the sequence.
         step: see :class:`Batch`.
 
@@ -73,7 +73,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(model: TransformerDecoder) -> Iterator[None]:
-    """Context manager that takes the model's KV caches away and restores them on exit."""
+    """Context manager that removes the model's KV caches and restores them on exit."""
     attentions = attention_modules(model)
     before = [(module, module.kv_cache, module.cache_enabled) for module in attentions]
     decoder = text_decoder(model)

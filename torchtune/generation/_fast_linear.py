@@ -1,8 +1,8 @@
-"""Linear layers on CPU during generation: oneDNN products, with weights in its own layout.
+"""Fast linear layers on CPU during generation: oneDNN products with weights in oneDNN's blocked layout.
 
-A step of decoding multiplies few rows by every weight. oneDNN reads weights fastest in its own blocked layout. In
-float32, which PyTorch multiplies with MKL, a product of 16 rows takes half the time with AVX-512 on an AMD processor
-and three quarters of it with AVX2; in bfloat16, two thirds. It has no gradient and rounds differently.
+A decoding step multiplies few rows by every weight. In float32, which PyTorch multiplies with MKL, a product of 16
+rows takes half the time with AVX-512 on an AMD processor, and three quarters with AVX2; in bfloat16, two thirds. The
+products have no gradient and round differently.
 """
 
 from collections import Counter
@@ -35,17 +35,17 @@ def _is_plain(weight: object) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, layer: nn.Module | None = None) -> Tensor:
-    """``F.linear``; ``layer`` has parameters that are used, or will be.
+    """Return ``F.linear(x, weight, bias)``, without gradients; ``layer`` is the layer of the weight.
 
     Raises:
-        GenerationError: there would be a gradient, and a loop that trains on it would train nothing, in silence.
+        GenerationError: gradients are enabled; a training loop would silently train nothing.
     """
     if torch.is_grad_enabled():
         parameters = () if layer is None else layer.parameters()
         if any(tensor.requires_grad for tensor in (x, weight, *parameters)):
             raise GenerationError(
-                "A linear layer inside of fast_linears is called with gradients, and it has none: call the model in "
-                "torch.no_grad() or torch.inference_mode(), or close what generates before you train."
+                "Linear layers have no gradients inside fast_linears: call the model in torch.no_grad() or "
+                "torch.inference_mode(), or close the generator before you train."
             )
     return onednn_linear(x, weight, bias)
 
@@ -54,7 +54,7 @@ class _Packed:
     """Forward of a linear layer with its weight in oneDNN's layout.
 
     Args:
-        layer: plain or with an adapter. Its weight is empty until :meth:`restore`.
+        layer: linear layer, plain or with an adapter; its weight is empty until :meth:`restore`.
     """
 
     @torch.inference_mode(False)
@@ -75,15 +75,16 @@ class _Packed:
     @torch.inference_mode(False)
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the layer its weight back."""
+        """Restore the layer's weight."""
         self._layer.weight.data = self._weight.to_dense()
         del self._layer.forward
 
 
 def _packable(model: nn.Module) -> list[nn.Module]:
-    """Layers that are called, plain, and the only users of their weight."""
+    """Return the linear layers that run in oneDNN: plain, called as modules, and with a weight that is not shared."""
     parts = {id(part) for m in model.modules() if isinstance(m, LoRALinear) for part in (m.lora_a, m.lora_b)}
-    parts |= {id(m.kv_proj) for m in model.modules() if isinstance(m, LatentAttention)}  # whose weight a step reads
+    # A decoding step of latent attention reads this weight itself.
+    parts |= {id(m.kv_proj) for m in model.modules() if isinstance(m, LatentAttention)}
     users = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     return [
         module
@@ -101,23 +102,23 @@ def _packable(model: nn.Module) -> list[nn.Module]:
 def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     """Context manager in which the model's plain linear layers on CPU run in oneDNN, without gradients.
 
-    Layers of other classes, dtypes and devices and sharded layers are unchanged, and under autocast all are; compiled
-    layers run uncompiled. Inside another such context for the same model, it does nothing.
+    Layers of other classes, dtypes and devices and sharded layers do not change; under autocast, no layer changes.
+    Compiled layers run uncompiled. Nested contexts for the same model have no effect.
 
     Args:
-        model: with ``layers`` and ``output``, in evaluation mode.
-        pack: move the weights into oneDNN's layout; without it, all layers are unchanged. Parameters are empty until
-            the context ends, which restores their bits: there is never a second copy of more than one weight. Both
-            ways take about as long as 5 to 10 steps.
+        model: a decoder with ``layers`` and ``output``, in evaluation mode.
+        pack: convert the weights to oneDNN's layout; if False, no layer changes. Parameters are empty until the
+            context ends and restores them bit by bit. At most one weight exists twice at a time. The conversion back
+            and forth takes as long as 5 to 10 decoding steps.
 
     Raises:
-        GenerationError: inside, a layer is called with gradients.
+        GenerationError: a layer is called with gradients inside the context.
 
     Example:
         >>> with torchtune.generation.fast_linears(model, pack=True):
         ...     text = torchtune.generate(model, tokenizer, "Why?", max_new_tokens=2)
     """
-    reshard(model)  # FSDP may hold whole weights after a forward pass, and takes them away later
+    reshard(model)  # FSDP may keep unsharded weights after a forward pass, and free them later
     packed: list[_Packed] = []
     pack = pack and not torch.is_autocast_enabled("cpu")
     output = getattr(model, "output", None)
@@ -131,7 +132,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
                 output.linear = _product
             yield
         finally:
-            while packed:  # each is freed before the next: all together are a second copy of the model
+            while packed:  # one by one, because all packed weights together are a second copy of the model
                 packed.pop().restore()
             if tied:
                 output.linear = F.linear

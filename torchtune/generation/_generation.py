@@ -98,20 +98,20 @@ def generate(
 ) -> tuple[Tensor, Tensor]:
     """Generate token by token, and return the logits of every step.
 
-    :func:`generate_tokens` returns log-probabilities instead of logits and so needs less memory by a factor of the
-    vocabulary size. With KV caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) a step runs
-    the model on one position. The caches must fit prompt and continuation, and stay as they are: generation makes its
-    own. Without caches, every step runs on the whole sequence. The model runs in evaluation mode.
+    :func:`generate_tokens` returns log-probabilities instead of logits, which divides the memory by the vocabulary
+    size. With KV caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) a step runs the model on
+    one position; without them, on the whole sequence. The caches must fit prompt and continuation. They do not change,
+    because generation makes its own. The model runs in evaluation mode.
 
     Args:
         model: the decoder.
         prompt: tokens ``[b, s]`` or ``[s]``; shorter prompts are padded on their left.
         max_generated_tokens: maximum number of new tokens.
-        pad_id: token of left padding, and of positions after a stop token. By default there is no padding, and stop
-            tokens are repeated.
+        pad_id: padding token, left of prompts and after stop tokens. By default there is no padding, and stop tokens
+            are repeated.
         temperature: see :func:`sample`.
         top_k: see :func:`sample`.
-        stop_tokens: tokens that end a row; they are kept. Generation ends when all rows have ended.
+        stop_tokens: tokens that end a row; they are returned. Generation ends when all rows have ended.
         rng: random generator, on the model's device.
         compiled_generate_next_token: replaces :func:`generate_next_token` after the first token. It runs with KV
             caches and uncompiled: the lengths of mask and caches change from step to step.
@@ -122,7 +122,7 @@ def generate(
 
     Raises:
         ValueError: ``max_generated_tokens`` is below 1, the caches are too small, or some prompts begin with token 0
-            and neither ``pad_id`` nor ``prompt_lengths`` says whether that is padding.
+            and neither ``pad_id`` nor ``prompt_lengths`` defines the padding.
 
     Example:
         >>> tokens, logits = torchtune.generation.generate(model, torch.tensor([[5, 40, 7]]), max_generated_tokens=2)
@@ -161,11 +161,11 @@ def generate(
 
 
 class _Rows:
-    """Rows that all go on until the last of them has ended; arguments as of :func:`generate`.
+    """Rows that all run until the last one has ended; see :func:`generate` for the arguments.
 
     Attributes:
-        columns: the prompts ``[b, s]`` and the new tokens ``[b, 1]`` of each step.
-        have_ended: whether all have.
+        columns: the prompts ``[b, s]``, then the new tokens ``[b, 1]`` of each step.
+        have_ended: whether all rows have ended.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class _Rows:
         self._running = torch.ones(len(tokens), 1, dtype=torch.bool, device=tokens.device)
 
     def step(self, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits ``[b, v]`` of the next token, by the caller's function."""
+        """Return logits ``[b, v]`` of the next token, computed by the caller's function."""
         with torch.compiler.set_stance("force_eager"):  # lengths change from step to step
             self._chosen, logits = self._next_token(
                 self._model, input_pos, x, self._noise(), mask=mask, **self._sampling
@@ -193,7 +193,7 @@ class _Rows:
         return logits[:, -1]
 
     def draw(self, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """The next tokens ``[b, 1]``, and the logits, 0 in rows that have ended."""
+        """Return the next tokens ``[b, 1]`` and the logits, which are 0 in rows that have ended."""
         chosen, self._chosen = self._chosen, None
         chosen = sample(logits, q=self._noise(), **self._sampling) if chosen is None else chosen
         after = self.columns[-1][:, -1:] if self._pad_id is None else self._pad_id
@@ -204,7 +204,7 @@ class _Rows:
         return self.columns[-1], logits
 
     def _noise(self) -> Tensor | None:
-        """Exponential noise ``[b, v]`` for :func:`sample`, or ``None`` without a generator."""
+        """Return exponential noise ``[b, v]`` for :func:`sample`, or ``None`` without a generator."""
         if self._rng is None:
             return None
         shape = (len(self._running), self._model.tok_embeddings.num_embeddings)
@@ -212,7 +212,7 @@ class _Rows:
 
 
 def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
-    """Lengths ``[b]`` of prompts ``[b, s]`` without left padding."""
+    """Return the lengths ``[b]`` of prompts ``[b, s]`` without left padding."""
     b, s = tokens.shape
     if pad_id is None:
         zeros = tokens[:, 0] == 0

@@ -1,4 +1,4 @@
-"""The ranks that generate together."""
+"""Collectives of the ranks that share a model in generation."""
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,11 +36,11 @@ class ModelRanks:
         reshard(self._model)  # all-gathered parameters would be stale after the next optimizer step
 
     def multiple(self, length: int) -> int:
-        """``length`` rounded up to a multiple of the sequence-parallel size."""
+        """Return ``length`` rounded up to a multiple of the sequence-parallel size."""
         return length if self._tp is None else length + -length % self._tp.size()
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is True on any rank that must run the same forward passes."""
+        """Return whether ``flag`` is True on any rank that must run the same forward passes."""
         for group in self._groups:
             flag = any_rank(flag, group)
         return flag

@@ -1,4 +1,4 @@
-"""A file of prompts and the file of their answers."""
+"""Read a file of prompts, and write the file of their answers."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from torchtune.data import DataError, Message, as_messages, format_content_with_
 from torchtune.generation._generation_error import GenerationError
 from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered_lines, parse_json_line
 
-# The place of an image in a text.
+# Placeholder of an image in a text.
 _TAG = "<image>"
 
 
@@ -39,17 +39,17 @@ class Prompt:
 def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
 
-    An object has the text or the messages under ``prompt`` or ``messages``, and maybe images under ``image`` or
-    ``images``: a path, or a list of them. They replace ``<image>`` in the text, or come before it; in
-    messages, they replace parts ``{"type": "image"}``. Other keys are not read. Empty lines are skipped.
+    An object has the text or the messages under ``prompt`` or ``messages``, and optionally images under ``image`` or
+    ``images``: a path, or a list of paths. Images replace ``<image>`` in the text, or precede it; in messages, they
+    replace parts ``{"type": "image"}``. Other keys are ignored. Empty lines are skipped.
 
     Args:
         path: the file.
         system: system prompt of conversations without one.
 
     Raises:
-        GenerationError: the file is missing, not UTF-8 or empty, a line is not such a prompt, or a conversation ends
-            with an assistant's turn.
+        GenerationError: the file is missing, not UTF-8 or empty, a line is not a prompt, or a conversation ends with
+            a turn of the assistant.
 
     Example:
         >>> _ = (folder / "prompts.jsonl").write_text('"Why?"\\n{"prompt": "Who wrote Faust?"}\\n')
@@ -85,15 +85,15 @@ def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> P
 
 
 def _images(row: Mapping[str, Any]) -> list[Any]:
-    """The images of a line. Raises :class:`DataError`."""
+    """Return the images of a line. Raises :class:`DataError`."""
     names = [name for name in ("image", "images") if row.get(name)]
     if len(names) > 1:
-        raise DataError("the object has both image and images, of which it needs one")
+        raise DataError("the object has both image and images, but may have only one of them")
     return image_column(row, names[0], None) if names else []
 
 
 def _turns(content: Any, images: list[Any]) -> Any:
-    """The conversation, with its images. Raises :class:`DataError` where one has no place."""
+    """Return the conversation with its images. Raises :class:`DataError` if an image has no placeholder."""
     if not isinstance(content, str):
         return insert_images(content, images) if images and isinstance(content, list) else content
     if images and _TAG in content:
@@ -103,31 +103,31 @@ def _turns(content: Any, images: list[Any]) -> Any:
 
 
 def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
-    """A conversation, with a system prompt if it has none; raises where its last turn is the assistant's."""
+    """Return a conversation, with a system prompt if it has none; raise if its last turn is the assistant's."""
     if not messages or messages[-1].role == "assistant":
-        raise GenerationError(f"{where}: nothing is to be answered there: end with a turn of the user.")
+        raise GenerationError(f"{where}: there is no turn to answer: end with a turn of the user.")
     if system and messages[0].role != "system":
         return [Message(role="system", content=system), *messages]
     return list(messages)
 
 
 class AnswerFile:
-    """Answers as JSON lines, in the order in which they end; an interrupted run goes on after them.
+    """Answers as JSON lines, in the order in which they end; an interrupted run continues after them.
 
     Each line has ``line`` (of the prompt), ``prompt``, ``answer``, ``end``, ``tokens`` and ``settings``, a digest of
     the model and the sampling settings.
 
     Args:
-        path: the file; a last line that was not completely written is removed.
+        path: the file; an incomplete last line is removed.
         prompts: all prompts.
-        settings: what the answers depend on.
+        settings: settings that the answers depend on.
 
     Raises:
-        GenerationError: the file holds something else, answers to other prompts, or answers by other settings.
+        GenerationError: the file has other content, or answers to other prompts or with other settings.
         UserError: the file cannot be written, also when an answer is added.
 
     Attributes:
-        done: line of a prompt -> the object that stands in the file for it.
+        done: the file's object for each prompt, by the line of the prompt.
 
     Example:
         >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
@@ -159,11 +159,11 @@ class AnswerFile:
             row = json.loads(text)
             line, prompt, settings = row["line"], row["prompt"], row["settings"]
         except (ValueError, KeyError, TypeError) as error:
-            raise GenerationError(f"{where}: it is no answer of this recipe: {cure}") from error
+            raise GenerationError(f"{where}: it is not an answer of this recipe: {cure}") from error
         if line not in given or given[line] != prompt:
-            raise GenerationError(f"{where}: it answers a prompt that the file of prompts does not have there: {cure}")
+            raise GenerationError(f"{where}: it answers a prompt that is not in the file of prompts: {cure}")
         if settings != self._digest:
-            raise GenerationError(f"{where}: another model or other settings have answered it: {cure}")
+            raise GenerationError(f"{where}: it is the answer of another model or of other settings: {cure}")
         self.done[line] = row
 
     def add(self, prompt: Prompt, answer: str, end: str, tokens: int) -> None:
@@ -183,7 +183,7 @@ class AnswerFile:
             file.writelines(_json_line(self.done[line]) for line in sorted(self.done))
 
     def close(self) -> None:
-        """Close the file; the answers so far are in it."""
+        """Close the file, with the answers so far."""
         with convert_os_errors(self.path):
             if not self._file.closed:
                 os.fsync(self._file.fileno())

@@ -13,11 +13,11 @@ from torchtune.modules.transformer import text_decoder
 
 
 def images_of_row(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """``encoder_input`` and ``encoder_mask`` of one row of a tokenizer, for :func:`images_of_prompt`.
+    """Return ``encoder_input`` and ``encoder_mask`` of a tokenized row, for :func:`images_of_prompt`.
 
     Args:
-        row: of :func:`torchtune.generation.prompt_row`; without images the result is empty.
-        device: to put them on.
+        row: result of :func:`torchtune.generation.prompt_row`; without images, the return value is empty.
+        device: device of the tensors.
     """
     if not row.get("encoder_input", {}).get("images"):
         return {}
@@ -29,12 +29,12 @@ def images_of_row(row: Mapping[str, Any], device: torch.device) -> dict[str, Any
 def images_of_prompt(
     model: nn.Module, encoder_input: Mapping[str, Any] | None = None, encoder_mask: Tensor | None = None
 ) -> Iterator[None]:
-    """Context manager in which a model that continues one prompt sees its images.
+    """Context manager in which a model attends to the images of the prompt that it continues.
 
     Args:
-        model: of text and images.
-        encoder_input: arguments of its encoder; ``None``: there are no images.
-        encoder_mask: bool ``[1, s, t]`` for the tokens of the prompt; new tokens see what the last one sees.
+        model: a model of text and images.
+        encoder_input: arguments of its encoder; ``None`` without images.
+        encoder_mask: bool ``[1, s, t]`` for the tokens of the prompt; new tokens use the row of the last one.
 
     Raises:
         GenerationError: the model reads text only.
@@ -43,13 +43,13 @@ def images_of_prompt(
         yield
         return
     if text_decoder(model) is model:
-        raise GenerationError(f"prompt: it has an image, but a {type(model).__name__} reads text only: take it out.")
+        raise GenerationError(f"prompt: it has an image, but a {type(model).__name__} reads text only: remove it.")
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positions = kwargs["input_pos"]
         rows = positions[0].clamp(max=encoder_mask.shape[1] - 1)
         kwargs = {**kwargs, "encoder_mask": encoder_mask[:, rows]}
-        # The caches, if there are any, hold the encoder's output for the prompt.
+        # With caches, the encoder's output for the prompt is cached after the first step.
         if not module.caches_are_enabled() or positions[0, 0] == 0:
             kwargs["encoder_input"] = encoder_input
         return args, kwargs

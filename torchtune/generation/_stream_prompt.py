@@ -33,10 +33,10 @@ def stream(
         stop_tokens: tokens that end generation.
         use_cache: use a KV cache.
         encoder_input: images of the prompt, as :func:`torchtune.data.padded_collate_tiled_images_and_mask` gives them.
-        encoder_mask: bool ``[1, s, t]``, likewise. New tokens see what the last token of the prompt sees.
+        encoder_mask: bool ``[1, s, t]``, likewise. New tokens use the row of the prompt's last token.
 
     Raises:
-        GenerationError: there are images, but the model reads text only; or see :func:`stream_tokens`.
+        GenerationError: there are images, but the model reads text only; see also :func:`stream_tokens`.
 
     Example:
         >>> prompt = torch.tensor([5, 40, 7])

@@ -1,4 +1,4 @@
-"""Batched generation of tokens and their log-probabilities, streaming or whole."""
+"""Batched generation of tokens and their log-probabilities, step by step or all at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -42,8 +42,8 @@ class GeneratedTokens:
     """Generated sequences without prompts and padding; sample j of prompt i is item ``i * num_samples + j``.
 
     Args:
-        tokens: of each sequence, int64 ``[length]``, the stop token included.
-        log_probs: of each token, float32 ``[length]``.
+        tokens: tokens of each sequence, int64 ``[length]``, including the stop token.
+        log_probs: log-probabilities of these tokens, float32 ``[length]``.
 
     Example:
         >>> found = torchtune.generation.generate_tokens(model, [[5, 40, 7]], max_new_tokens=4, temperature=0.0)
@@ -139,8 +139,8 @@ def stream_tokens(
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end a sequence; they are returned.
         rng: random generator, on the device of the prompts.
-        draws: uniform random numbers in [0, 1), ``[sequences, longest max_new_tokens]``, in the place of ``rng``: one
-            decides each token, so that no sequence depends on the others or on when they end.
+        draws: uniform random numbers in [0, 1), ``[sequences, longest max_new_tokens]``, instead of ``rng``: one
+            number per token, so that a sequence does not depend on the others.
         use_cache: use a KV cache; without one, every step runs the model on the whole sequence.
         max_sequences: number of sequences in the batch; by default all. Samples of one prompt are always together.
         is_over: called with the index of a sequence and its new token, before the step is yielded; True ends the
@@ -151,9 +151,8 @@ def stream_tokens(
         under softmax(logits) at temperature 0. ``top_k`` does not change log-probabilities.
 
     Raises:
-        GenerationError: there is no prompt or an empty one, or one of other ids than the model's, a number is out of
-            range, the sequence exceeds the model's ``max_seq_len``, ``draws`` have another shape, or the model is
-            context parallel.
+        GenerationError: prompts are missing, empty or have unknown token ids, a number is out of range, the sequence
+            exceeds the model's ``max_seq_len``, ``draws`` have the wrong shape, or the model is context parallel.
 
     Example:
         >>> prompts = [[5, 40, 7], [9]]
@@ -193,7 +192,7 @@ def stream_tokens(
 
 
 def finite_steps(steps: Iterator[TokenStep], model: TransformerDecoder) -> Iterator[TokenStep]:
-    """The steps of :func:`stream_tokens`; tokens of logits that are not finite would be read as answers.
+    """Yield the steps of :func:`stream_tokens`, and raise if their logits are not finite.
 
     Raises:
         GenerationError: the logits of a step are not finite.
@@ -209,7 +208,7 @@ def finite_steps(steps: Iterator[TokenStep], model: TransformerDecoder) -> Itera
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``[m, 1]`` and all probabilities ``[m, v]`` of logits ``[m, v]``, by one number ``[m]`` a row."""
+    """Sample with one uniform number ``[m]`` per row; return tokens ``[m, 1]`` and all probabilities ``[m, v]``."""
     probabilities = (logits if temperature in (0.0, 1.0) else logits / temperature).softmax(-1)
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True), probabilities
@@ -221,7 +220,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor
 
 
 def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """The tokens ``[m, 1]`` at which the cumulated ``weights`` ``[m, v]`` pass the share ``draws`` ``[m]`` of all."""
+    """Return tokens ``[m, 1]`` by inverting the cumulative ``weights`` ``[m, v]`` at ``draws`` ``[m]``."""
     cumulated = weights.cumsum(-1)
     total = cumulated[:, -1:]
     wanted = (draws[:, None] * total).to(cumulated.dtype)
@@ -236,7 +235,7 @@ def _device(model: TransformerDecoder, prompts: Prompts) -> torch.device:
 def _requests(
     model: TransformerDecoder, prompts: Prompts, max_new_tokens: int | Sequence[int], num_samples: int
 ) -> list[Request]:
-    """The checked prompts, on the host."""
+    """Check the prompts and copy them to the host."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(prompts):
         raise GenerationError(
@@ -251,8 +250,8 @@ def _requests(
     for prompt, limit in zip(prompts, limits, strict=True):
         if len(prompt) + limit - 1 > model.max_seq_len:
             raise GenerationError(
-                f"A prompt of {len(prompt)} tokens and {limit} new ones are more than the model's max_seq_len "
-                f"{model.max_seq_len}: ask for fewer."
+                f"A prompt of {len(prompt)} tokens with {limit} new tokens exceeds the model's max_seq_len "
+                f"{model.max_seq_len}: reduce max_new_tokens."
             )
     rows = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
     embedding = model.tok_embeddings
@@ -264,9 +263,9 @@ def _requests(
 
 
 def _check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise where a prompt is no list of token ids: a device would fail later, without a sentence."""
+    """Raise if a prompt is not a list of known token ids, before a device fails without a clear message."""
     for row in rows:
         if not isinstance(row[0], Integral):
-            raise GenerationError(f"prompts: give token ids, int64 [s], for each: {str(row[0])[:20]!r} is none.")
+            raise GenerationError(f"prompts: {str(row[0])[:20]!r} is not a token id: give int64 ids [s] for each.")
         if wrong := [token for token in (min(row), max(row)) if not 0 <= token < vocab_size]:
             raise GenerationError(f"prompts: the model has no token {wrong[0]}: give ids of its tokenizer.")

@@ -1,4 +1,4 @@
-"""Compiled layers, run as they are written."""
+"""Run compiled layers uncompiled."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ _ORIGINAL = "_torchdynamo_orig_callable"  # attribute of the function that torch
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Context manager in which compiled layers of the model run as they are written.
+    """Context manager in which compiled layers of the model run uncompiled.
 
-    Rows, columns and caches change from step to step of generation, and most changes compile a layer once more. At the
-    limit of the compiler nothing is compiled any more, training included.
+    Shapes of rows and caches change from step to step of generation, and most changes would recompile a layer. At its
+    limit of recompilations, the compiler would also give up on training.
     """
     compiled = [(module, module._compiled_call_impl) for module in model.modules()]
     wrapped = [vars(module).get("forward") for module in model.modules()]  # of recomputed layers: compiled inside

@@ -174,7 +174,7 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     refused("temperature is -1", temperature=-1)
     refused("max_new_tokens is .* must be at least 1", max_new_tokens=0)
     monkeypatch.setattr(tokenizer, "max_seq_len", 8)
-    refused("tokenizer.max_seq_len = 8 cuts it", "Where is the cat?")
+    refused("tokenizer.max_seq_len = 8 truncates it", "Where is the cat?")
     with torch.device("meta"):
         refused("'tok_embeddings.weight' has no values", model=from_hf_config(base))
     refused("a Linear does not generate", model=torch.nn.Linear(2, 2))

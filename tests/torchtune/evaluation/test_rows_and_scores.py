@@ -71,7 +71,7 @@ def test_rows_that_are_none(tmp_path, rows, options, message):
 
 
 def test_a_conversation_without_a_question(tmp_path):
-    with pytest.raises(GenerationError, match="line 1: nothing is to be answered"):
+    with pytest.raises(GenerationError, match="line 1: there is no turn to answer"):
         rows_of(tmp_path, {"messages": [ASSISTANT]})
 
 
