@@ -73,11 +73,11 @@ def _files_in(folder: Path, weights: ModelWeights) -> list[Path]:
 
 
 def adapter_beside_base(folder: Path, weights: ModelWeights) -> Path | None:
-    """The adapter in a folder of base weights, as in ``peft``; None if there is none.
+    """Return the adapter file in a folder of base weights, as ``peft`` does; None if there is none.
 
     Args:
-        folder: see above.
-        weights: to be filled; if there is no adapter among them, an adapter file is ignored with a warning.
+        folder: folder of base weights.
+        weights: the model's weights. If the model has no adapter, an adapter file is ignored with a warning.
 
     Raises:
         CheckpointError: an older release wrote the folder, so the adapter may be merged into the weights.
@@ -101,11 +101,11 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
     """Fill the adapter parameters of a model.
 
     Args:
-        weights: of the model, its base weights filled.
-        file: with PEFT's names, of the text model or of a composite model around it, or this library's; or a file of
-            :attr:`ModelWeights.owned_files`, which are all read from its folder.
-        device: where parameters on the meta device become real.
-        dtype: of these; their own by default.
+        weights: the model's weights, with base weights filled.
+        file: adapter file with PEFT's names (of the text model or of a composite model around it) or this library's
+            names; or one of :attr:`ModelWeights.owned_files`, which are all read from its folder.
+        device: device for parameters on the meta device.
+        dtype: dtype for parameters on the meta device; by default they keep theirs.
 
     Raises:
         CheckpointError: the adapter has other target modules, another rank or another alpha.
@@ -143,10 +143,10 @@ def _load_owned(
     """Fill the parameters of :attr:`ModelWeights.owned_files` from a folder; return their names.
 
     Args:
-        weights: of a model with conversions.
-        folder: with the files.
-        device: where parameters on the meta device become real.
-        dtype: of these; their own by default.
+        weights: weights of a model with conversions.
+        folder: folder of the files.
+        device: device for parameters on the meta device.
+        dtype: dtype for parameters on the meta device; by default they keep theirs.
 
     Raises:
         CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.
@@ -262,7 +262,7 @@ def adapter_entries(
     """Return the adapter in PEFT's layout: its tensors, and the contents of ``adapter_config.json``.
 
     Args:
-        weights: of a model that has a conversion with a ``peft_config``.
+        weights: weights of a model that has a conversion with a ``peft_config``.
         ranks: every rank makes its own shard.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
         whole: the multimodal checkpoint that the model is the text decoder of: the adapter uses the names that peft

@@ -68,7 +68,7 @@ def check_contents(weights: ModelWeights, contents: frozenset[str], *, resumable
     """Check that a save with these contents writes all trained parameters.
 
     Args:
-        weights: of the model, before training or when it is saved.
+        weights: the model's weights, before training or at a save.
         contents: from :func:`contents_of`.
         resumable: whether a resume reads the checkpoint; for a model with an adapter it reads only the adapter.
 

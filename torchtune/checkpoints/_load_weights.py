@@ -73,10 +73,10 @@ def load_base(
     """Fill the base weights of a model from a source, one tensor at a time; every rank reads its own shard.
 
     Args:
-        weights: of the model.
-        source: in any format of the model's spec.
-        device: where parameters on the meta device become real.
-        dtype: of these; their own by default.
+        weights: the model's weights.
+        source: weights in any format of the model's spec.
+        device: device for parameters on the meta device.
+        dtype: dtype for parameters on the meta device; by default they keep theirs.
         starts: adapted layers, by name of the weight that is split into the initial adapter and the rest.
 
     Returns:
@@ -103,7 +103,7 @@ def check_base(weights: ModelWeights, source: Source) -> None:
     """Check that a source has the names and shapes that :func:`load_base` needs, without reading tensor data.
 
     Args:
-        weights: of the model, on the meta device, not sharded.
+        weights: the model's weights, on the meta device, not sharded.
         source: see :func:`load_base`.
 
     Raises:
@@ -119,7 +119,7 @@ def _groups(
     """Yield the groups of tensors to read, in file order, with the shapes of their external tensors.
 
     Args:
-        weights: of the model.
+        weights: the model's weights.
         source: see :func:`load_base`.
         compare_tied: also read and compare tensors that the model ties and the source stores twice.
     """

@@ -89,13 +89,13 @@ class ModelWeights:
     weight in another form (:meth:`torchtune.modules.conversion.Conversion.stored_weights`).
 
     Args:
-        model: on the meta device or real, sharded or not. Its present parameters are read and written: during a
-            training step FSDP replaces them.
+        model: the model, on the meta device or real, sharded or not. Its current parameters are read and written;
+            during a training step FSDP replaces them.
 
     Attributes:
-        model: as given.
-        conversions: of the model.
-        parameters: of the model, by name.
+        model: the model.
+        conversions: conversions of the model.
+        parameters: parameters of the model, by name.
         owned: names of the parameters that conversions save apart from the base weights.
         stored: base weights that a conversion stores in another form, by name.
         inside: names of the parameters that store these.
@@ -207,10 +207,11 @@ class ModelWeights:
         """Fill this rank's shard of a full weight, in the form in which it is stored.
 
         Args:
-            name: of the full weight.
+            name: name of the full weight.
             read: fills a tensor with a slice of the full weight; called at most once, for the slice of this rank.
-            device: where parameters on the meta device become real.
-            dtype: of these, if the weight is stored as it is; their own by default.
+            device: device for parameters on the meta device.
+            dtype: dtype for parameters on the meta device, unless a conversion stores the weight in another form; by
+                default they keep theirs.
 
         Raises:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.
@@ -273,7 +274,7 @@ class ModelWeights:
         Making them needs memory for one tensor. To merge into a sharded model, all ranks make an entry together.
 
         Args:
-            group: of a weight map.
+            group: group of a weight map.
             ranks: every rank makes its own shard.
             turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
             merge: merge owned parameters into the weights, in float32, then round.
@@ -324,7 +325,7 @@ class ModelWeights:
         """The full weight on every rank, by an all-gather; all ranks call it.
 
         Args:
-            name: of the weight.
+            name: name of the weight.
             gathered: full parameters that need no all-gather, by name.
         """
         tensors = {

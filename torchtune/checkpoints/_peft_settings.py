@@ -62,7 +62,7 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
     Unknown settings raise unless they are off, because they may change the computation of the same tensors.
 
     Args:
-        weights: of a model with adapters.
+        weights: weights of a model with adapters.
         path: the file; if it is missing, the model's settings are assumed, with a warning.
         patterns: ``rank_pattern`` and ``alpha_pattern`` of this model.
 
@@ -134,9 +134,9 @@ def take_from_base(weights: ModelWeights, settings: Mapping[str, Any], path: Pat
     ``model.adapter_init`` records it, so that a resume does not repeat it and a save writes it.
 
     Args:
-        weights: of the model, loaded.
-        settings: of the adapter.
-        path: their file.
+        weights: the model's loaded weights.
+        settings: settings of the adapter.
+        path: file of the settings.
 
     Raises:
         CheckpointError: another initial adapter was subtracted before, or a layer does not support it.
