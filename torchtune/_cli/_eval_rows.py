@@ -135,12 +135,9 @@ def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> li
             continue
         lines.append(f"answers     {answers.path}")
         if cut := answers.ends.get("max_new_tokens", 0):
-            lines.append(
-                f"            {cut:,} were truncated at --max-new-tokens {args.max_new_tokens} and scored without their "
-                "end"
-            )
+            lines.append(f"            {cut:,} were truncated at --max-new-tokens {args.max_new_tokens}, and scored so")
         if cut := answers.ends.get("context", 0):
-            lines.append(f"            {cut:,} were truncated at the model's context and scored without their end")
+            lines.append(f"            {cut:,} were truncated at the model's context, and scored so")
         for name in answers.scores:
             if count := answers.unscored(name):
                 lines.append(f"            {count:,} could not be scored by {name} and are not in its mean")

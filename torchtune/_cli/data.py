@@ -27,8 +27,8 @@ class Data(Subcommand):
             "show",
             prog="tune data show",
             help="Show format, trained tokens, lengths, duplicates and steps",
-            description="Show the rows of a file, or of the datasets of a config: format, counts, lengths, duplicates,\n"
-            "rows in both training and validation data, and examples with their trained tokens.",
+            description="Show the rows of a file, or of the datasets of a config: format, counts, lengths,\n"
+            "duplicates, rows in both training and validation data, and examples with their trained tokens.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:

@@ -44,7 +44,7 @@ class List(Subcommand):
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("words", nargs="*", metavar="WORD", help="word that the configs must match")
-        self._parser.add_argument("--all", action="store_true", help="list every recipe and its configs, in two columns")
+        self._parser.add_argument("--all", action="store_true", help="list all recipes and configs, in two columns")
 
     def _ls_cmd(self, args: argparse.Namespace) -> None:
         if args.all and args.words:

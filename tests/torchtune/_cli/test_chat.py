@@ -64,9 +64,9 @@ def test_answers_and_commands(checkpoint, adapter, monkeypatch, capsys):
     found = capsys.readouterr()
     first = _reference(checkpoint, ["the cat"])
     assert found.out == 2 * f"{first}\n"
-    assert "/what is no command" in found.err
+    assert "/what is not a command" in found.err
     assert "That line is not UTF-8" in found.err
-    assert "(ends after --max-new-tokens 6)" in found.err
+    assert "(truncated at --max-new-tokens 6)" in found.err
     _chat(monkeypatch, "the cat\na dog", "--model", checkpoint, "--adapter", adapter)
     one = _reference(checkpoint, ["the cat"], adapter)
     two = _reference(checkpoint, ["the cat", one, "a dog"], adapter)
@@ -98,7 +98,7 @@ def test_what_ends_an_answer(
     whole = found.out.splitlines()
     assert len(whole) >= 2
     assert "the context of 60 tokens is full" in found.err
-    assert "it is full. Begin anew with /reset." in found.err
+    assert "start a new one with /reset." in found.err
 
 
 @pytest.mark.parametrize(

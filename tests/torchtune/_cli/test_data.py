@@ -124,7 +124,7 @@ def test_a_file_with_a_tokenizer(tokenizer, tmp_path, capsys, monkeypatch):
     out, err = run(capsys, monkeypatch, *arguments)
     assert "dataset: 3 rows\n" in out, err
     assert "1 of up to 128 tokens" in out
-    assert "2 rows have the tokens of an earlier one" in out
+    assert "2 rows have the tokens of an earlier row" in out
     trained = out.partition("--- row 0")[2].partition("\n")[2].partition("[[")[2].partition("]]")[0]
     assert "blue" in trained
     assert "red" not in trained

@@ -203,4 +203,4 @@ def test_a_folder_that_cannot_be_written(hub, tmp_path):
 def test_kaggle_is_refused_by_name(tmp_path):
     done = download("http://127.0.0.1:9", tmp_path, "owner/model", "--source", "kaggle")
     assert done.returncode == 2
-    assert "Kaggle is no longer a source" in done.stderr
+    assert "Kaggle is not supported" in done.stderr

@@ -155,12 +155,12 @@ def test_what_cannot_be_evaluated(folder, tmp_path, tune):
         (diverged, "--data", chats, "--perplexity"): "perplexity: the loss is nan",
         (model,): "give rows in --data, or --tasks",
         (model, "--score", "exact"): "need rows",
-        (model, "--data", data): "nothing is to be measured",
+        (model, "--data", data): "there is nothing to measure",
         (tmp_path / "none", "--data", data, "--score", "exact"): "there is no such folder",
         (model, "--data", tmp_path / "none.jsonl", "--score", "exact"): "there is no file",
         (model, "--data", tmp_path / "none.jsonl", "--perplexity"): "there is no such file",
-        (model, "--data", data, "--perplexity"): "perplexity is measured on texts and conversations",
-        (model, "--data", data, "--perplexity", "--answer", "b"): "go with --score",
+        (model, "--data", data, "--perplexity"): "perplexity needs texts or conversations",
+        (model, "--data", data, "--perplexity", "--answer", "b"): "need --score",
         (model, "--data", data, "--score", "exact", "--limit", "0"): "--limit is 0",
     }.items():
         assert message in tune(*args), args

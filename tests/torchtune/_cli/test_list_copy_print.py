@@ -88,7 +88,7 @@ def test_cp_keeps_a_changed_file(tune, tmp_path):
     assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n"
     assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n", "nothing was changed, nothing is kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
-    kept = f"Copied file to {mine}\nThe file that was there is kept as {mine}.bak"
+    kept = f"Copied file to {mine}\nThe previous file is kept as {mine}.bak"
     for text, name in (("a", ""), ("b", "1"), ("a", ""), ("c", "2")):
         mine.write_text(text)
         mine.chmod(0o640)

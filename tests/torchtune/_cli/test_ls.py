@@ -99,13 +99,13 @@ def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["qwn3"], "error: no config is 'qwn3'; did you mean 'qwen3'?\n"),
-        (["qwen3", "qlra"], "error: no config is 'qlra'; did you mean 'qlora'?\n"),
+        (["qwn3"], "error: no config matches 'qwn3'; did you mean 'qwen3'?\n"),
+        (["qwen3", "qlra"], "error: no config matches 'qlra'; did you mean 'qlora'?\n"),
         (
             ["xyzzy"],
-            "error: no config is 'xyzzy'; `tune ls` shows the families, for example `tune ls qwen3 8B lora`.\n",
+            "error: no config matches 'xyzzy'; `tune ls` shows the families, for example `tune ls qwen3 8B lora`.\n",
         ),
-        (["qwen3", "405B"], "error: no config is all of qwen3, 405B: leave a word out.\n"),
+        (["qwen3", "405B"], "error: no config matches all of qwen3, 405B: remove a word.\n"),
     ],
 )
 def test_words_that_describe_nothing_are_one_sentence(tune, words, message):
@@ -116,7 +116,7 @@ def test_words_that_describe_nothing_are_one_sentence(tune, words, message):
 def test_all_takes_no_words(tune):
     result = tune("ls", "--all", "qwen3")
     assert result.code == 2
-    assert "--all lists every config: leave it out, or the words" in result.err
+    assert "--all lists every config: remove it, or the words" in result.err
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_an_error_of_the_user_has_no_traceback(tune, folder):
         (("own.py", "--config="), "--config needs a value"),
         (("own.py", "--config", "own.yaml", "--config", "own.yaml"), "--config is given twice"),
         (("own.py", "--config", "own.yaml", "--epochs=3"), "--epochs=3: unknown option"),
-        (("own.py", "--config", "own.yaml", "epochs"), "epochs: settings are given as key=value"),
+        (("own.py", "--config", "own.yaml", "epochs"), "epochs: write settings as key=value"),
         (("own.py", "--config", "missing.yaml"), "there is no config 'missing.yaml'"),
         (("missing.py", "--config", "own.yaml"), "there is no recipe 'missing.py'"),
         (
@@ -153,11 +153,11 @@ def test_an_error_of_the_user_has_no_traceback(tune, folder):
         (("--config", "llama3_2/1B_lora_single_devise"), "did you mean 'llama3_2/1B_lora_single_device'?"),
         (
             ("--nproc-per-node", "2", "generate", "--config", "generation"),
-            "does not support distributed training: leave torchrun's options out",
+            "does not support distributed training: remove torchrun's options",
         ),
         (
             ("--nproc-per-node", "2", "lora_finetune_single_device", "--config", "own.yaml"),
-            "distributed training: run lora_finetune_distributed, or leave torchrun's options out",
+            "distributed training: run lora_finetune_distributed, or remove torchrun's options",
         ),
         (("--config", "text.yaml"), "text.yaml: must hold settings (key: value), not plain text or a list"),
         (("own.py", "--config", "text.yaml"), "the config has 1 mistake:\n  text.yaml: must hold settings"),
@@ -211,13 +211,13 @@ def test_dry_run_of_a_run_that_can_start(tune, tmp_path):
     assert (result.code, result.err.count("error")) == (0, 0)
     assert "data        24 rows, " in result.out
     assert "steps       12 = 1 epoch of 12\n" in result.out
-    assert result.out.endswith("Nothing was found that would keep this run from starting.\n")
+    assert result.out.endswith("The run can start: no problem was found.\n")
     assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_of_a_recipe_of_ones_own(tune, folder):
     result = tune("run", "--config", "own.yaml", "--dry-run")
-    assert (result.code, result.out) == (0, "Nothing was found that would keep this run from starting.\n")
+    assert (result.code, result.out) == (0, "The run can start: no problem was found.\n")
     assert not (folder / "note_0.json").exists()
 
 

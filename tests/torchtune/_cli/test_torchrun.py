@@ -132,7 +132,7 @@ def reaches(action: argparse.Action, given: list[str]) -> None:
 
 @pytest.mark.parametrize("option", ["-m", "--module", "--no-python", "--no_python"])
 def test_the_program_is_the_recipe(option):
-    with pytest.raises(UserError, match="leave that option out"):
+    with pytest.raises(UserError, match="remove the option"):
         parse_command([option, "own", "--config", "x"])
 
 
@@ -279,7 +279,7 @@ def test_a_machine_that_does_not_come(folder):
     options = ["--nnodes", "2", "--rdzv-endpoint", address, "--rdzv-conf", "join_timeout=2"]
     code, errors = Launched(folder, *options, *OWN).wait()
     assert code == 75, errors
-    assert errors.splitlines()[-1].startswith(f"error: fewer machines than --nnodes 2 came to {address} in time: ")
+    assert errors.splitlines()[-1].startswith(f"error: fewer machines than --nnodes 2 connected to {address} in time: ")
     assert "Traceback" not in errors
 
 

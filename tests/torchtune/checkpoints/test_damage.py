@@ -127,7 +127,7 @@ def test_verify(run: FullModelHFCheckpointer) -> None:
     )
     assert f"{folder / 'step_2'}/tokenizer.json is missing" in damaged
     assert "without checksums" in old
-    assert last == f"error: 2 of 3 checkpoints of {folder} cannot be relied on."
+    assert last == f"error: 2 of 3 checkpoints of {folder} are damaged: use another one."
     with pytest.raises(CheckpointError, match=r"is no folder: give a checkpoint \(epoch_N or step_N\)"):
         checkpoints_in(folder / "nowhere")
 
