@@ -200,7 +200,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
     """Check that the loss can be computed for every micro-batch of a loader, also the last one.
 
     Args:
-        loader: loader of pairs or labelled answers; ``None`` is skipped.
+        loader: loader of pairs or labeled answers; ``None`` is skipped.
         loss: loss of the run.
         name: setting of the loader's batch size, for the message.
 

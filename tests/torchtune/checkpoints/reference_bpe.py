@@ -1,7 +1,7 @@
 """Byte-level byte-pair encoding from its published rules, in plain Python, to compare tokenizers with.
 
 Text is cut by a regular expression, every piece is written as one character a byte (the printable characters of
-Latin-1 stand for themselves, other bytes for the characters from 256 on), and then the neighbours whose merge comes
+Latin-1 stand for themselves, other bytes for the characters from 256 on), and then the neighbors whose merge comes
 first in the list are joined until none is left.
 """
 
