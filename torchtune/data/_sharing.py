@@ -25,7 +25,7 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     Args:
         batch: a batch on the host, with documents.
         groups: group number of every document; documents are compared within a group.
-        labeled: also share labeled tokens. This is correct for losses of per-document sums, but wrong for losses that
+        labelled: also share labeled tokens. This is correct for losses of per-document sums, but wrong for losses that
             sum over tokens.
 
     Returns:
