@@ -15,14 +15,14 @@ author = "the torchtune contributors"
 copyright = "the torchtune contributors"
 language = "en"
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "tables", "faces"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "tables", "faces", "dark_code"]
 exclude_patterns = ["_build"]
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "Recipes for fine-tuning language models in native PyTorch",
-    "fixed_sidebar": True,
-    "page_width": "1080px",
-}
+html_theme = "basic"
+html_title = "torchtune"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+templates_path = ["_templates"]
+pygments_style = "friendly"
 html_show_sourcelink = False
 html_copy_source = False
 highlight_language = "text"

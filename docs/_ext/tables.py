@@ -2,11 +2,13 @@
 
 - ``recipes-table``: every recipe of ``recipes/features.yaml``, with its groups and the first sentence of its file.
 - ``features-table``: features × training recipes, from ``recipes/features.yaml`` and the recipes' settings.
+- ``levers-table``: peak memory by lever, from ``docs/tables/levers.yaml``.
 """
 
 import ast
 from pathlib import Path
 
+import yaml
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
@@ -63,8 +65,21 @@ class FeaturesTable(_Table):
         return self.table(["feature", "setting", *(f"``{name}``" for name in recipes)], rows)
 
 
+class LeversTable(_Table):
+    """Table of the numbers in the picture of memory."""
+
+    def run(self) -> list[nodes.Node]:
+        path = Path(__file__).parents[1] / "tables" / "levers.yaml"
+        self.env.note_dependency(str(path))
+        levers = yaml.safe_load(path.read_text())
+        rows = [[one["label"], *(f"{size:.2f}" for size in one["gib"].values())] for one in levers]
+        rows = [[*row, f"{sum(one['gib'].values()):.1f}"] for row, one in zip(rows, levers, strict=True)]
+        return self.table(["GiB", *levers[0]["gib"], "peak"], rows)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives (Sphinx entry point)."""
     app.add_directive("recipes-table", RecipesTable)
     app.add_directive("features-table", FeaturesTable)
+    app.add_directive("levers-table", LeversTable)
     return {"parallel_read_safe": True}

@@ -1,10 +1,12 @@
 """Everything that README and the pages show is run, on a tiny model, or listed here with the reason why not."""
 
+import argparse
 import contextlib
 import doctest
 import io
 import logging
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -19,10 +21,14 @@ import yaml
 
 import torchtune.models._spec
 from tests.docs import tiny_models
-from tests.docs.pages import LANGUAGES, PAGES, Block, Command, blocks_of, commands_of, edited
+from tests.docs.pages import LANGUAGES, PAGES, ROOT, Block, Command, blocks_of, commands_of, edited
 from tests.torchtune.checkpoints.gguf_files import write_gguf
 from torchtune._cli import tune
+from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli.run import parse_command
 from torchtune._recipe_registry import find_config
+from torchtune.config import load_and_check
+from torchtune.estimate import parse_cluster, parse_memory
 
 # Commands that are shown and not run, each with the reason.
 NOT_RUN = {
@@ -48,11 +54,31 @@ NOT_RUN = {
     "python benchmarks/bench_gpu.py llama-8b-lora ours --steps 20": "the same",
     "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
+    "make bench": "makes an environment of its own and takes an hour",
+    "tune run --config smol/135M_lora_single_device dataset.data_files=mine.jsonl device=cpu": "first_finetune",
+    "tune estimate --config llama3_1/8B_full_single_device --simulate RTX4090 tokenizer.max_seq_len=2048": "seconds",
+    "tune estimate --config llama3_1/8B_qlora_single_device --simulate RTX4090 tokenizer.max_seq_len=2048 "
+    "batch_size=4": "the same",
+    "tune estimate --config llama3_1/8B_lora_single_device --simulate RTX4090 --fit 22GiB "
+    "tokenizer.max_seq_len=2048": "minutes",
+    "tune download meta-llama/Meta-Llama-3.1-8B-Instruct --output-dir /tmp/Meta-Llama-3.1-8B-Instruct": "needs the hub",
+    "tune run --config llama3_1/8B_qlora_single_device dataset.data_files=mine.jsonl dataset.packed=True "
+    "tokenizer.max_seq_len=2048 compile=True": "needs a GPU",
+    "tune run --nproc-per-node 8 --config qwen3/8B_lora dataset.data_files=mine.jsonl": "eight GPUs",
+    "tune run --nproc-per-node 2 --config smol/135M_lora device=cpu dataset.data_files=mine.jsonl": "two processes",
+    "tune estimate --config llama3_3/70B_lora --simulate 16xH100 tokenizer.max_seq_len=4096": "seconds",
+    "tune data prepare llama3_3/70B_lora dataset.data_files=mine.jsonl --output /shared/prepared": "needs a tokenizer",
+    "tune eval /tmp/kd --against /tmp/SmolLM2-135M-Instruct --data held_out.jsonl --score exact": "tutorial_serve.rst",
+    "tune chat --model /tmp/orders": "reads the terminal",
+    "vllm serve /tmp/orders/epoch_1": "needs vLLM",
+    "vllm serve /tmp/SmolLM2-135M-Instruct --enable-lora --lora-modules orders=/tmp/orders/epoch_1/adapter": "the same",
+    "transformers serve": "serves until it is stopped; tests/torchtune/rlhf/test_server_sampler.py has a server",
 }
 # The pages' /tmp holds a tiny checkpoint and a tiny GGUF file under the names of those that one would download.
 # What stands in commands that train or generate, and in the configs that they name -> what takes its place.
 SUBSTITUTIONS = {
     "torchtune.models.smol.lora_smollm2_135m": "tests.docs.tiny_models.lora_smollm2_135m",
+    "torchtune.models.smol.qlora_smollm2_135m": "tests.docs.tiny_models.qlora_smollm2_135m",
     "torchtune.models.smol.smollm2_135m": "tests.docs.tiny_models.smollm2_135m",
     "device: cuda": "device: cpu",
     "max_new_tokens: 300": "max_new_tokens: 8",
@@ -211,3 +237,36 @@ def test_commands_that_are_not_run_are_still_shown():
         for command in commands_of(block)
     }
     assert not NOT_RUN.keys() - shown
+
+
+def test_commands_that_are_not_run_are_valid(tmp_path, monkeypatch):
+    """Options are known, configs and files exist, and settings fit their recipes."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parser, verbs = tune.TuneCLIParser(), re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for text in NOT_RUN:
+        words = shlex.split(text)
+        if words[0] == "make":
+            assert set(words[1:]) <= {*verbs}, text
+        elif words[0] in ("python", "sbatch"):
+            assert any((ROOT / word).is_file() for word in words), text
+        elif words[0] == "tune":
+            check_tune(parser.parse_args(words[1:]), text)
+
+
+def check_tune(args: argparse.Namespace, text: str) -> None:
+    """Check the settings of a command of ``tune`` that its parser accepts."""
+    if not hasattr(args, "tokens"):
+        if hasattr(args, "config"):
+            load_and_check(
+                resolve_config(args.config), args.overrides, recipe_named_by(find_config(args.config)).load_main()
+            )
+        return
+    command = parse_command(args.tokens)
+    config = resolve_config(command.config, command.recipe)
+    recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+    load_and_check(config, command.overrides, recipe.load_main())
+    if command.simulate:
+        assert parse_cluster(command.simulate)[0] >= 1, text
+    if command.fit:
+        assert parse_memory(command.fit) > 0, text

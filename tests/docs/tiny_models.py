@@ -10,6 +10,9 @@ from torchtune.models import from_hf_config
 from torchtune.models._builders import lora_builder
 from torchtune.models.smol import smollm2_135m as real_smollm2_135m
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.low_precision import QuantizeBase
+from torchtune.modules.peft import LoRA
 
 FOLDER: list[Path] = []  # the folder of the tiny checkpoint, once there is one
 OUTLINE: list[Path] = []  # that of a checkpoint that has the names and shapes of the real model, and no numbers
@@ -52,3 +55,23 @@ def smollm2_135m(tie_word_embeddings: bool = True) -> TransformerDecoder:
 
 
 lora_smollm2_135m = lora_builder(smollm2_135m, "lora_smollm2_135m", __name__, "the tiny model with LoRA adapters")
+
+
+def qlora_smollm2_135m(
+    lora_attn_modules: list[str],
+    apply_lora_to_mlp: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+) -> TransformerDecoder:
+    """The tiny model with LoRA adapters on a base in NF4, in blocks that divide its widths."""
+    lora = LoRA(
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        attn_modules=lora_attn_modules,
+        apply_to_mlp=apply_lora_to_mlp,
+    )
+    model = smollm2_135m()
+    apply_conversions(model, [QuantizeBase(block_size=16), lora])
+    return model

@@ -1,0 +1,187 @@
+"""Draw docs/pictures: peak memory by lever, a device mesh, and loss curves, as SVG for light and dark pages.
+
+python tools/make_pictures.py               # from the numbers in docs/tables
+python tools/make_pictures.py --simulate    # simulate the levers again, about ten seconds each
+python tools/make_pictures.py --log quickstart/run/logs/log.jsonl   # take the loss of a run of `make quickstart`
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PICTURES, TABLES = ROOT / "docs" / "pictures", ROOT / "docs" / "tables"
+LEVERS, LOSSES = TABLES / "levers.yaml", TABLES / "quickstart_loss.yaml"
+
+# Each lever includes those above it, except that LoRA and QLoRA start anew: (label, config, overrides).
+_FULL, _ONE = "llama3_1/8B_full_single_device", ("optimizer=torch.optim.AdamW", "optimizer_in_bwd=False")
+_ROWS = ("tokenizer.max_seq_len=2048", "batch_size=2")
+RUNS = (
+    ("full fine-tuning", _FULL, (*_ONE, *_ROWS, "enable_activation_checkpointing=False")),
+    ("+ activation checkpointing", _FULL, (*_ONE, *_ROWS)),
+    ("+ 8-bit optimizer states", _FULL, ("optimizer=torchao.optim.AdamW8bit", *_ONE[1:], *_ROWS)),
+    ("+ optimizer in the backward pass", _FULL, ("optimizer=torchao.optim.AdamW8bit", "optimizer_in_bwd=True", *_ROWS)),
+    ("LoRA", "llama3_1/8B_lora_single_device", _ROWS),
+    ("QLoRA", "llama3_1/8B_qlora_single_device", _ROWS),
+)
+COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "other")
+
+STYLE = """
+    svg { --text: #1d2733; --soft: #5a6773; --line: #d9dee4; --page: #ffffff;
+          --a: #4a82bd; --b: #d98a3d; --c: #6fa56b; --d: #b5699e; --e: #9aa4ae; }
+    @media (prefers-color-scheme: dark) {
+      svg { --text: #dde3e9; --soft: #9aa6b2; --line: #343d47; --page: #14181d;
+            --a: #6ba3de; --b: #e8a25c; --c: #86bf80; --d: #cc86b8; --e: #7f8b97; }
+    }
+    text { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--text); }
+    .small { font-size: 12.5px; fill: var(--soft); }
+    .head { font-weight: 600; }
+    .end { text-anchor: end; }
+    .middle { text-anchor: middle; }
+    .line { stroke: var(--line); stroke-width: 1; fill: none; }
+    .limit { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 5 4; }
+    .curve { stroke: var(--a); stroke-width: 2; fill: none; }
+    .frame { stroke: var(--soft); stroke-width: 1.2; fill: none; }
+    .a { fill: var(--a); } .b { fill: var(--b); } .c { fill: var(--c); } .d { fill: var(--d); } .e { fill: var(--e); }
+    .on { fill: var(--page); }"""
+
+
+def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+    lines = "\n".join(f"  {line}" for line in body)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
+        f"  <title>{escape(title)}</title>\n  <style>{STYLE}\n  </style>\n{lines}\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str, radius: int = 2) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}"/>'
+
+
+def _line(x: float, y: float, to_x: float, to_y: float, kind: str = "line") -> str:
+    return f'<path class="{kind}" d="M {x:.1f} {y:.1f} L {to_x:.1f} {to_y:.1f}"/>'
+
+
+def memory(levers: Sequence[dict[str, Any]]) -> str:
+    """Draw a stacked bar of GiB by component for each lever."""
+    left, top, row, width, most = 240, 62, 44, 560, 110
+    body, bottom = [], top + row * len(levers)
+    for index, component in enumerate(COMPONENTS):
+        body += [_box(left + index * 112, 14, 12, 12, "abcde"[index]), _text(left + index * 112 + 18, 25, component)]
+    for gib, card in ((24, "24 GiB"), (80, "80 GiB")):
+        x = left + width * gib / most
+        body += [_line(x, top - 14, x, bottom, "limit"), _text(x, top - 18, card, "small middle")]
+    for number, lever in enumerate(levers):
+        x, y = float(left), top + number * row
+        body.append(_text(left - 12, y + 19, lever["label"], "end"))
+        for kind, component in zip("abcde", COMPONENTS, strict=True):
+            part = width * lever["gib"][component] / most
+            body += [_box(x, y, part, row - 16, kind)] if part > 0.5 else []
+            x += part
+        body.append(_text(x + 8, y + 19, f"{sum(lever['gib'].values()):.1f} GiB", "head"))
+    body.append(_line(left, top - 8, left, bottom))
+    return _svg(840, bottom + 8, "Peak memory of fine-tuning Llama 3.1 8B by lever; the page has the numbers", body)
+
+
+def mesh(replicas: int = 2, shards: int = 2, parts: int = 2) -> str:
+    """Draw the ranks of two machines, with replicas, shards and tensor-parallel groups."""
+    size, gap, left, top = 118, 14, 20, 54
+    width, body = shards * parts * (size + gap) - gap + 40, []
+    for replica in range(replicas):
+        x0 = left + replica * (width + 40)
+        body.append(_box(x0, 34, width, size + 132, "frame", 8))
+        body.append(_text(x0 + 14, 26, f"machine {replica}: one replica", "head"))
+        for shard in range(shards):
+            x1 = x0 + 20 + shard * parts * (size + gap)
+            body += [
+                _box(x1 - 8, top, parts * (size + gap) - gap + 16, size + 44, "frame", 6),
+                _text(x1 + 4, top + size + 34, f"shard {shard}: other rows", "small"),
+            ]
+            for part in range(parts):
+                x = x1 + part * (size + gap)
+                rank = (replica * shards + shard) * parts + part
+                body += [
+                    _box(x, top + 10, size, size - 8, "ab"[part], 6),
+                    _text(x + size / 2, top + 54, f"rank {rank}", "head middle on"),
+                    _text(x + size / 2, top + 78, ("first", "second")[part] + " heads", "middle on"),
+                ]
+        body.append(_text(x0 + 14, top + size + 80, "data_parallel_shard_dim=2 x tensor_parallel_dim=2", "small"))
+    total = 2 * width + 40 + 2 * left
+    body.append(_text(left, top + size + 142, "data_parallel_replicate_dim=2: replicas all-reduce gradients", "small"))
+    return _svg(total, top + size + 158, "Eight ranks as two replicas of two shards of two tensor-parallel ranks", body)
+
+
+def loss(values: Sequence[float]) -> str:
+    """Draw a loss curve with a logarithmic axis."""
+    left, top, width, height = 70, 24, 700, 270
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+
+    def place(step: int, value: float) -> tuple[float, float]:
+        return (
+            left + width * step / max(len(values) - 1, 1),
+            top + height * (high - math.log10(value)) / (high - low),
+        )
+
+    body = []
+    for power in range(low, high + 1):
+        y = top + height * (high - power) / (high - low)
+        body += [_line(left, y, left + width, y), _text(left - 10, y + 5, f"{10.0**power:g}", "small end")]
+    for step in range(0, len(values), 20):
+        body.append(_text(place(step, 1)[0], top + height + 22, str(step), "small middle"))
+    points = " L ".join(f"{x:.1f} {y:.1f}" for x, y in (place(step, value) for step, value in enumerate(values)))
+    body += [f'<path class="curve" d="M {points}"/>', _text(left + width, top + height + 42, "step", "small end")]
+    return _svg(800, top + height + 54, "Loss of the quickstart by step", body)
+
+
+def pictures() -> dict[str, str]:
+    """Return the text of every picture by file name."""
+    drawn = {"mesh.svg": mesh()}
+    if LEVERS.exists():
+        drawn["memory.svg"] = memory(yaml.safe_load(LEVERS.read_text()))
+    if LOSSES.exists():
+        drawn["loss.svg"] = loss(yaml.safe_load(LOSSES.read_text())["loss"])
+    return drawn
+
+
+def simulate(label: str, config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the peak memory of a run in GiB by component."""
+    from torchtune._cli._target import recipe_named_by, resolve_config
+    from torchtune.config import load_and_check
+    from torchtune.estimate import estimate_run
+
+    path = resolve_config(config)
+    main_function = recipe_named_by(path).load_main()
+    found = estimate_run(main_function, load_and_check(path, list(overrides), main_function))
+    peak = max(found.peaks.values(), key=lambda one: one.total)
+    gib = {name: round(peak.components[name] / 2**30, 2) for name in COMPONENTS}
+    return {"label": label, "run": f"{config} {' '.join(overrides)}", "gib": gib}
+
+
+def main() -> None:
+    """Write all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true", help="simulate the levers again")
+    parser.add_argument("--log", type=Path, help="log.jsonl of the quickstart's run")
+    args = parser.parse_args()
+    if args.simulate:
+        LEVERS.write_text(yaml.safe_dump([simulate(*run) for run in RUNS], sort_keys=False, width=200))
+    if args.log:
+        losses = [row["loss"] for row in map(json.loads, args.log.read_text().splitlines()) if "loss" in row]
+        LOSSES.write_text(yaml.safe_dump({"loss": [round(value, 4) for value in losses]}, default_flow_style=None))
+    PICTURES.mkdir(exist_ok=True)
+    for name, text in pictures().items():
+        (PICTURES / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
