@@ -50,6 +50,7 @@ configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table
 	$(BIN)/python tools/make_configs.py
 	$(BIN)/python tools/make_model_table.py
 	$(BIN)/python tools/make_dataflow.py
+	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_tables.py
 
 clean:  ## Remove what the other verbs made

@@ -202,6 +202,14 @@ def test_the_committed_picture_of_the_data_flow_is_what_the_script_draws():
     assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
 
 
+@pytest.mark.usefixtures("tools")
+def test_the_committed_pictures_are_what_the_script_draws():
+    import make_pictures
+
+    committed = {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert committed == make_pictures.pictures(), "run `make configs`"
+
+
 @pytest.mark.slow
 def test_the_table_of_memory_is_what_the_configs_need():
     done = subprocess.run(

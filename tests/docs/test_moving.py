@@ -1,0 +1,47 @@
+"""The names on the pages for users of other libraries exist, here and in TRL."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
+
+from tests.docs.pages import ROOT
+from torchtune._cli._target import resolve_recipe
+from torchtune._recipe_registry import get_all_recipes
+
+CLASSES = (SFTConfig, DPOConfig, GRPOConfig, LoraConfig)
+_ROW = re.compile(r"^   \* - (.*)\n     - ((?:.*\n)(?:       .*\n)*)", re.MULTILINE)
+_NAME = re.compile(r"``([a-z][\w.]*)(?:: [^`]*)?``")
+
+
+def rows(page: str) -> list[tuple[list[str], list[str]]]:
+    """Names in both columns of the tables of a page."""
+    found = _ROW.findall((ROOT / "docs" / page).read_text())
+    return [(_NAME.findall(left), _NAME.findall(right)) for left, right in found]
+
+
+def settings() -> set[str]:
+    """Names of the settings of all recipes."""
+    mains = [resolve_recipe(recipe.name).load_main() for recipe in get_all_recipes()]
+    types = [inspect.get_annotations(main, eval_str=True)["cfg"] for main in mains]
+    return {item.name for each in types for item in dataclasses.fields(each)}
+
+
+@pytest.mark.parametrize("page", ["moving_trl.rst", "moving_axolotl.rst"])
+def test_settings_exist(page):
+    known = settings()
+    named = [name for _, right in rows(page) for name in right if not name.startswith("torchtune.")]
+    assert len(named) > 30
+    assert not [name for name in named if name.partition(".")[0] not in known | {"dpo", "grpo", "lora", "qlora"}]
+
+
+def test_names_of_trl_exist():
+    known = {item.name for each in CLASSES for item in dataclasses.fields(each)}
+    known |= {*inspect.signature(GRPOTrainer).parameters, *inspect.signature(BitsAndBytesConfig).parameters}
+    named = [name for left, _ in rows("moving_trl.rst") for name in left]
+    assert len(named) > 30
+    assert not [name for name in named if name not in known]
