@@ -19,14 +19,16 @@ ROOT = Path(__file__).parents[1]
 PICTURES, TABLES = ROOT / "docs" / "pictures", ROOT / "docs" / "tables"
 LEVERS, LOSSES = TABLES / "levers.yaml", TABLES / "quickstart_loss.yaml"
 
-# Each lever includes those above it, except that LoRA and QLoRA start anew: (label, config, overrides).
-_FULL, _ONE = "llama3_1/8B_full_single_device", ("optimizer=torch.optim.AdamW", "optimizer_in_bwd=False")
+# (label, config, overrides); each lever of full fine-tuning includes those above it.
+_FULL = "llama3_1/8B_full_single_device"
 _ROWS = ("tokenizer.max_seq_len=2048", "batch_size=2")
+_ADAMW = ("optimizer=torch.optim.AdamW", *_ROWS)
+_8_BIT = ("optimizer=torchao.optim.AdamW8bit", "~optimizer.fused", *_ROWS)
 RUNS = (
-    ("full fine-tuning", _FULL, (*_ONE, *_ROWS, "enable_activation_checkpointing=False")),
-    ("+ activation checkpointing", _FULL, (*_ONE, *_ROWS)),
-    ("+ 8-bit optimizer states", _FULL, ("optimizer=torchao.optim.AdamW8bit", *_ONE[1:], *_ROWS)),
-    ("+ optimizer in the backward pass", _FULL, ("optimizer=torchao.optim.AdamW8bit", "optimizer_in_bwd=True", *_ROWS)),
+    ("full fine-tuning", _FULL, (*_ADAMW, "optimizer_in_bwd=False", "enable_activation_checkpointing=False")),
+    ("+ activation checkpointing", _FULL, (*_ADAMW, "optimizer_in_bwd=False")),
+    ("+ 8-bit optimizer states", _FULL, (*_8_BIT, "optimizer_in_bwd=False")),
+    ("+ optimizer in the backward pass", _FULL, (*_8_BIT, "optimizer_in_bwd=True")),
     ("LoRA", "llama3_1/8B_lora_single_device", _ROWS),
     ("QLoRA", "llama3_1/8B_qlora_single_device", _ROWS),
 )
