@@ -43,7 +43,8 @@ STYLE = """
     }
     text { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--text); }
     .small { font-size: 12.5px; fill: var(--soft); }
-    .head { font-weight: 600; }
+    .head { font-weight: 600; stroke: var(--page); stroke-width: 4; paint-order: stroke; }
+    .on.head { stroke: none; }
     .end { text-anchor: end; }
     .middle { text-anchor: middle; }
     .line { stroke: var(--line); stroke-width: 1; fill: none; }
@@ -76,7 +77,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, kind: str = "line") -> s
 
 def memory(levers: Sequence[dict[str, Any]]) -> str:
     """Draw a stacked bar of GiB by component for each lever."""
-    left, top, row, width, most = 240, 62, 44, 560, 110
+    left, top, row, width, most = 262, 62, 44, 560, 110
     body, bottom = [], top + row * len(levers)
     for index, component in enumerate(COMPONENTS):
         body += [_box(left + index * 112, 14, 12, 12, "abcde"[index]), _text(left + index * 112 + 18, 25, component)]
@@ -92,35 +93,35 @@ def memory(levers: Sequence[dict[str, Any]]) -> str:
             x += part
         body.append(_text(x + 8, y + 19, f"{sum(lever['gib'].values()):.1f} GiB", "head"))
     body.append(_line(left, top - 8, left, bottom))
-    return _svg(840, bottom + 8, "Peak memory of fine-tuning Llama 3.1 8B by lever; the page has the numbers", body)
+    return _svg(830, bottom + 8, "Peak memory of fine-tuning Llama 3.1 8B by lever; the page has the numbers", body)
 
 
 def mesh(replicas: int = 2, shards: int = 2, parts: int = 2) -> str:
     """Draw the ranks of two machines, with replicas, shards and tensor-parallel groups."""
-    size, gap, left, top = 118, 14, 20, 54
-    width, body = shards * parts * (size + gap) - gap + 40, []
+    size, height, gap, left, step = 150, 66, 12, 20, 206
+    group = parts * (size + gap) - gap + 24
+    width, body = shards * (group + 16) + 16, []
     for replica in range(replicas):
-        x0 = left + replica * (width + 40)
-        body.append(_box(x0, 34, width, size + 132, "frame", 8))
-        body.append(_text(x0 + 14, 26, f"machine {replica}: one replica", "head"))
+        top = 34 + replica * step
+        body.append(_box(left, top, width, height + 84, "frame", 8))
+        body.append(_text(left, top - 10, f"machine {replica}: replica {replica} of the model", "head"))
         for shard in range(shards):
-            x1 = x0 + 20 + shard * parts * (size + gap)
-            body += [
-                _box(x1 - 8, top, parts * (size + gap) - gap + 16, size + 44, "frame", 6),
-                _text(x1 + 4, top + size + 34, f"shard {shard}: other rows", "small"),
-            ]
+            x = left + 16 + shard * (group + 16)
+            rows = "ABCD"[replica * shards + shard]
+            body.append(_box(x, top + 14, group, height + 56, "frame", 6))
+            body.append(_text(x + 12, top + height + 58, f"half {shard + 1} of the parameters, rows {rows}", "small"))
             for part in range(parts):
-                x = x1 + part * (size + gap)
+                middle = x + 12 + part * (size + gap) + size / 2
                 rank = (replica * shards + shard) * parts + part
-                body += [
-                    _box(x, top + 10, size, size - 8, "ab"[part], 6),
-                    _text(x + size / 2, top + 54, f"rank {rank}", "head middle on"),
-                    _text(x + size / 2, top + 78, ("first", "second")[part] + " heads", "middle on"),
-                ]
-        body.append(_text(x0 + 14, top + size + 80, "data_parallel_shard_dim=2 x tensor_parallel_dim=2", "small"))
-    total = 2 * width + 40 + 2 * left
-    body.append(_text(left, top + size + 142, "data_parallel_replicate_dim=2: replicas all-reduce gradients", "small"))
-    return _svg(total, top + size + 158, "Eight ranks as two replicas of two shards of two tensor-parallel ranks", body)
+                body.append(_box(middle - size / 2, top + 26, size, height, "ab"[part], 6))
+                body.append(_text(middle, top + 54, f"rank {rank}", "head middle on"))
+                body.append(_text(middle, top + 76, f"{('first', 'other')[part]} heads", "middle on"))
+    note = "data_parallel_replicate_dim=2, data_parallel_shard_dim=2, tensor_parallel_dim=2"
+    bottom = 34 + replicas * step - 40
+    body.append(_text(left, bottom + 16, note, "small"))
+    return _svg(
+        width + 2 * left, bottom + 26, "Eight ranks: two replicas of two shards of two tensor-parallel ranks", body
+    )
 
 
 def loss(values: Sequence[float]) -> str:

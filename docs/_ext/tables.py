@@ -72,7 +72,7 @@ class LeversTable(_Table):
         path = Path(__file__).parents[1] / "tables" / "levers.yaml"
         self.env.note_dependency(str(path))
         levers = yaml.safe_load(path.read_text())
-        rows = [[one["label"], *(f"{size:.2f}" for size in one["gib"].values())] for one in levers]
+        rows = [["\\" + one["label"], *(f"{size:.2f}" for size in one["gib"].values())] for one in levers]
         rows = [[*row, f"{sum(one['gib'].values()):.1f}"] for row, one in zip(rows, levers, strict=True)]
         return self.table(["GiB", *levers[0]["gib"], "peak"], rows)
 
