@@ -72,5 +72,5 @@ def test_what_would_train_nothing_is_refused(tmp_path):
 
 
 def test_a_start_of_what_is_not_simulated_is_refused(tmp_path):
-    with pytest.raises(UserError, match="fake_quant_after_n_steps: needs quantizer"):
+    with pytest.raises(UserError, match="fake_quant_after_n_steps: needs a quantizer"):
         start("full_finetune_single_device", tmp_path, train=False, fake_quant_after_n_steps=3)
