@@ -139,8 +139,8 @@ def loss(values: Sequence[float]) -> str:
     for power in range(low, high + 1):
         y = top + height * (high - power) / (high - low)
         body += [_line(left, y, left + width, y), _text(left - 10, y + 5, f"{10.0**power:g}", "small end")]
-    for step in range(0, len(values), 20):
-        body.append(_text(place(step, 1)[0], top + height + 22, str(step), "small middle"))
+    for step in (1, *range(20, len(values) + 1, 20)):
+        body.append(_text(place(step - 1, 1)[0], top + height + 22, str(step), "small middle"))
     points = " L ".join(f"{x:.1f} {y:.1f}" for x, y in (place(step, value) for step, value in enumerate(values)))
     body += [f'<path class="curve" d="M {points}"/>', _text(left + width, top + height + 42, "step", "small end")]
     return _svg(800, top + height + 54, "Loss of the quickstart by step", body)
