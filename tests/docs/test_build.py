@@ -16,7 +16,7 @@ from tools.recipe_table import groups, recipe_files, recipes_in, table
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Looking for garbage in what stays until the end would take a quarter of the time, and looking for the same name again
-# and again a tenth, as would quotation marks and the text of defaults.
+# and again a tenth, as would quotation marks.
 SPHINX = """if True:
     import functools, gc, sys
     gc.disable()
@@ -27,7 +27,7 @@ SPHINX = """if True:
 """
 
 
-FASTER = ["-D", "smartquotes=0", "-D", "autodoc_preserve_defaults=0"]
+FASTER = ["-D", "smartquotes=0"]
 
 
 @pytest.mark.slow
