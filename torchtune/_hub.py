@@ -75,6 +75,35 @@ def download(
     return Path(folder)
 
 
+def hub_cache() -> Path:
+    """Return the folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def describe_access(timeout: float = 5.0) -> str:
+    """Ask the hub for the name of this account, and describe the answer; ``timeout`` in seconds."""
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import build_hf_headers, get_session, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        return "offline: HF_HUB_OFFLINE is set, so only cached files are used"
+    token = get_token()
+    try:
+        answer = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout)
+        name = answer.json()["name"] if answer.status_code == 200 else None
+    except (errors.HTTPError, OSError, ValueError, LookupError, TypeError) as error:
+        reason = _first_line(error, token) or type(error).__name__
+        return f"offline: {constants.ENDPOINT} gives no answer of a hub ({reason})"
+    if name is not None:
+        return f"{constants.ENDPOINT} answers, signed in as {name}"
+    if answer.status_code != 401:
+        return f"{constants.ENDPOINT} answers with status {answer.status_code}: try again later"
+    known = "refuses the token: make another" if token else "answers, without a token: gated models need HF_TOKEN"
+    return f"{constants.ENDPOINT} {known}"
+
+
 def _cached(repo_id: str) -> Path | None:
     """Return the repository's folder in the hub's cache, if any."""
     from huggingface_hub import errors, snapshot_download

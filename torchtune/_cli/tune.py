@@ -10,6 +10,7 @@ from torchtune._cli.chat import Chat
 from torchtune._cli.checkpoint import Checkpoint
 from torchtune._cli.cp import Copy
 from torchtune._cli.data import Data
+from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
@@ -30,7 +31,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint):
+        for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint, Doctor):
             subcommand.create(subparsers)
         for parser in subparsers.choices.values():
             parser.set_defaults(parser=parser)

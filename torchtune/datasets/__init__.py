@@ -43,6 +43,7 @@ __getattr__, __dir__, __all__ = attach(
         "RowSource": "_row_source",
         "SAMPLE": "_file_report",
         "Source": "_row_source",
+        "cache_path": "_shared",
         "content_of": "_row_images",
         "format_of": "_file_report",
         "histogram": "_file_report",

@@ -47,17 +47,20 @@ _made: Counter[str] = Counter()
 _output: ContextVar[Path | None] = ContextVar("output", default=None)
 
 
-def cache_folder() -> Path:
-    """Return the cache folder of prepared rows, and create it if it is missing.
+def cache_path() -> Path:
+    """Return ``rows`` in ``TORCHTUNE_CACHE``, by default in ``torchtune`` of the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser() / "rows"
 
-    It is the subfolder ``rows`` of ``TORCHTUNE_CACHE``, by default of ``torchtune`` in the user's cache folder.
+
+def cache_folder() -> Path:
+    """Return :func:`cache_path`, and create it if it is missing.
 
     Raises:
         DataError: the folder belongs to another user, is writable by others, or cannot be created or written to.
         ForeignPathError: a link or a folder above it belongs to another user.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser() / "rows"
+    folder = cache_path()
     refuse_foreign(folder, "TORCHTUNE_CACHE")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

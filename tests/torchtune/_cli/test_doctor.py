@@ -1,0 +1,138 @@
+"""``tune doctor`` says whether training can run here, and what will be slow."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from torchtune._cli import _machine
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows the token ``hf_right``; a hub in the way of the real one answers with a page."""
+
+    def do_GET(self) -> None:
+        token = self.headers.get("Authorization")
+        body = b"<html>" if self.server.is_portal else json.dumps({"name": "somebody"}).encode()
+        self.send_response(200 if token == "Bearer hf_right" or self.server.is_portal else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.is_portal = False
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Name -> lines of a report."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name = line[:12].strip() or next(reversed(found))
+        found.setdefault(name, []).append(line[12:])
+    return found
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_machine_that_can_train(tune, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    result = tune("doctor", "--output", str(tmp_path / "runs"))
+    found = rows(result.out)
+    assert result.code == 0
+    assert found["problems"] == ["none: training can run"]
+    assert torch.__version__ in found["versions"][0]
+    assert found["disks"][0].startswith(f"runs: {tmp_path / 'runs'}, ")
+    assert found["disks"][1].startswith(f"rows: {tmp_path / 'cache' / 'rows'}, ")
+    assert "offline: HF_HUB_OFFLINE is set" in found["hub"][0]
+    packages = " ".join(found["packages"])
+    assert f"tokenizers {metadata.version('tokenizers')}" in packages
+    assert "pytest" not in packages, "packages for development are not listed"
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.usefixtures("offline")
+def test_problems_are_named_and_change_the_exit_code(tune, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.3.1" if name == "torch" else version(name))
+    result = tune("doctor", "--output", str(tmp_path / "file" / "runs"))
+    problems = "\n".join(rows(result.out)["problems"])
+    assert result.code == 1
+    assert f"runs: {tmp_path / 'file'} may not be written to" in problems
+    assert "torch 2.3.1, but >=2.11 is needed: pip install 'torch>=2.11'" in problems
+
+
+@pytest.mark.usefixtures("offline")
+def test_optional_packages_name_their_extra(monkeypatch):
+    version = metadata.version
+
+    def without_wandb(name: str) -> str:
+        if name == "wandb":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_wandb)
+    found = _machine.Findings()
+    assert "not installed: wandb (pip install 'torchtune[wandb]')" in _machine._packages(found)
+    assert not found.problems
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_is_slow(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
+    monkeypatch.setattr(_machine, "_file_system", lambda path: "nfs4")
+    monkeypatch.setattr(_machine, "has_fast_matmul", lambda dtype, device: dtype == torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    slow = "\n".join(_machine.examine(tmp_path).slow)
+    assert "dtype=bf16 on cpu: emulated" in slow
+    assert "3 cores" in slow
+    assert "1 threads on 3 cores: unset or raise OMP_NUM_THREADS" in slow
+    assert f"runs: {tmp_path} is on a network file system (nfs4)" in slow
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/mounts"), reason="needs /proc/mounts")
+def test_the_file_system_is_that_of_the_innermost_mount():
+    assert _machine._file_system(_machine.Path("/proc/self")) == "proc"
+
+
+def test_access_to_the_hub(hub, tune, tmp_path, monkeypatch):
+    def said(token: str | None) -> str:
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        result = tune("doctor", "--output", str(tmp_path))
+        assert "hf_" not in result.out
+        return rows(result.out)["hub"][0].removeprefix(constants.ENDPOINT).strip()
+
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert said("hf_right") == "answers, signed in as somebody"
+    assert said("hf_wrong") == "refuses the token: make another"
+    assert said(None) == "answers, without a token: gated models need HF_TOKEN"
+    hub.is_portal = True
+    assert "gives no answer of a hub" in said(None)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert said(None).startswith("offline: ")
