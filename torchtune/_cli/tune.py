@@ -14,11 +14,14 @@ from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
+from torchtune._cli.import_config import Import
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits, reduce_garbage_collection, restore_garbage_collection
+
+_SUBCOMMANDS = (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint, Doctor, Import)
 
 
 class TuneCLIParser:
@@ -31,7 +34,21 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint, Doctor):
+        for subcommand in (
+            Download,
+            List,
+            Copy,
+            Data,
+            Run,
+            Estimate,
+            Validate,
+            Cat,
+            Chat,
+            Eval,
+            Checkpoint,
+            Doctor,
+            Import,
+        ):
             subcommand.create(subparsers)
         for parser in subparsers.choices.values():
             parser.set_defaults(parser=parser)

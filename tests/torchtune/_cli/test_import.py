@@ -1,0 +1,264 @@
+"""``tune import`` reads configs of Axolotl, TRL and LLaMA-Factory, and loses no key of them."""
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from torchtune._cli._foreign_config import TABLES
+
+AXOLOTL = """
+base_model: unsloth/Llama-3.2-1B-Instruct
+load_in_4bit: true
+datasets:
+  - path: own/chats
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    split: "train[:20%]"
+    roles_to_train: [assistant]
+  - {path: own/alpaca, type: alpaca}
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [gate_proj, q_proj, o_proj]
+sequence_len: 2048
+sample_packing: true
+wandb_project: mine
+wandb_entity:
+micro_batch_size: 3
+gradient_accumulation_steps: 4
+num_epochs: 2
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+warmup_steps: 10
+bf16: auto
+tf32: false
+gradient_checkpointing: unsloth
+flash_attention: true
+warmup_ratio: 0.1
+plugins: [axolotl.integrations.liger.LigerPlugin]
+"""
+TRL = """
+model_name_or_path: own/model-of-tomorrow
+dataset_name: {file}
+learning_rate: 1.0e-4
+lr_scheduler_type: constant_with_warmup
+use_peft: true
+lora_target_modules: all-linear
+packing: true
+max_steps: 20
+report_to: tensorboard
+bf16: true
+assistant_only_loss: true
+eval_strategy: steps
+chat_template_path: mine.jinja
+"""
+FACTORY = """
+model_name_or_path: Qwen/Qwen3-0.6B
+stage: sft
+finetuning_type: full
+dataset: chats,identity
+dataset_dir: {folder}
+template: qwen3
+cutoff_len: 1024
+learning_rate: 1.0e-5
+num_train_epochs: 3.0
+max_grad_norm: 0
+per_device_train_batch_size: 1
+deepspeed: examples/deepspeed/ds_z3_config.json
+overwrite_cache: true
+"""
+
+
+@pytest.fixture
+def convert(tune, tmp_path, monkeypatch):
+    """Import a config's text; return ours and what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *options: str) -> tuple[dict[str, Any], str]:
+        Path("theirs.yaml").write_text(text)
+        Path("theirs_torchtune.yaml").unlink(missing_ok=True)
+        result = tune("import", "theirs.yaml", *options)
+        assert result.code == 0, result.err
+        assert "well-formed" in tune("validate", "theirs_torchtune.yaml").out
+        return yaml.safe_load(Path("theirs_torchtune.yaml").read_text()), result.out
+
+    return run
+
+
+def write_rows(path: Path) -> Path:
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
+    path.write_text(json.dumps({"chats": turns}) + "\n")
+    return path
+
+
+def test_axolotl(convert):
+    ours, said = convert(AXOLOTL)
+    assert ours["recipe"] == "lora_finetune_single_device"
+    assert ours["model_converters"] == [
+        {"_component_": "torchtune.modules.low_precision.QuantizeBase"},
+        {
+            "_component_": "torchtune.modules.peft.LoRA",
+            "rank": 32,
+            "alpha": 16,
+            "target_modules": ["w1", "q_proj", "output_proj"],
+        },
+    ]
+    assert ours["model"] == {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}, "the shipped config's builder"
+    chats, alpaca = ours["dataset"]
+    assert chats == {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": "own/chats",
+        "split": "train[:20%]",
+        "conversation_column": "conversations",
+        "conversation_style": "sharegpt",
+        "packed": True,
+        "masking_strategy": "train_on_assistant",
+    }
+    assert alpaca["_component_"] == "torchtune.datasets.alpaca_dataset"
+    assert alpaca["masking_strategy"] == "train_on_assistant", "their default, not that of our builder"
+    assert (ours["batch_size"], ours["gradient_accumulation_steps"], ours["epochs"]) == (3, 4, 2)
+    assert ours["optimizer"] == {"_component_": "torchao.optim.AdamW8bit", "weight_decay": 0.0, "lr": 2e-4}
+    assert ours["lr_scheduler"]["num_warmup_steps"] == 10
+    assert ours["lr_scheduler"]["_component_"].endswith("get_cosine_schedule_with_warmup")
+    assert ours["tokenizer"]["max_seq_len"] == 2048
+    assert ours["dtype"] is None
+    assert ours["enable_activation_checkpointing"] is True
+    assert ours["metric_logger"]["_component_"].endswith("WandBLogger")
+    assert ours["metric_logger"]["project"] == "mine"
+    assert ours["clip_grad_norm"] == 1.0, "the default of their trainer"
+    left = said.partition("Without counterpart:")[2].partition("No setting is needed:")[0]
+    for key in ("datasets.0.roles_to_train", "warmup_ratio", "plugins"):
+        assert f"  {key}: " in left
+    assert "flash_attention: " not in left
+    assert "tune download unsloth/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct" in said
+
+
+def test_trl(convert, tmp_path):
+    ours, said = convert(TRL.format(file=write_rows(tmp_path / "rows.jsonl")))
+    assert ours["model"] == {
+        "_component_": "torchtune.models.from_hf_config",
+        "checkpoint_dir": "/tmp/model-of-tomorrow",
+    }
+    assert ours["dataset"] == {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": str(tmp_path / "rows.jsonl"),
+        "conversation_column": "chats",
+        "conversation_style": "openai",
+        "packed": True,
+        "masking_strategy": "train_on_assistant",
+        "split": "train",
+    }
+    (lora,) = ours["model_converters"]
+    assert (lora["rank"], lora["alpha"], lora["dropout"]) == (16, 32, 0.05)
+    assert lora["target_modules"] == ["*_proj", "w?"]
+    assert (ours["max_steps_per_epoch"], ours["epochs"]) == (20, 1)
+    assert ours["lr_scheduler"]["_component_"].endswith("get_constant_schedule_with_warmup")
+    assert ours["metric_logger"]["_component_"].endswith("TensorBoardLogger")
+    assert ours["dtype"] == "bf16"
+    assert ours["batch_size"] == 8
+    assert "  chat_template_path: not known" in said
+    assert "  eval_strategy: set dataset_val" in said
+
+
+def test_llama_factory(convert, tmp_path):
+    write_rows(tmp_path / "rows.jsonl")
+    described = {"chats": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": {"messages": "chats"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(described))
+    ours, said = convert(FACTORY.format(folder=tmp_path))
+    assert ours["model"]["_component_"].startswith("torchtune.models.qwen3.qwen3_0_6b")
+    assert ours["recipe"] == "full_finetune_distributed"
+    assert "  several devices: FSDP2 shards" in said
+    chats, identity = ours["dataset"]
+    assert (chats["conversation_column"], chats["conversation_style"]) == ("chats", "openai")
+    assert identity["source"] == "identity"
+    assert "model_converters" not in ours
+    assert ours["clip_grad_norm"] is None, "0 clips nothing there"
+    assert ours["epochs"] == 3
+    assert ours["enable_activation_checkpointing"] is True, "their default"
+    assert "  dataset identity: " in said
+    assert "  template: set tokenizer.chat_template" in said
+
+
+def test_preferences_of_axolotl_and_llama_factory(convert):
+    ours, _ = convert(FACTORY.format(folder="data").replace("stage: sft", "stage: dpo\npref_beta: 0.2"))
+    assert ours["recipe"] == "dpo"
+    assert ours["loss"]["beta"] == 0.2
+    assert ours["dataset"][0]["_component_"] == "torchtune.datasets.preference_dataset"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("one: 1\n", "no model and dataset"),
+        ("base_model: a/b\nrl: kto\ndatasets: [{path: a}]\nadapter: lora\n", "rl: this method cannot be imported"),
+        ("base_model: a/b\nadapter: lora\nsequence_len: 5\n", "no model and dataset"),
+        ("base_model: [\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(tune, tmp_path, monkeypatch, text, reason):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(text)
+    result = tune("import", "theirs.yaml")
+    assert result.code == 2
+    assert reason in result.err
+    assert not Path("theirs_torchtune.yaml").exists()
+
+
+def test_a_value_that_does_not_convert_is_listed(convert):
+    text = AXOLOTL.replace("num_epochs: 2", "num_epochs: 0.5").replace("adamw_bnb_8bit", "lion_8bit")
+    _, said = convert(text.replace("lora_target_modules: [gate_proj,", "lora_target_modules: [embed_tokens,"))
+    assert "  num_epochs: 0.5 is not a whole number" in said
+    assert "  optimizer: ['lion_8bit']: choose out of adamw_torch," in said
+    assert "  lora_target_modules: ['embed_tokens']: choose out of q_proj," in said
+
+
+def test_an_existing_file_is_kept(tune, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(AXOLOTL)
+    Path("mine.yaml").write_text("precious")
+    assert tune("import", "theirs.yaml", "--output", "mine.yaml").code == 2
+    assert Path("mine.yaml").read_text() == "precious"
+
+
+def fields_of(*classes: tuple[str, str]) -> dict[str, Any]:
+    """Fields of dataclasses in installed files -> literal default, or ``...``; later classes override."""
+    found = {}
+    for module, name in classes:
+        package, _, rest = module.partition(".")
+        folder = importlib.util.find_spec(package).submodule_search_locations[0]
+        tree = ast.parse(Path(folder, f"{rest.replace('.', '/')}.py").read_text())
+        (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        for node in body:
+            if isinstance(node, ast.AnnAssign):
+                value = node.value
+                if isinstance(value, ast.Call):
+                    value = next((word.value for word in value.keywords if word.arg == "default"), None)
+                try:
+                    found[node.target.id] = ast.literal_eval(value)
+                except ValueError:
+                    found[node.target.id] = ...
+    return found
+
+
+def test_keys_and_defaults_of_the_installed_trl():
+    table = TABLES["trl"]
+    fields = fields_of(
+        ("transformers.training_args", "TrainingArguments"),
+        ("trl.trainer.base_config", "_BaseConfig"),
+        ("trl.trainer.sft_config", "SFTConfig"),
+        ("trl.trainer.model_config", "ModelConfig"),
+        ("trl.scripts.utils", "ScriptArguments"),
+        ("trl.scripts.utils", "DatasetMixtureConfig"),
+    )
+    assert not table["keys"].keys() - fields.keys() - {"num_processes"}, "num_processes is accelerate's"
+    assert table["data"].keys() <= fields_of(("trl.scripts.utils", "DatasetConfig")).keys()
+    same = {key: fields[key] for key in table["defaults"] if fields[key] not in (..., None)}
+    assert len(same) > 12
+    assert {key: table["defaults"][key] for key in same} == same

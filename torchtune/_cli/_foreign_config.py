@@ -1,0 +1,236 @@
+"""Conversion of configs of Axolotl, TRL and LLaMA-Factory, for ``tune import``; the keys are in a YAML table."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtune._cli._find_configs import device_of, find_configs
+from torchtune._recipe_registry import Config
+from torchtune.config import locate, read_document
+from torchtune.datasets import scan
+from torchtune.utils import UserError, read_json
+
+TABLES = yaml.safe_load(Path(__file__).with_name("foreign_configs.yaml").read_text(encoding="utf-8"))
+LIBRARIES = ("axolotl", "trl", "llama-factory")
+# Keys and roles of turns, in conversations of either style.
+_TAGS = {*"role content user assistant system from value human gpt observation tool".split()}
+
+
+class ForeignConfig:
+    """A config of another library and ours that it becomes.
+
+    Args:
+        path: the file.
+        library: one of ``LIBRARIES``; by default the one that has most of the file's keys.
+
+    Attributes:
+        name: name of the shipped config that ``data``, our config, changes.
+        repository: repository or folder of the base model.
+        left: keys without a counterpart -> reason.
+        covered: keys that need no setting -> reason.
+
+    Raises:
+        UserError: the file is not valid, no table has its keys, or it has no model or no datasets.
+    """
+
+    def __init__(self, path: Path, library: str | None = None) -> None:
+        document = read_document(path)
+        document.check()
+        theirs = document.data
+        shared = {name: len(TABLES[name]["keys"].keys() & theirs.keys()) for name in LIBRARIES}
+        self.library = library or max(shared, key=lambda name: shared[name])
+        self.path, self._table = path, TABLES[self.library]
+        self.left: dict[str, str] = {}
+        self.covered: dict[str, str] = {}
+        self._settings: dict[str, Any] = {}
+        for key, value in theirs.items():
+            self._take(key, value)
+        taken = {*self._settings}
+        for key, value in self._table["defaults"].items():
+            if self._table["keys"][key].split()[0] not in taken:
+                self._take(key, value)
+        self.repository = self._settings.pop("@base", None)
+        if self.repository is None or "@datasets" not in self._settings:
+            raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
+        self.data = self._changed_config()
+
+    def _take(self, key: str, value: Any) -> None:
+        """Convert one setting, or note why not."""
+        if value is None:
+            self.covered[key] = "it is empty"
+        elif key in self._table["keys"]:
+            name, _, conversion = self._table["keys"][key].partition(" ")
+            try:
+                self._settings[name] = _convert(value, conversion)
+            except (ValueError, TypeError) as error:
+                if name == "@reader":
+                    raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
+                self.left[key] = str(error)
+        elif value is False and key in TABLES["hints"]:
+            self.covered[key] = "it is off"
+        elif key in TABLES["covered"]:
+            self.covered[key] = TABLES["covered"][key]
+        else:
+            self.left[key] = TABLES["hints"].get(key, "not known")
+
+    def _changed_config(self) -> dict[str, Any]:
+        """Return the nearest shipped config with all settings."""
+        take = self._settings.pop
+        method, reader, is_distributed = take("@method", "full"), take("@reader", ""), bool(take("@distributed", 0))
+        if take("@quantized", False) and method == "lora":
+            method = "qlora"
+        base = Path(self.repository)
+        config = _nearest(base.name, method, reader == "preference_dataset", is_distributed)
+        self.name, folder = config.name, _checkpoint_dir(config)
+        is_same = base.name.lower() == Path(folder).name.lower()
+        own = str(base if base.is_dir() else folder if is_same else f"/tmp/{base.name}")
+        data = yaml.safe_load(config.path.read_text(encoding="utf-8").replace(folder, own))
+        if is_distributed:
+            self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
+        data |= {"output_dir": f"/tmp/torchtune/{self.path.stem}", "device": None}
+        _set_model(data, method, None if is_same else own)
+        entries = self._entries(take("@datasets"), take("@folder", "data"))
+        nodes = [self._dataset(*entry, reader) for entry in enumerate(entries)]
+        data["dataset"] = nodes if len(nodes) > 1 else nodes[0]
+        if {"@beta1", "@beta2"} & self._settings.keys():
+            data["optimizer"]["betas"] = [take("@beta1", 0.9), take("@beta2", 0.999)]
+        take("@column", None)
+        for key, value in self._settings.items():
+            section, _, name = key.rpartition(".")
+            if section == "dataset":
+                self._set_dataset(nodes, name, value)
+            elif section == "lora":
+                data.get("model_converters", [{}])[-1][name] = value
+            else:
+                (data.setdefault(section, {}) if section else data)[name] = value
+        return self._finish(data)
+
+    def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Remove arguments that the chosen components do not have."""
+        if data.get("max_steps_per_epoch"):
+            self.left["max_steps"] = "these are steps of one epoch: add epochs for more"
+            data["epochs"] = 1
+        if "project" in data["metric_logger"]:
+            data["metric_logger"]["_component_"] = TABLES["values"]["logger"]["wandb"]
+        for section in ("optimizer", "metric_logger"):
+            takes = inspect.signature(locate(data[section]["_component_"])).parameters
+            data[section] = {key: value for key, value in data[section].items() if key in {"_component_", *takes}}
+        data.get("lr_scheduler", {}).setdefault("num_warmup_steps", 0)
+        return data
+
+    def _set_dataset(self, nodes: list[dict[str, Any]], name: str, value: Any) -> None:
+        for node in nodes:
+            if name == "name" or name in inspect.signature(locate(node["_component_"])).parameters:
+                node.setdefault(name, value)
+            elif value and name != "masking_strategy":
+                self.left[name] = f"{node['_component_']} has no such argument"
+
+    def _entries(self, found: Any, folder: str) -> list[dict[str, Any]]:
+        """Return the descriptions of the datasets; LLaMA-Factory's are in ``dataset_info.json``."""
+        if self.library != "llama-factory":
+            return found if isinstance(found, list) else [{"path": found}]
+        index = self.path.parent / folder / "dataset_info.json"
+        known = read_json(index, UserError) if index.is_file() else {}
+        entries = []
+        for name in found.split(",") if isinstance(found, str) else found:
+            entry = known.get(name.strip(), {"hf_hub_url": name.strip()})
+            if entry.get("file_name"):
+                entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
+            if name.strip() not in known:
+                self.left[f"dataset {name.strip()}"] = f"{index} does not describe it: set dataset.source and columns"
+            entries.append(entry)
+        return entries
+
+    def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
+        """Return the config node of one dataset."""
+        node: dict[str, Any] = {"_component_": ""}
+        hints: dict[str, Any] = {"@column": self._settings.get("@column"), "@tags": {}, "@columns": {}, "@type": ""}
+        for key, value in entry.items():
+            name = self._table["data"].get(key)
+            if name is None:
+                self.left[f"datasets.{number}.{key}"] = "not known"
+            elif value is not None:
+                (hints if name.startswith("@") else node)[name] = value
+        if hints["@columns"].keys() - {"messages"}:
+            self.left[f"datasets.{number}.columns"] = "set dataset.column_map"
+        if unknown := {*map(str, hints["@tags"].values())} - _TAGS:
+            self.left[f"datasets.{number} tags"] = (
+                f"turns have no {', '.join(sorted(unknown))}: rename them in the file"
+            )
+        path = Path(str(node.get("data_files") or node.get("source"))).expanduser()
+        formats = scan(path, everything=False).formats.most_common(1) if path.is_file() and not reader else ()
+        component, *columns = (reader or (formats and formats[0][0][1]) or self._reader(number, hints)).split()
+        node["_component_"] = f"torchtune.datasets.{component}"
+        if component == "text_completion_dataset" and hints["@column"]:
+            columns = [f"column={hints['@column']}"]
+        return {**node, **dict(column.split("=") for column in columns)}
+
+    def _reader(self, number: int, hints: dict[str, Any]) -> str:
+        """Return the builder, with its columns, of rows that are not on this machine."""
+        kind = str(hints["@type"])
+        if kind.startswith("completion"):
+            return "text_completion_dataset"
+        if kind.startswith("alpaca") or (not kind and self.library == "llama-factory"):
+            return "alpaca_dataset"
+        if not kind.startswith(("chat_template", "sharegpt")):
+            self.left[f"datasets.{number} {kind}".strip()] = "the columns are not known: check those of dataset"
+        role = hints["@tags"].get("role") or hints["@tags"].get("role_tag") or "from" * kind.startswith("sharegpt")
+        style = "sharegpt" if role == "from" else "openai"
+        column = hints["@columns"].get("messages") or hints["@column"]
+        column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
+        return f"chat_dataset conversation_column={column} conversation_style={style}"
+
+
+def _checkpoint_dir(config: Config) -> str:
+    lines = config.path.read_text(encoding="utf-8").splitlines()
+    return next((line.split()[1] for line in lines if line.startswith("  checkpoint_dir: ")), "")
+
+
+def _nearest(model: str, method: str, is_dpo: bool, is_distributed: bool) -> Config:
+    """Return the shipped config of a method that is nearest in model and number of devices."""
+    word = "lora" if is_dpo and method == "qlora" else method
+    recipe, device = "dpo" if is_dpo else "_finetune_", "distributed" if is_distributed else "single_device"
+    pairs = [pair for pair in find_configs([word]) if recipe in pair[1].name and "_qat_" not in pair[0].name]
+
+    def rank(pair: tuple[Config, Any]) -> Any:
+        is_same = Path(_checkpoint_dir(pair[0])).name.lower() == model.lower()
+        return not is_same, device_of(*pair) != device, pair[0].family != "smol", pair[0].order
+
+    return min(pairs, key=rank)[0]
+
+
+def _set_model(data: dict[str, Any], method: str, folder: str | None) -> None:
+    """Set the plain model, of a folder or the config's, with adapters as conversions: these fit all models."""
+    room, _, builder = data["model"]["_component_"].rpartition(".")
+    data["model"] = {"_component_": f"{room}.{builder.removeprefix('qlora_').removeprefix('lora_')}"}
+    if folder is not None:
+        source = "torchtune.training.FullModelHFCheckpointer"
+        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
+        data["checkpointer"] = {"_component_": source, "checkpoint_dir": folder, "output_dir": "${output_dir}"}
+    quantized = [{"_component_": "torchtune.modules.low_precision.QuantizeBase"}] * (method == "qlora")
+    if method != "full":
+        data["model_converters"] = [*quantized, {"_component_": "torchtune.modules.peft.LoRA"}]
+
+
+def _convert(value: Any, conversion: str) -> Any:
+    """Convert a value; raise ``ValueError`` or ``TypeError`` if it has no counterpart."""
+    if conversion == "whole":
+        if float(value) != int(value):
+            raise ValueError(f"{value} is not a whole number")
+        return int(value)
+    if conversion == "number":
+        return float(value)
+    if conversion == "positive":
+        return value if value > 0 else None
+    if not conversion:
+        return value
+    known = TABLES["values"][conversion]
+    is_list = conversion == "targets"
+    values = value if isinstance(value, list) else str(value).split(",") if is_list and value is not True else [value]
+    if unknown := [each for each in values if each not in known] or not values:
+        raise ValueError(f"{unknown}: choose out of {', '.join(map(str, known))}")
+    names = [known[each] for each in values]
+    return ",".join(names).split(",") if is_list else names[0]

@@ -1,0 +1,58 @@
+"""``tune import``."""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+from torchtune._cli.subcommand import Subcommand
+from torchtune.utils import UserError, atomic_write
+
+
+class Import(Subcommand):
+    """Subcommand that converts a config of another library."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "import",
+            prog="tune import",
+            help="Convert a config of Axolotl, TRL or LLaMA-Factory",
+            description="Convert a YAML config of Axolotl, TRL (`trl sft --config`) or LLaMA-Factory to one of ours:\n"
+            "the nearest shipped config with its settings. Every key without a counterpart is listed.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune import qlora.yml
+                  $ tune import sft.yaml --from trl --output mine.yaml
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._import_cmd)
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("file", type=Path, help="YAML file of the other library")
+        self._parser.add_argument("--from", dest="library", choices=("axolotl", "trl", "llama-factory"), help="library")
+        self._parser.add_argument("--output", type=Path, help="file to write (<name>_torchtune.yaml)")
+
+    def _import_cmd(self, args: argparse.Namespace) -> None:
+        import yaml
+
+        from torchtune._cli._foreign_config import ForeignConfig
+        from torchtune._cli._target import recipe_named_by
+        from torchtune.config import load_and_check
+
+        output = args.output or Path(f"{args.file.stem}_torchtune.yaml")
+        if output.exists():
+            raise UserError(f"{output} exists: choose another --output.")
+        made = ForeignConfig(args.file, args.library)
+        report = [f"{made.library} config {args.file}, as changes of {made.name}."]
+        for title, keys in (("Without counterpart", made.left), ("No setting is needed", made.covered)):
+            report += [f"{title}:", *(f"  {key}: {reason}" for key, reason in keys.items())] if keys else []
+        recipe, rest = yaml.safe_dump(made.data, sort_keys=False, allow_unicode=True).split("\n", 1)
+        with atomic_write(output, "w") as file:
+            file.write("\n".join([recipe, *(f"# {line}" for line in report), "", rest]))
+        load_and_check(output, [], recipe_named_by(output).load_main())
+        print("\n".join([*report, "", f"Written to {output}, which is well-formed."]))
+        folder = made.data["checkpointer"]["checkpoint_dir"]
+        if not Path(made.repository).is_dir():
+            print(f"  tune download {made.repository} --output-dir {folder}")
+        print(f"  tune run --config {output}")
