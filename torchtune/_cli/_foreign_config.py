@@ -156,9 +156,7 @@ class ForeignConfig:
         if hints["@columns"].keys() - {"messages"}:
             self.left[f"datasets.{number}.columns"] = "set dataset.column_map"
         if unknown := {*map(str, hints["@tags"].values())} - _TAGS:
-            self.left[f"datasets.{number} tags"] = (
-                f"turns have no {', '.join(sorted(unknown))}: rename them in the file"
-            )
+            self.left[f"datasets.{number} tags"] = f"turns have no {', '.join(sorted(unknown))}: rename them"
         path = Path(str(node.get("data_files") or node.get("source"))).expanduser()
         formats = scan(path, everything=False).formats.most_common(1) if path.is_file() and not reader else ()
         component, *columns = (reader or (formats and formats[0][0][1]) or self._reader(number, hints)).split()
