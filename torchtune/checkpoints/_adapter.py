@@ -23,6 +23,7 @@ from torchtune.checkpoints._safetensors_file import Entry
 from torchtune.checkpoints._sources import Source, must_exist
 from torchtune.models import (
     Description,
+    ExpertAdapter,
     FusedAdapter,
     Group,
     ModelError,
@@ -48,7 +49,8 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
 _PEFT_PREFIX = "base_model.model."
-# transformers' parameters of stacked experts. Adapter files hold one tensor per expert, which peft stacks.
+# transformers' parameters of stacked experts, gated ones. Adapter files hold one tensor per expert, which peft stacks,
+# if checkpoints do.
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -189,7 +191,7 @@ def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[
     spec, description = weights.identity
     prefixes = _prefixes_of_text(spec, [name for name, _ in tensors])
     tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
-    weight_map = spec.weight_map("hf").peft()
+    weight_map = _map_of(spec, [name for name, _ in tensors])
     rows = token_tensors(weights)
     tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
     try:
@@ -202,6 +204,12 @@ def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[
         return [*tokens, *weight_map.to_tune(tensors, description, partial=True)]
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _map_of(spec: ModelSpec, names: Collection[str]) -> WeightMap:
+    """Return the map of an adapter's names: of experts it has one tensor per expert, or one of all."""
+    is_fused = any(".experts.lora_" in name for name in names) and "hf_fused" in spec.weight_maps
+    return spec.weight_map("hf_fused" if is_fused else "hf").peft()
 
 
 def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
@@ -217,10 +225,12 @@ def _spread(
 ) -> list[tuple[str, torch.Tensor]]:
     """Split an adapter of a fused projection that has the model's rank into one for each of its projections."""
     for group in groups:
-        ours = weights.parameters.get(group.tune[0])
-        if isinstance(group.op, FusedAdapter) and ours is not None and tensors.keys() >= set(group.external):
-            both = [tensors[name] for name in group.external]
-            if both[0].shape[0] == both[1].shape[1] == ours.shape[0]:
+        if not isinstance(group.op, FusedAdapter | ExpertAdapter) or not tensors.keys() >= set(group.external):
+            continue
+        parts, both = len(group.tune) // 2, [tensors[name] for name in group.external]
+        if parts > 1 and all(name in weights.parameters for name in group.tune):
+            wanted = group.to_external([weights.spec(name) for name in group.tune])
+            if (both[0].shape[0] * parts, both[1].shape[1] * parts) == (wanted[0].shape[0], wanted[1].shape[1]):
                 tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
     return list(tensors.items())
 
@@ -276,7 +286,8 @@ def adapter_entries(
     spec, description = weights.identity
     prefixes = {} if whole is None else module_prefixes(whole.prefixes)
     weight_map = spec.weight_map("hf")
-    weight_map = weight_map.prefixed(prefixes) if prefixes else weight_map
+    if prefixes:  # peft looks for one tensor per expert in text models only
+        weight_map = spec.weight_maps.get("hf_fused", weight_map).prefixed(prefixes)
     rows = {
         ours: _PEFT_PREFIX + rename_prefix(theirs.removeprefix(_PEFT_PREFIX), prefixes)
         for theirs, ours in token_tensors(weights).items()
@@ -314,7 +325,8 @@ def adapted_modules(
         settings: rank and alpha of one adapter.
         in_full: use full module paths: in a composite model, shorter names would also select modules of other towers.
     """
-    modules = dict.fromkeys(module for group in groups for module in map(_adapted, group.external))
+    fused = [group for group in groups if isinstance(group.op, ExpertAdapter)]
+    modules = dict.fromkeys(_adapted(name) for group in groups if group not in fused for name in group.external)
     parameters = {
         _adapted(group.external[0])
         for group in groups
@@ -325,7 +337,8 @@ def adapted_modules(
         for names in (modules.keys() - parameters, parameters)
     )
     target_parameters = [f"{name}.weight" for name in linears]
-    target_parameters += _EXPERTS if any(map(_is_of_experts, groups)) else ()
+    if any(map(_is_of_experts, groups)):
+        target_parameters += _EXPERTS if description.mlp_gated else (_EXPERTS[0].replace("gate_", ""), _EXPERTS[1])
     found = {"target_modules": targets} | _patterns(groups, settings)
     return found | ({"target_parameters": target_parameters} if target_parameters else {})
 
@@ -338,8 +351,8 @@ def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str,
     """Return rank and alpha of the adapters of fused projections: the sums over their projections."""
     counts = {}
     for group in groups:
-        if _is_of_experts(group):
-            counts[_EXPERTS[0]] = 2
+        if _is_of_experts(group) and (parts := getattr(group.op, "parts", 2)) > 1:
+            counts[_EXPERTS[0]] = parts
         if isinstance(group.op, FusedAdapter):
             counts[_adapted(group.external[0]).rpartition(".")[2]] = len(group.op.sizes)
     if not counts:
@@ -418,7 +431,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     spec, description = identity(model)
     prefixes = _prefixes_of_text(spec, names)
     names = [rename_prefix(name, prefixes) for name in names]
-    found = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.external}
+    found = {name: group for group in _map_of(spec, names).groups(description) for name in group.external}
     if unknown := [name for name in names if name not in found]:
         raise CheckpointError(
             f"{file}: it holds '{unknown[0]}', for which the model has no layer: it is of another one."

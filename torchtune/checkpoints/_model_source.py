@@ -1,6 +1,5 @@
 """The source of one model's weights: folder, files and adapter."""
 
-import logging
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from torchtune.checkpoints._open_source import TextTower, open_source, without_u
 from torchtune.checkpoints._peft_settings import startable, wanted_start
 from torchtune.checkpoints._sources import Source, resolve_files
 from torchtune.models import ModelError, get_spec
-from torchtune.utils import get_logger, log_once, refuse_foreign, write_json
+from torchtune.utils import refuse_foreign, write_json
 
 # Files that are not copied from the source folder: weights, and files that an export writes itself.
 _LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index.json", ".distcp", ".h5", ".tmp")
@@ -134,7 +133,7 @@ class ModelSource:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
         source, weights = self.open(), ModelWeights(model)
-        self._check_experts(weights)
+        self.whole(model)  # opened now: the folder may be gone when the model is saved
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
         self._check_description(model, source)
@@ -158,19 +157,7 @@ class ModelSource:
         source, weights = self.open(), ModelWeights(model)
         self._check_description(model, source)
         check_base(weights, source)
-        self._check_experts(weights)
         self._find_adapter(weights)
-
-    def _check_experts(self, weights: ModelWeights) -> None:
-        """Warn that peft cannot read adapters of experts in a multimodal model."""
-        whole = self.whole(weights.model)  # opened now: the folder may be gone when the model is saved
-        if whole is not None and whole.is_multimodal and any(".experts.lora_" in name for name in weights.owned):
-            log_once(
-                get_logger(),
-                f"{self.checkpoint_dir}: peft (0.21) reads no adapters of experts in a model with other towers: load "
-                "the merged model elsewhere, set text_only for an adapter of the text model, or leave the experts out.",
-                level=logging.WARNING,
-            )
 
     def _check_description(self, model: nn.Module, source: Source) -> None:
         if isinstance(source, GGUFFile):

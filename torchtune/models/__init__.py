@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "Description": "_description",
         "DynamicRopeScaling": "_rope_scaling",
+        "ExpertAdapter": "_weight_ops",
         "FusedAdapter": "_weight_ops",
         "Group": "_weight_map",
         "Identity": "_weight_ops",

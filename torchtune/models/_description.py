@@ -406,6 +406,11 @@ class Description:
         return self.expert_layers if self.mlp_gated else ()
 
     @property
+    def ungated_expert_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts without gates."""
+        return () if self.mlp_gated else self.expert_layers
+
+    @property
     def shared_expert_gate_layers(self) -> tuple[int, ...]:
         """Layers with a shared expert with a gated feed-forward (not ``shared_expert_gate``)."""
         return self.shared_expert_layers if self.mlp_gated else ()

@@ -96,7 +96,8 @@ class ModelSpec:
             return []
         names = self.weight_maps["hf"]
         known = names.adapted_modules(description)
-        theirs = {path: names.external_module(path, description) for path in paths if path in known}
+        linear = [path for path in paths if path in known and not path.endswith(".experts")]
+        theirs = {path: names.external_module(path, description) for path in linear}
         return [path for path, name in theirs.items() if name.endswith(self.not_in_peft)]
 
     def parameters_in_peft(self, paths: Collection[str], description: Description) -> list[str]:
@@ -126,11 +127,6 @@ class ModelSpec:
                 raise ModelError(f"LoRA: '{path}' is a router, which peft cannot adapt: leave it out.")
             if self.refused_by_peft([path], description):
                 raise ModelError(f"LoRA: '{path}': peft adapts no such module of {self.name} models: leave it out.")
-            if path not in known and path.endswith(".experts"):
-                raise ModelError(
-                    f"LoRA: '{path}': checkpoints of {self.name} hold all experts in one tensor, which takes no "
-                    "adapter: set apply_lora_to_mlp to False. For a shared expert, name it in target_modules."
-                )
             if path not in known:
                 raise ModelError(
                     f"LoRA: '{path}' is not a module of its own in checkpoints of {self.name}: leave it out."

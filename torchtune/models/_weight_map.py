@@ -31,7 +31,17 @@ from torch import Tensor
 
 from torchtune.models._description import Description
 from torchtune.models._parts import rename_prefix
-from torchtune.models._weight_ops import ExternalSlice, FusedAdapter, Identity, Op, Slices, Split, Stack
+from torchtune.models._weight_ops import (
+    ExpertAdapter,
+    ExternalSlice,
+    FusedAdapter,
+    FusedExperts,
+    Identity,
+    Op,
+    Slices,
+    Split,
+    Stack,
+)
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description with its number of values.
@@ -442,6 +452,9 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
         if isinstance(row.op, Stack):
             rows += _peft_rows_of_experts(row, external[0], tune[0])
             continue
+        if isinstance(row.op, FusedExperts):
+            rows.append(_peft_row_of_fused_experts(external[0], tune, row.op, row.when))
+            continue
         if isinstance(row.op, Split) and external[0].endswith(".weight"):
             rows += _peft_rows_of_fused(row, external[0], tune, row.op.sizes)
             continue
@@ -471,4 +484,23 @@ def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
     """Adapters of stacked experts ``X.gate_proj`` are ``X.lora_gate_a`` and ``X.lora_gate_b``, also stacked."""
     theirs, (path, _, name) = _PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
-    return [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, row.when) for side in "AB"]
+    each = [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, row.when) for side in "AB"]
+    if name == "gate_proj":
+        return each
+    # peft reads one tensor per expert of gated experts only
+    fused = external.replace(".{expert}", "").removesuffix(".weight")
+    ungated = _peft_row_of_fused_experts(fused, (tune,), FusedExperts(), (row.when, "ungated_expert_layers"))
+    return [*(replace(one, when=(row.when, "expert_gate_layers")) for one in each), ungated]
+
+
+def _peft_row_of_fused_experts(
+    external: str, tune: tuple[str, ...], op: FusedExperts, when: str | tuple[str, ...] | None
+) -> Row:
+    """Adapter of a parameter of all experts; peft wraps them in the order in which the module has them."""
+    block = external.removesuffix(".weight").rpartition(".")[0]
+    block = block if block.endswith(".experts") else f"{block}.experts"
+    paths = [f"{path}.lora_{name.removesuffix('_proj')}" for path, _, name in (full.rpartition(".") for full in tune)]
+    inside = "" if tune[0].endswith("down_proj") else "base_layer."
+    theirs = tuple(f"{_PEFT_PREFIX}{block}.{inside}lora_{side}.weight" for side in "AB")
+    ours = tuple(f"{path}_{side}" for side in "ab" for path in paths)
+    return Row(theirs, ours, ExpertAdapter(op.parts, op.peft_swaps), when)

@@ -143,13 +143,15 @@ def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = T
     Args:
         weight_map: Hugging Face map.
         block: external name of the mixture in a layer, the parent of ``experts``.
-        transpose: whether the external matrices are ``[out, in]``; else ``[in, out]`` like ours.
+        transpose: whether the external matrices are ``[out, in]``; else ``[in, out]`` like ours, which peft swaps.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
     both = (f"{ours}gate_proj", f"{ours}up_proj")
-    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2, transpose), "expert_layers"))
-    rows.append(Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(1, transpose), "expert_layers"))
+    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2, transpose, not transpose), "expert_layers"))
+    rows.append(
+        Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(1, transpose, not transpose), "expert_layers")
+    )
     return replace(weight_map, rows=tuple(rows))
 
 

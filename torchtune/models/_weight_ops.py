@@ -1,7 +1,7 @@
 """Ops of a weight map: reversible rearrangements of tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
@@ -261,21 +261,125 @@ class FusedAdapter(Op):
         rows = slice(above + rows.start, above + rows.stop)
         if columns.stop - columns.start < rank:
             return [ExternalSlice(1, (rows, slice(start + columns.start, start + columns.stop)))]
-        return [_OnDiagonal(1, (rows, slice(0, parts * rank)), slice(start, start + rank))]
+        inside = slice(0, rows.stop - rows.start), slice(start, start + rank)
+        return [_Placed(1, (rows, slice(0, parts * rank)), inside=inside)]
 
 
-class _OnDiagonal(ExternalSlice):
-    """Slice of rows of ``B``, in which our columns are at ``rows`` and all other columns are zero."""
+@dataclass(frozen=True, eq=False)
+class _Placed(ExternalSlice):
+    """Slice of an external matrix that has our values ``inside``, and zeros elsewhere."""
+
+    inside: tuple[slice, slice] = (slice(None), slice(None))
+    view: Callable[[Tensor], Tensor] = lambda ours: ours
 
     def of(self, ours: Tensor) -> Tensor:
         """Return the values of the external slice from our slice."""
-        found = ours.new_zeros(ours.shape[0], self.slices[1].stop)
-        found[:, self.rows] = ours
+        rows, columns = self.slices
+        found = ours.new_zeros(rows.stop - rows.start, columns.stop - columns.start)
+        found[self.inside] = self.view(ours)
         return found
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
-        ours.copy_(value[:, self.rows])
+        self.view(ours).copy_(value[self.inside])
+
+
+@dataclass(frozen=True)
+class ExpertAdapter(Op):
+    """Op between the adapters of stacked experts and one adapter of their fused parameter, as peft flattens it.
+
+    Peft's ``A`` is ``[experts * n * r, in]`` with the expert slowest, its ``B`` ``[n * out, n * r * experts]`` with the
+    expert fastest; ours are n tensors ``a [experts, in, r]``, then n tensors ``b [experts, r, out]``. As in
+    :class:`FusedAdapter`, the n adapters of a fused parameter are on the block diagonal.
+
+    Attributes:
+        parts: n, the number of our weights in the parameter.
+        swapped: whether peft takes a parameter ``[experts, in, out]`` for ``[experts, out, in]``: its ``A`` is then
+            made of our ``b``.
+
+    Example:
+        >>> torchtune.models.ExpertAdapter(parts=2).swapped
+        False
+    """
+
+    parts: int = 1
+    swapped: bool = False
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Split a fused adapter; raises ``ModelError`` if it has nonzero elements off its block diagonal."""
+        experts = (description.num_experts, -1)
+        first = tensors[0].unflatten(0, experts)  # [e, n r, in]
+        second = tensors[1].unflatten(1, experts[::-1]).permute(2, 0, 1)  # [e, n out, n r]
+        if self.swapped:
+            first, second = second.transpose(1, 2), first.transpose(1, 2)
+        blocks = [block.chunk(self.parts, dim=2) for block in second.chunk(self.parts, dim=1)]
+        if any(bool(block.any()) for i, row in enumerate(blocks) for j, block in enumerate(row) if i != j):
+            raise ModelError("The adapter of fused experts is not made of one for each of their matrices.")
+        inner = [part.transpose(1, 2).contiguous() for part in first.chunk(self.parts, dim=1)]
+        return inner + [blocks[i][i].transpose(1, 2).contiguous() for i in range(self.parts)]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Fuse the adapters."""
+        inner, outer = (
+            [part.transpose(1, 2) for part in half] for half in (tensors[: self.parts], tensors[self.parts :])
+        )
+        return self._flat(torch.cat(inner, dim=1), _block_diagonal(outer))
+
+    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Convert an ordinary adapter of rank r of the fused parameter to the block-diagonal form of rank n · r."""
+        experts = (description.num_experts, -1)
+        first, second = tensors[0].unflatten(0, experts), tensors[1].unflatten(1, experts[::-1]).permute(2, 0, 1)
+        if self.swapped:
+            first, second = second.transpose(1, 2), first.transpose(1, 2)
+        return self._flat(first.repeat(1, self.parts, 1), _block_diagonal(second.chunk(self.parts, dim=1)))
+
+    def _flat(self, first: Tensor, second: Tensor) -> list[Tensor]:
+        """Flatten ``[e, n r, in]`` and ``[e, n out, n r]``."""
+        if self.swapped:
+            first, second = second.transpose(1, 2), first.transpose(1, 2)
+        return [first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)]
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Return rows of ``A``, a slice per expert, or columns of ``B``, a slice per rank; only experts are sharded."""
+        if is_empty(slices):
+            return []
+        experts, (first, second) = slices[0], shapes
+        is_b, part, count = which >= self.parts, which % self.parts, description.num_experts
+        rank = first[0] // count // self.parts
+        start, found = part * rank, []
+        wide = first[1] if self.swapped else second[0]  # n out
+        block = slice(part * wide // self.parts, (part + 1) * wide // self.parts) if is_b else slice(0, None)
+        if is_b == self.swapped:
+            for i, expert in enumerate(range(experts.start, experts.stop)):
+                above = expert * rank * self.parts + start
+                place, inside = (slice(above, above + rank), slice(0, first[1])), (slice(0, None), block)
+                found.append(_Placed(0, place, inside=inside, view=_rows_of(i, transposed=not is_b)))
+            return found
+        for k in range(rank):
+            left = (start + k) * count
+            place, inside = (
+                (slice(0, second[0]), slice(left + experts.start, left + experts.stop)),
+                (block, slice(0, None)),
+            )
+            found.append(_Placed(1, place, inside=inside, view=_column_of(k, 1 if is_b else 2)))
+        return found
+
+
+def _rows_of(expert: int, *, transposed: bool) -> Callable[[Tensor], Tensor]:
+    return lambda ours: ours[expert].T if transposed else ours[expert]
+
+
+def _column_of(rank: int, dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda ours: ours.select(dim, rank).T
+
+
+def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:
+    """Return ``[e, n out, n r]`` from n tensors ``[e, out, r]``."""
+    zero = torch.zeros_like(parts[0])
+    rows = [torch.cat([part if i == j else zero for j in range(len(parts))], dim=2) for i, part in enumerate(parts)]
+    return torch.cat(rows, dim=1)
 
 
 @dataclass(frozen=True)
@@ -285,10 +389,12 @@ class FusedExperts(Op):
     Attributes:
         parts: number of our tensors.
         transpose: if False, the external tensor is ``[experts, in, parts * out]``.
+        peft_swaps: see :attr:`ExpertAdapter.swapped`.
     """
 
     parts: int = 1
     transpose: bool = True
+    peft_swaps: bool = False
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused tensor into its parts."""

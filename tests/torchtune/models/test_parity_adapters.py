@@ -32,8 +32,6 @@ TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1
 # Families with a mixture of experts.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTURES = [name for name, (_, says) in FAMILIES.items() if any(says.get(count) for count in _COUNTS)]
-# Those of them that take no adapters of experts: checkpoints hold them in one tensor, or they have no gate or biases.
-WITHOUT_ADAPTED_EXPERTS = ("gemma4_experts", "granite4_h", "nemotron_h", "llama4", "mistral4", "gpt_oss")
 
 
 # One row of each architecture, and those whose layers have other matrices than that one's.
@@ -62,14 +60,13 @@ def adaptable(model: TransformerDecoder) -> list[str]:
     return found
 
 
-def test_experts_in_one_tensor_take_no_adapters_and_the_mlp_beside_them_does() -> None:
-    from torchtune.models.gemma4 import gemma4_26b_a4b, lora_gemma4_26b_a4b
+def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters() -> None:
+    from torchtune.models.gemma4 import gemma4_26b_a4b
 
-    with torch.device("meta"):
-        with pytest.raises(ModelError, match=r"hold all experts in one tensor.*set apply_lora_to_mlp to False"):
-            lora_gemma4_26b_a4b(["q_proj"], apply_lora_to_mlp=True)
-        (report,) = apply_conversions(gemma4_26b_a4b(), [LoRA(rank=2, target_modules=["*.shared_expert.w1"])])
-    assert report.num_parameters == 30 * 2 * (2816 + 2112)
+    for target, parameters in (("*.shared_expert.w1", 2816 + 2112), ("*.experts", 128 * 3 * (2816 + 704))):
+        with torch.device("meta"):
+            (report,) = apply_conversions(gemma4_26b_a4b(), [LoRA(rank=2, target_modules=[target])])
+        assert report.num_parameters == 30 * 2 * parameters
 
 
 def test_what_peft_refuses_has_no_adapter_and_the_report_says_so() -> None:
@@ -144,7 +141,7 @@ def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys while loading the checkpoint:UserWarning")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_peft_reads_every_adapter_of_a_mixture(name: str, tmp_path: Path) -> None:
-    """Of experts, of MLPs and of both, scaled in one of the two ways each."""
+    """Of experts, of MLPs and of both, scaled in one of the two ways each; and transformers reads the merged model."""
     from peft import PeftModel, set_peft_model_state_dict
 
     hf = make_hf_model(name)
@@ -153,29 +150,28 @@ def test_peft_reads_every_adapter_of_a_mixture(name: str, tmp_path: Path) -> Non
         modules = dict(from_hf_config(tmp_path).named_modules())
     experts = [path for path, module in modules.items() if isinstance(module, GroupedExperts)]
     mlps = [path for path, module in modules.items() if isinstance(module, torch.nn.Linear) and path[-2:] in MLPS]
-    if name in WITHOUT_ADAPTED_EXPERTS:
-        with pytest.raises((ConversionError, ModelError), match=r"leave them out|set apply_lora_to_mlp to False"):
-            load(tmp_path, tmp_path / "refused", LoRA(target_modules=experts))
-        experts = []
     scopes = {"experts": experts, "MLPs": mlps, "both": [*experts, *mlps], "first": [*experts[:1], *mlps[:1]]}
-    everything = LoRA(3, 5, apply_to_mlp=True) if name not in WITHOUT_ADAPTED_EXPERTS else None
     adapters = [
         *(
             (scope, LoRA(3, 5, target_modules=paths, use_rslora=scope in ("MLPs", "both")))
             for scope, paths in scopes.items()
             if paths
         ),
-        *([("attention too", everything)] if everything is not None else []),
+        ("attention too", LoRA(3, 5, apply_to_mlp=True)),
     ]
     for number, (scope, conversion) in enumerate(adapters):
         checkpointer, model = load(tmp_path, tmp_path / "out", conversion)
         randomize(model)
-        saved, ours = checkpointer.save(f"epoch_{number}", model, contents="adapter"), logits(model)
+        folder, ours = checkpointer.save(f"epoch_{number}", model, contents=("adapter", "merged")), logits(model)
+        saved = folder / "adapter"
         checkpointer.close()
         in_peft = PeftModel.from_pretrained(copy.deepcopy(hf), saved).eval()
         assert not set_peft_model_state_dict(in_peft, load_file(saved / "adapter_model.safetensors")).unexpected_keys
         assert (ours - logits(hf)).abs().max() > 0.01
         assert (logits(in_peft) - ours).abs().max() <= 1e-4, scope
+        if scope == "attention too":
+            merged = type(hf).from_pretrained(folder).eval()
+            assert (logits(merged) - ours).abs().max() <= 1e-4
 
         with torch.device("meta"):
             again = from_hf_config(tmp_path)

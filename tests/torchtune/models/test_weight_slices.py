@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune.models._weight_ops import FusedAdapter, Identity, InterleaveRope, Op, Split, Stack
+from torchtune.models._weight_ops import ExpertAdapter, FusedAdapter, Identity, InterleaveRope, Op, Split, Stack
 
-DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4)
+DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4, num_experts=4)
 
 
 def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -68,4 +68,34 @@ def test_any_part_of_a_fused_adapter() -> None:
             slices = (rows, slice(0, tensor.shape[1]))
             for part in op.external_slices(which, slices, shapes, DESCRIPTION):
                 written[part.external][part.slices] = part.of(tensor[slices])
+    assert all(map(torch.equal, written, external))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_written_alone(
+    parts: int, swapped: bool
+) -> None:
+    """With peft's formula: B [out, rank, experts] and A [experts, rank, in] make [experts, out, in]."""
+    op, experts, rank = ExpertAdapter(parts, swapped), 4, 3
+    ours = matrices(*[(experts, 6, rank)] * parts, *[(experts, rank, 5)] * parts)
+    external = op.to_external(ours, DESCRIPTION)
+    a, b = external[0].reshape(experts, parts * rank, -1), external[1].reshape(-1, parts * rank, experts)
+    wanted = torch.cat([first @ second for first, second in zip(ours[:parts], ours[parts:], strict=True)], dim=2)
+    delta = torch.einsum("ore,eri->eoi", b, a)
+    assert torch.equal(delta if swapped else delta.transpose(1, 2), wanted)
+    assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), ours))
+    whole = [ours[0], torch.cat(ours[parts:], dim=2)]  # one adapter of all parts
+    spread = op.to_tune(op.spread(ExpertAdapter(1, swapped).to_external(whole, DESCRIPTION), DESCRIPTION), DESCRIPTION)
+    assert all(map(torch.equal, spread, [ours[0]] * parts + ours[parts:]))
+
+    written = [torch.full_like(tensor, -1) for tensor in external]
+    for which, tensor in enumerate(ours):
+        for chosen in (slice(0, 1), slice(1, 4), slice(4, 4)):
+            slices = (chosen, slice(0, tensor.shape[1]), slice(0, tensor.shape[2]))
+            read = torch.full_like(tensor[slices], -1)
+            for part in op.external_slices(which, slices, [tensor.shape for tensor in external], DESCRIPTION):
+                part.fill(read, external[part.external][part.slices])
+                written[part.external][part.slices] = part.of(tensor[slices])
+            assert torch.equal(read, tensor[slices])
     assert all(map(torch.equal, written, external))

@@ -11,6 +11,7 @@ from torchtune.models._rope_scaling import YarnRopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF
+from torchtune.models._weight_ops import FusedExperts, Identity
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -55,8 +56,9 @@ _ROWS = (
     Row(f"{_THEIRS}mlp.router.weight", f"{_OURS}mlp.router.gate.weight", when="expert_layers"),
     Row(f"{_THEIRS}mlp.router.bias", f"{_OURS}mlp.router.gate.bias", when="router_bias"),
     *(
-        Row(f"{_THEIRS}mlp.experts.{name}", f"{_OURS}mlp.experts.{name}", when="expert_layers")
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        Row(f"{_THEIRS}mlp.experts.{name}", f"{_OURS}mlp.experts.{name}", op, "expert_layers")
+        for matrix in ("gate_up_proj", "down_proj")
+        for name, op in ((matrix, FusedExperts(transpose=False)), (f"{matrix}_bias", Identity()))
     ),
 )
 SPEC = ModelSpec(

@@ -151,7 +151,7 @@ class LoRA(Conversion):
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
-                self._check_experts(path, layer)
+                self._check_experts(path)
             elif self.init is not None and not layer.weight.is_meta:
                 raise ConversionError(
                     f"LoRA: init '{self.init}' takes adapters out of weights while they are read, but '{path}' has its "
@@ -166,7 +166,7 @@ class LoRA(Conversion):
                 )
         return {path: module for path, module in linears.items() if path in chosen}
 
-    def _check_experts(self, path: str, experts: GroupedExperts) -> None:
+    def _check_experts(self, path: str) -> None:
         if self.init is not None:
             raise ConversionError(
                 f"LoRA: init '{self.init}' is for linear layers, and '{path}' has experts: leave them out "
@@ -176,11 +176,6 @@ class LoRA(Conversion):
             raise ConversionError(
                 f"LoRA: the experts of '{path}' have no adapter with magnitudes: leave them out (apply_to_mlp or "
                 "apply_lora_to_mlp: False), or set use_dora to False."
-            )
-        if getattr(experts, "plain_kind", type(experts)) is not GroupedExperts:
-            raise ConversionError(
-                f"LoRA: the experts of '{path}' take no adapter, leave them out (apply_to_mlp or apply_lora_to_mlp: "
-                "False)."
             )
 
     @staticmethod

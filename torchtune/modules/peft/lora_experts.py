@@ -14,14 +14,13 @@ from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft.lora import check_adapter_numbers
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-
 
 class LoRAGroupedExperts(GroupedExperts):
     """Frozen experts with a LoRA adapter per expert and matrix: ``x W + (alpha / rank) · x A B``.
 
     Besides the weights of :class:`GroupedExperts` it has ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
-    ``[e, rank, hidden_dim]``, and the same for ``up`` and ``down``.
+    ``[e, rank, hidden_dim]``, and the same for ``up`` and ``down``. :meth:`from_experts` also wraps experts with other
+    matrices, and their adapters are named after these.
 
     Args:
         dim: d, width of input and output.
@@ -66,7 +65,7 @@ class LoRAGroupedExperts(GroupedExperts):
         self.scaling = lora_scaling(rank, alpha)
         self.disabled = False
         self.dropout = nn.Dropout(p=dropout)
-        kind = {"dtype": dtype, "device": self.gate_proj.device}
+        kind = {"dtype": dtype, "device": next(self.parameters()).device}
         for name, (experts, rows, columns) in self.matrix_shapes().items():
             part = name.removesuffix("_proj")
             setattr(self, f"lora_{part}_a", nn.Parameter(torch.empty(experts, rows, rank, **kind)))
@@ -86,7 +85,7 @@ class LoRAGroupedExperts(GroupedExperts):
             dropout: dropout on the adapters' input, in training.
         """
         new = change_class(experts, cls if type(experts) is GroupedExperts else _adapt_stored_class(cls, type(experts)))
-        new._set_up(rank, alpha, dropout, experts.stored_weight("gate_proj").dtype)
+        new._set_up(rank, alpha, dropout, experts.stored_weight("down_proj").dtype)
         return new.train(experts.training)
 
     def without_adapter(self) -> GroupedExperts:
@@ -117,12 +116,12 @@ class LoRAGroupedExperts(GroupedExperts):
 
     def adapter_params(self) -> list[str]:
         """Return the names of the adapters' parameters, relative to this module."""
-        return [f"lora_{part}_{side}" for part in ("gate", "down", "up") for side in "ab"]
+        return [f"lora_{name.removesuffix('_proj')}_{side}" for name in self.matrix_shapes() for side in "ab"]
 
     @torch.no_grad()
     def merged_weight(self, name: str, weight: Tensor) -> Tensor:
         """Merge the adapters into ``weight`` ``[e, i, o]``, the parameter called ``name``, in at least float32."""
-        if name not in _MATRICES:
+        if name not in self.matrix_shapes():
             return weight
         compute = torch.promote_types(weight.dtype, torch.float32)
         part = name.removesuffix("_proj")
