@@ -104,6 +104,34 @@ def describe_access(timeout: float = 5.0) -> str:
     return f"{constants.ENDPOINT} {known}"
 
 
+def upload(folder: Path, repo_id: str) -> str:
+    """Upload a folder, without hidden files, to a model repository; a new one is private.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        UserError: the name is wrong, the hub refuses, or there is no network.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        HfApi().create_repo(repo_id, private=True, exist_ok=True)
+        return str(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"]).commit_url)
+    except errors.HFValidationError as error:
+        raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(
+            f"{constants.ENDPOINT} refuses '{repo_id}' with status {error.response.status_code}: set HF_TOKEN to a "
+            f"token that may write there; the files are in {folder}."
+        ) from error
+    except (errors.HTTPError, OSError) as error:
+        raise UserError(
+            f"No connection to {constants.ENDPOINT} ({_first_line(error, None)}): check the network; the files are in "
+            f"{folder}."
+        ) from error
+
+
 def _cached(repo_id: str) -> Path | None:
     """Return the repository's folder in the hub's cache, if any."""
     from huggingface_hub import errors, snapshot_download

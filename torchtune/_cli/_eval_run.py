@@ -26,7 +26,8 @@ def checkpoint_of(model: str) -> str:
     if not saved:
         raise UserError(f"{folder}: the run has no complete checkpoint: wait for one, or start the run again.")
     found = saved[-1] if best is None else folder / best
-    print(f"model       {found}, the {'last' if best is None else 'best'} checkpoint of the run", file=sys.stderr)
+    run = "the run, which has not finished" if (saved[-1] / "state").is_dir() else "the run"
+    print(f"model       {found}, the {'last' if best is None else 'best'} checkpoint of {run}", file=sys.stderr)
     return str(found)
 
 

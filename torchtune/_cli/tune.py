@@ -14,6 +14,7 @@ from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
+from torchtune._cli.export import Export
 from torchtune._cli.import_config import Import
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
@@ -21,7 +22,10 @@ from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits, reduce_garbage_collection, restore_garbage_collection
 
-_SUBCOMMANDS = (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint, Doctor, Import)
+_SUBCOMMANDS = (
+    *(Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat),
+    *(Eval, Export, Checkpoint, Doctor, Import),
+)
 
 
 class TuneCLIParser:
@@ -34,21 +38,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (
-            Download,
-            List,
-            Copy,
-            Data,
-            Run,
-            Estimate,
-            Validate,
-            Cat,
-            Chat,
-            Eval,
-            Checkpoint,
-            Doctor,
-            Import,
-        ):
+        for subcommand in _SUBCOMMANDS:
             subcommand.create(subparsers)
         for parser in subparsers.choices.values():
             parser.set_defaults(parser=parser)
@@ -81,7 +71,7 @@ def main() -> None:
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except SyntaxError as error:  # in a user's recipe or module
         print(f"error: {error.filename}, line {error.lineno}: it is not valid Python: {error.msg}.", file=sys.stderr)
         sys.exit(2)

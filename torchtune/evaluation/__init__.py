@@ -1,22 +1,32 @@
-"""Evaluation of models: scores of answers to rows, perplexity of a dataset, and tasks of lm-eval."""
+"""Evaluation of models: scores of answers, perplexity, tasks of lm-eval, and comparisons of two models."""
 
-from torchtune.evaluation._evaluation_error import EvaluationError
-from torchtune.evaluation._perplexity import Perplexity, perplexity
-from torchtune.evaluation._questions import EvalRow, read_eval_rows
-from torchtune.evaluation._score_answers import AnswerReport, evaluate_answers
-from torchtune.evaluation._scores import check_scores, make_scores
-from torchtune.evaluation._tasks import evaluate_tasks, find_tasks
+from torchtune._lazy import attach
 
-__all__ = [
-    "AnswerReport",
-    "EvalRow",
-    "EvaluationError",
-    "Perplexity",
-    "check_scores",
-    "evaluate_answers",
-    "evaluate_tasks",
-    "find_tasks",
-    "make_scores",
-    "perplexity",
-    "read_eval_rows",
-]
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "AnswerReport": "_score_answers",
+        "Comparison": "_compare_models",
+        "EvalRow": "_questions",
+        "EvaluationError": "_evaluation_error",
+        "Perplexity": "_perplexity",
+        "check_scores": "_scores",
+        "compare_layers": "_compare_models",
+        "compare_models": "_compare_models",
+        "evaluate_answers": "_score_answers",
+        "evaluate_tasks": "_tasks",
+        "find_tasks": "_tasks",
+        "logits_of": "_compare_models",
+        "make_scores": "_scores",
+        "perplexity": "_perplexity",
+        "read_eval_rows": "_questions",
+        "record_logits": "_compare_models",
+    },
+    between_rooms={
+        "ReadModel": "_other_readers",
+        "missing_packages": "_other_readers",
+        "read_with_llama_cpp": "_other_readers",
+        "read_with_peft": "_other_readers",
+        "read_with_transformers": "_other_readers",
+    },
+)

@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = attach(
         "StreamDecoder": "_stream_decoder",
         "TekkenTokenizer": "_tekken",
         "TikTokenBaseTokenizer": "_tiktoken",
+        "go_template": "_go_template",
         "hf_tokenizer": "_hf_model_tokenizer",
         "parse_hf_tokenizer_json": "_tokenizer_files",
         "tokenize_messages_no_special_tokens": "_plain_layout",

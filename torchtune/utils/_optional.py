@@ -11,7 +11,7 @@ from torchtune.utils._user_error import UserError
 # Logger -> prefix of its messages about kernels for other hardware, logged at every import.
 _HIDDEN = {
     "torchao": "Failed to load ",
-    "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass",
+    "torch.utils._pytree": "<enum '",
 }
 
 

@@ -1,12 +1,16 @@
 """Base classes of errors that are shown to the user without a traceback."""
 
+from typing import ClassVar
+
 
 class UserError(Exception):
     """Error in the user's input: configuration, data, checkpoint or machine.
 
     The message is one sentence on the error, its place and the remedy. The command line prints it without a
-    traceback and exits with code 2. Packages derive their own classes (``CheckpointError``, ``DataError`` …).
+    traceback and exits with ``exit_code``. Packages derive their own classes (``CheckpointError``, ``DataError`` …).
     """
+
+    exit_code: ClassVar[int] = 2
 
 
 class LostRankError(RuntimeError):

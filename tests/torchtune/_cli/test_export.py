@@ -1,0 +1,287 @@
+"""``tune export``: what it writes is what was trained, a fault in writing is found, and mistakes are one sentence."""
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+
+import torchtune
+from tests.tiny import write_checkpoint
+from tests.torchtune._cli.conftest import Result
+from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
+from torchtune.checkpoints import _export
+from torchtune.checkpoints._model_weights import ModelWeights
+from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
+from torchtune.modules.peft import LoRA, lora, lora_experts
+
+Tune = Callable[..., Result]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
+
+
+def train(base: Path, folder: Path, **options: Any) -> Path:
+    """A checkpoint of a model with an adapter that was not trained, but changed."""
+    model, _ = torchtune.load(base, adapter=LoRA(rank=2, alpha=6, apply_to_mlp=True, **options), device="cpu")
+    randomize_adapter(model)
+    return torchtune.save(model, folder, contents="adapter")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that train all weights (``full``) and an adapter (``lora``), and a mixture with adapted experts."""
+    folder = tmp_path_factory.mktemp("runs")
+    base = write_checkpoint(folder / "base")
+    model, _ = torchtune.load(base, device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    settings = yaml.safe_dump({"recipe": "full_finetune_single_device", "checkpointer": {"checkpoint_dir": str(base)}})
+    saved = torchtune.save(model, folder / "full" / "epoch_0")
+    for place in (saved, saved.parent):
+        (place / "torchtune_config.yaml").write_text(settings)
+    train(base, folder / "lora" / "epoch_0")
+    train(write_folder(folder / "experts_base", "qwen3_moe"), folder / "experts" / "epoch_0")
+    return folder
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "torchtune_export.json").read_text())["check"]
+
+
+@pytest.mark.parametrize(
+    ("run", "to"),
+    [("full", "hf"), *((run, to) for run in ("lora", "experts") for to in ("adapter", "merged"))],
+)
+def test_files_compute_what_was_trained(runs: Path, tmp_path: Path, tune: Tune, run: str, to: str) -> None:
+    model = runs / run / ("" if run == "full" else "epoch_0")
+    done = tune("export", str(model), "--to", to, "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    found = numbers(tmp_path / "out")["comparison"]
+    assert found["equal_tokens"] == found["tokens"] > 100
+    assert found["max_difference"] < 1e-3
+    assert found["kl"] < 1e-8
+    assert f"checked     in {'peft' if to == 'adapter' else 'transformers'} " in done.out
+    assert f"wrote       {tmp_path / 'out'} (" in done.out
+    assert ("vllm serve" in done.out, "--lora-modules out=" in done.out) == (True, to == "adapter")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing is left beside it
+
+
+QUANTIZED = [("gguf", "q8_0"), ("gguf", "q4_0"), ("compressed-tensors", "int4"), ("compressed-tensors", "int8")]
+
+
+@pytest.mark.parametrize(("to", "quant"), QUANTIZED)
+def test_quantised_files_differ_as_the_quantised_base_does(
+    runs: Path, tmp_path: Path, tune: Tune, to: str, quant: str
+) -> None:
+    run = "full" if quant == "q8_0" else "lora"
+    done = tune("export", str(runs / run / "epoch_0"), "--to", to, "--quant", quant, "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    found = numbers(tmp_path / "out")
+    assert 0 < found["base"]["kl"] < (0.01 if "8" in quant else 0.5)
+    assert 0 < found["comparison"]["kl"] < 3 * found["base"]["kl"] + 0.02
+    assert "base        quantised alike: " in done.out
+
+
+def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[..., Entry]:
+    """``ModelWeights.entry`` with changed tensors."""
+    real = ModelWeights.entry
+
+    def entry(self: ModelWeights, *arguments: Any, **options: Any) -> Entry:
+        right = real(self, *arguments, **options)
+
+        def make() -> list[TensorSlice]:
+            whole = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in right.specs.items()}
+            for part in right.make():
+                place = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
+                whole[part.name][place] = part.data
+            return [TensorSlice.of(name, change(name, tensor)) for name, tensor in whole.items()]
+
+        return Entry(right.specs, make)
+
+    return entry
+
+
+def with_the_next_experts_b(patch: pytest.MonkeyPatch) -> str:
+    """Every expert has the B of another one."""
+    previous: dict[str, torch.Tensor] = {}
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if ".experts." not in name or "lora_B" not in name:
+            return tensor
+        matrix = name.rpartition(".lora_B")[0].rpartition(".")[2]
+        previous[matrix], found = tensor, previous.get(matrix, tensor.flip(1))
+        return found
+
+    patch.setattr(ModelWeights, "entry", written(change))
+    return "experts."
+
+
+def with_half_of_the_deltas(patch: pytest.MonkeyPatch) -> str:
+    real = lora_experts.LoRAGroupedExperts.merged_weight
+
+    def merged(self: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        half = len(weight) // 2
+        return torch.cat([real(self, name, weight)[:half], weight[half:]])
+
+    patch.setattr(lora_experts.LoRAGroupedExperts, "merged_weight", merged)
+    return "model.layers.0.mlp.experts."
+
+
+def with_names_without_prefix(patch: pytest.MonkeyPatch) -> str:
+    real = _export.adapter_entries
+
+    def bare(name: str) -> str:
+        return name.removeprefix("base_model.model.")
+
+    def entries(*arguments: Any, **options: Any) -> Any:
+        found, settings = real(*arguments, **options)
+
+        def renamed(entry: Entry) -> Entry:
+            make = lambda: [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in entry.make()]  # noqa: E731
+            return Entry({bare(name): spec for name, spec in entry.specs.items()}, make)
+
+        return [renamed(entry) for entry in found], settings
+
+    patch.setattr(_export, "adapter_entries", entries)
+    return "model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def with_the_delta_unscaled(patch: pytest.MonkeyPatch) -> str:
+    def merged(self: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.lora_b.weight @ self.lora_a.weight
+
+    patch.setattr(lora.LoRALinear, "merged_weight", merged)
+    return "model.layers.0.self_attn.q_proj.weight"
+
+
+def with_the_untrained_base(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(ModelWeights, "_merged_into", lambda self, name: set())
+    return "model.layers.0.mlp."
+
+
+FAULTS = [
+    ("experts", "adapter", with_the_next_experts_b),
+    ("experts", "merged", with_half_of_the_deltas),
+    ("lora", "adapter", with_names_without_prefix),
+    ("lora", "merged", with_the_delta_unscaled),
+    ("lora", "merged", with_the_untrained_base),
+]
+
+
+@pytest.mark.parametrize(("run", "to", "fault"), FAULTS, ids=[fault.__name__ for *_, fault in FAULTS])
+def test_a_fault_in_writing_is_found(
+    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch, run: str, to: str, fault: Any
+) -> None:
+    command = ["export", str(runs / run / "epoch_0"), "--to", to, "--output", str(tmp_path / "out")]
+    assert tune(*command, "--no-check").code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    named = fault(monkeypatch)
+    done = tune(*command)
+    assert done.code == 3
+    assert "does not compute what the trained model does" in done.err
+    assert named in done.err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_fault_of_a_quantised_model_is_found(
+    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_the_untrained_base(monkeypatch)
+    done = tune("export", str(runs / "lora" / "epoch_0"), "--to", "gguf", "--output", str(tmp_path / "out"))
+    assert done.code == 3
+    assert "the quantised base: " in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_nan_is_not_equal_to_itself(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    train(runs / "base", tmp_path / "run")
+    file = tmp_path / "run" / "adapter_model.safetensors"
+    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file)
+    assert tune("export", str(tmp_path / "run"), "--to", "adapter").code == 3
+
+
+def test_what_is_not_checked_says_so(runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
+    assert "not checked because of --no-check" in tune(*command, "--no-check").out
+    from torchtune.evaluation import _other_readers
+
+    monkeypatch.setattr(_other_readers, "find_spec", lambda name: None if name == "peft" else object())
+    assert "not checked because peft is not installed: pip install 'torchtune[check]'" in tune(*command).out
+    assert numbers(tmp_path / "out")["comparison"] is None
+    done = tune(*command, "--check")
+    assert (done.code, "cannot be checked, because peft is not installed" in done.err) == (2, True)
+
+
+def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    run = tmp_path / "run"
+    train(runs / "base", run / "epoch_0")
+    train(runs / "base", run / "epoch_1")
+    for at in (0, 1):
+        (run / f"epoch_{at}" / "state").mkdir()
+    (run / "epoch_1" / ".complete").unlink()
+    (run / "torchtune_config.yaml").write_text("recipe: lora_finetune_single_device\n")
+    done = tune("export", str(run), "--to", "adapter", "--no-check")
+    assert f"{run / 'epoch_0'}, the last checkpoint of the run, which has not finished" in done.err
+    assert (run / "epoch_0-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_mistakes_are_one_sentence(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    full, adapter = str(runs / "full" / "epoch_0"), str(runs / "lora" / "epoch_0")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    orphan = train(write_checkpoint(tmp_path / "base"), tmp_path / "orphan")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for command, said in {
+        (str(tmp_path / "nowhere"), "--to", "hf"): "there is no such folder: give that of a",
+        (str(tmp_path / "mine"), "--to", "hf"): "holds no model: give the folder of a run or of a checkpoint",
+        (full, "--to", "adapter"): "holds no adapter, all weights were trained: choose --to hf",
+        (full, "--to", "merged"): "has no adapter to merge: choose --to hf",
+        (adapter, "--to", "hf"): "was trained as an adapter: choose --to merged, or --to adapter",
+        (adapter, "--to", "merged", "--quant=int4"): "--quant int4: merged has no such quantization: it goes with gguf",
+        (full, "--to", "gguf", "--quant=q3"): "--quant q3: gguf has no such quantization: choose out of q8_0,",
+        (full, "--to", "hf", f"--output={tmp_path / 'mine'}"): "is there already and is no export: name a new folder",
+        (full, "--to", "hf", "--yes"): "--yes uploads, and there is nowhere to: add --push OWNER/NAME",
+        (str(orphan), "--to", "merged"): "names a base that is not there: load it with",
+    }.items():
+        done = tune("export", *command)
+        assert (done.code, done.out) == (2, ""), command
+        *others, last = done.err.splitlines()
+        assert said in last
+        assert not [line for line in others if line and "Writing model" not in line]  # of transformers, before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "moved", "orphan"]
+
+
+def test_a_run_that_is_going_on_is_left_alone(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    run = tmp_path / "run"
+    train(runs / "base", run / "epoch_0")
+    (run / "torchtune_config.yaml").write_text("recipe: lora_finetune_single_device\n")
+    with FileLock(run / ".run.lock"):
+        done = tune("export", str(run), "--to", "adapter")
+    assert done.code == 2
+    assert "is in use by another run" in done.err
+
+
+def test_a_full_disk_keeps_what_was_there(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    command = ["export", str(runs / "full" / "epoch_0"), "--to", "hf", "--output", str(tmp_path / "out")]
+    assert tune(*command, "--no-check").code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        done = tune(*command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 2
+    assert "nothing that was saved before is lost" in done.err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,145 @@
+"""Files of an export: the checkpoint that they come from, and writing them."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import torchtune
+from torchtune._cli._eval_run import checkpoint_of
+from torchtune.checkpoints import (
+    ADAPTER_CONFIG_FILE,
+    CheckpointError,
+    GGUFFile,
+    ModelSource,
+    adapter_folder,
+    quantize_checkpoint,
+)
+from torchtune.models import from_hf_config
+from torchtune.modules.fake_quant import quantizable_layers
+from torchtune.tokenizers import go_template, hf_tokenizer
+from torchtune.training.quantization import (
+    Float8Quantizer,
+    GGUFQuantizer,
+    Int4WeightOnlyQuantizer,
+    Int8DynActInt4WeightQuantizer,
+    Int8WeightOnlyQuantizer,
+)
+from torchtune.utils import FolderLock, UserError, read_json
+
+# Ollama reserves memory for the whole context.
+_MOST_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint to export.
+
+    Attributes:
+        checkpoint: its folder.
+        adapter: folder of its adapter, if it was trained as one.
+        base: folder of the model before training, if it is there.
+    """
+
+    checkpoint: Path
+    adapter: Path | None
+    base: Path | None
+
+    @property
+    def path(self) -> Path:
+        """The folder that :func:`torchtune.load` reads the trained model from."""
+        return self.adapter or self.checkpoint
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the checkpoint holds all weights, merged with those of an adapter."""
+        return any(self.checkpoint.glob("model*.safetensors"))
+
+
+def find_trained(model: str) -> Trained:
+    """Find the checkpoint, its adapter and its base.
+
+    Raises:
+        UserError: there is no checkpoint, the run is going on, or the adapter's base is missing.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{model}: there is no such folder: give that of a run or of a checkpoint.")
+    checkpoint = Path(checkpoint_of(str(folder)))
+    if checkpoint != folder:  # of a checkpoint that is given itself, others may come
+        FolderLock(folder, key="run").check_unused()
+    if not any((place / "config.json").is_file() for place in (checkpoint, checkpoint / "adapter")):
+        raise CheckpointError(f"{checkpoint} holds no model: give the folder of a run or of a checkpoint.")
+    try:
+        adapter = adapter_folder(checkpoint)
+    except CheckpointError:
+        return Trained(checkpoint, None, _base_of_run(checkpoint))
+    settings = adapter / ADAPTER_CONFIG_FILE
+    named = Path(str(read_json(settings).get("base_model_name_or_path"))) if settings.is_file() else None
+    return Trained(checkpoint, adapter, named if named is not None and named.is_dir() else None)
+
+
+def _base_of_run(checkpoint: Path) -> Path | None:
+    """The folder that a run without adapters started from."""
+    path = checkpoint / "torchtune_config.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    node = settings.get("checkpointer") if isinstance(settings, dict) else None
+    base = Path(str(node.get("checkpoint_dir"))) if isinstance(node, dict) else None
+    return base if base is not None and base.is_dir() else None
+
+
+def write_files(trained: Trained, to: str, quant: str | None, files: Path, merged: Path) -> None:
+    """Write an export.
+
+    Args:
+        trained: the checkpoint.
+        to: format.
+        quant: kind of quantization.
+        files: folder to write.
+        merged: folder for merged weights that are quantised and not kept.
+    """
+    if to in ("hf", "adapter", "merged"):
+        model, _ = torchtune.load(trained.path, device="cpu")
+        torchtune.save(model, files, contents="model" if to == "hf" else to)
+        return
+    source = trained.checkpoint
+    if not trained.has_weights:
+        write_files(trained, "merged", None, merged, merged)
+        source = merged
+    model = quantize(source, quant, files)
+    shutil.rmtree(merged, ignore_errors=True)
+    if to == "ollama":
+        _write_modelfile(files, model.description.max_seq_len)
+
+
+def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
+    """Quantise the weights in a folder; return their model, on the meta device."""
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+    quantize_checkpoint(ModelSource(folder), model, _quantizer(quant, model), files)
+    return model
+
+
+def _write_modelfile(files: Path, context: int) -> None:
+    """Write a ``Modelfile`` beside a GGUF file."""
+    (file,), tokenizer = files.glob("*.gguf"), hf_tokenizer(str(files))
+    stops = [text for text, token_id in tokenizer.special_tokens.items() if token_id in tokenizer.stop_tokens]
+    lines = [
+        f"FROM ./{file.name}",
+        f'TEMPLATE """{go_template(tokenizer, adds_bos=bool(GGUFFile(file).get("tokenizer.ggml.add_bos_token")))}"""',
+        *(f'PARAMETER stop "{stop}"' for stop in stops),
+        f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}",
+    ]
+    (files / "Modelfile").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _quantizer(quant: str, model: torch.nn.Module) -> Any:
+    kinds = {"int4": Int4WeightOnlyQuantizer, "8da4w": Int8DynActInt4WeightQuantizer}
+    if quant in kinds:
+        widths = [layer.in_features for layer in quantizable_layers(model).values()]
+        sizes = [size for size in (128, 64, 32) if not any(width % size for width in widths)]
+        return kinds[quant](groupsize=(sizes or [128])[0])
+    return {"int8": Int8WeightOnlyQuantizer, "fp8": Float8Quantizer}.get(quant, lambda: GGUFQuantizer(quant.upper()))()

@@ -1,0 +1,89 @@
+"""``tune export``: write the files aside, check them, and put them in their place."""
+
+import argparse
+import shlex
+import shutil
+from pathlib import Path
+
+from torchtune._cli._export_check import Check, check_export
+from torchtune._cli._export_files import Trained, find_trained, write_files
+from torchtune.checkpoints import ADAPTER_CONFIG_FILE
+from torchtune.utils import UserError, atomic_directory, read_json, write_json
+
+# What an export is and how it was checked, in its folder.
+RECORD = "torchtune_export.json"
+
+
+def export(args: argparse.Namespace) -> None:
+    """Export a checkpoint as the arguments of ``tune export`` define.
+
+    Raises:
+        UserError: the checkpoint does not fit the format, the files do not compute what the model does, the output
+            folder is not one of an export, or the disk is full. The output folder is then as it was.
+    """
+    trained = find_trained(args.model)
+    _check_format(trained, args.to)
+    label = args.to if args.quant is None else f"{args.to}-{args.quant}"
+    output = args.output or trained.checkpoint.resolve().with_name(f"{trained.checkpoint.resolve().name}-{label}")
+    output = output.expanduser()
+    if output.exists() and not (output / RECORD).is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output: {output} is there already and is no export: name a new folder.")
+    with atomic_directory(output) as aside:
+        files = aside / "files"
+        write_files(trained, args.to, args.quant, files, aside / "merged")
+        check = Check(None, "because of --no-check")
+        if args.check is not False:
+            places = trained, args.to, args.quant, files, aside / "base"
+            check = check_export(*places, device=args.device, required=args.check is True)
+            shutil.rmtree(aside / "base", ignore_errors=True)
+        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.record()}
+        write_json(files / RECORD, record)
+        for path in list(files.iterdir()):
+            path.rename(aside / path.name)
+        files.rmdir()
+    print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
+    if args.push:
+        _push(output, args.push, upload=args.yes)
+
+
+def _check_format(trained: Trained, to: str) -> None:
+    if to == "adapter" and trained.adapter is None:
+        raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
+    if to == "merged" and trained.adapter is None:
+        raise UserError(f"{trained.checkpoint} has no adapter to merge: choose --to hf.")
+    if to == "hf" and trained.adapter is not None:
+        raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
+
+
+def _size(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{len(sizes):,} files, {sum(sizes):,} bytes"
+
+
+def _commands(to: str, output: Path) -> list[str]:
+    """Return the commands that serve an export."""
+    folder, name = shlex.quote(str(output.resolve())), shlex.quote(output.resolve().name)
+    if to == "adapter":
+        settings = read_json(output / ADAPTER_CONFIG_FILE)
+        rank = max([settings["r"], *settings.get("rank_pattern", {}).values()])
+        base = shlex.quote(str(settings["base_model_name_or_path"]))
+        found = [f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}"]
+    elif to == "ollama":
+        found = [f"ollama create {name} -f {folder}/Modelfile && ollama run {name}"]
+    elif to == "gguf":
+        found = [f"llama-server -m {folder}/{next(output.glob('*.gguf')).name}"]
+    else:
+        found = [f"vllm serve {folder}", f"transformers serve {folder}"]
+    return [f"{'serve' if at == 0 else '':<12}{command}" for at, command in enumerate(found)]
+
+
+def _push(folder: Path, repo_id: str, *, upload: bool) -> None:
+    from torchtune import _hub
+
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    for path in files:
+        print(f"{'push':<12}{path.relative_to(folder)} ({path.stat().st_size:,} bytes)")
+    if not upload:
+        print(f"{'':<12}nothing is uploaded: add --yes to upload {len(files)} files to {repo_id}")
+        return
+    print(f"{'':<12}{_hub.upload(folder, repo_id)}")

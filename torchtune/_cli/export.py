@@ -1,0 +1,68 @@
+"""``tune export``."""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+from torchtune._cli.subcommand import Subcommand
+from torchtune.utils import UserError
+
+FORMATS = ("hf", "adapter", "merged", "gguf", "compressed-tensors", "ollama")
+_GGUF = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f16", "f32")
+# Format -> kinds of quantization; the first is the default.
+QUANTS = {"gguf": _GGUF, "ollama": _GGUF, "compressed-tensors": ("int4", "int8", "fp8", "8da4w")}
+
+
+class Export(Subcommand):
+    """Subcommand that writes a trained model for other programs and checks the files there."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "export",
+            prog="tune export",
+            help="Write a trained model for other programs, and check it there",
+            description="Write a trained model in the format of another program, load the files in the library that\n"
+            "reads them, and compare its logits with those of the trained model. If they differ, nothing\n"
+            "is written and the exit code is 3.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                formats:
+                  hf                  all weights, for transformers and vLLM; of a run without adapters
+                  adapter             the LoRA adapter in PEFT's layout
+                  merged              all weights with the adapter merged into them
+                  gguf                one GGUF file, for llama.cpp
+                  compressed-tensors  quantised weights, for vLLM and transformers
+                  ollama              a GGUF file with its Modelfile
+
+                examples:
+                  $ tune export /tmp/run --to merged
+                  $ tune export /tmp/run/epoch_2 --to gguf --quant q4_0 --output /tmp/cats
+                  $ tune export /tmp/run --to adapter --push me/cats --yes
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._export_cmd)
+
+    def _add_arguments(self) -> None:
+        add = self._parser.add_argument
+        add("model", help="folder of a run (its best checkpoint, or last) or of a checkpoint")
+        add("--to", required=True, choices=FORMATS, metavar="FORMAT", help="format, see below")
+        kinds = "; ".join(f"{name}: {', '.join(QUANTS[name])}" for name in ("gguf", "compressed-tensors"))
+        add("--quant", help=f"kind of quantization, by default the first\n({kinds})")
+        add("--output", type=Path, help="folder to write (default: CHECKPOINT-FORMAT beside the checkpoint)")
+        add("--check", action=argparse.BooleanOptionalAction, help="read the files where they will be read (default)")
+        add("--device", default="cpu", help="device of the check, in float32 (cpu)")
+        add("--push", metavar="OWNER/NAME", help="repository on the hub to upload to; without --yes a dry run")
+        add("--yes", action="store_true", help="upload")
+
+    def _export_cmd(self, args: argparse.Namespace) -> None:
+        known = QUANTS.get(args.to, ())
+        args.quant = args.quant.lower() if args.quant else (known or (None,))[0]
+        if args.quant is not None and args.quant not in known:
+            choices = f"choose out of {', '.join(known)}" if known else f"it goes with {', '.join(QUANTS)}"
+            raise UserError(f"--quant {args.quant}: {args.to} has no such quantization: {choices}.")
+        if args.yes and not args.push:
+            raise UserError("--yes uploads, and there is nowhere to: add --push OWNER/NAME.")
+        from torchtune._cli._export_run import export
+
+        export(args)

@@ -1,0 +1,139 @@
+"""Compare two models: their logits for the same prompts, and what each of their layers computes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.checkpoints import ModelWeights
+from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.moe import GroupedExperts
+from torchtune.modules.peft import LoRALinear
+
+# Token ids int64 [s] -> logits float32 [s, v], or [1, classes] of a classifier.
+Logits = Callable[[Tensor], Tensor]
+# Rows of a random input of each layer.
+_PROBES = 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between the logits of two models, over all tokens of some prompts.
+
+    Attributes:
+        max_difference: largest absolute difference of two logits.
+        mean_difference: mean absolute difference.
+        spread: standard deviation of the first model's logits, for comparison.
+        kl: Kullback-Leibler divergence of the second model's distribution from the first one's, in nats per token.
+        equal_tokens: number of tokens after which both models find the same token most likely.
+        tokens: number of tokens.
+    """
+
+    max_difference: float
+    mean_difference: float
+    spread: float
+    kl: float
+    equal_tokens: int
+    tokens: int
+
+
+@torch.no_grad()
+def compare_models(first: Logits, second: Logits, prompts: Sequence[Tensor]) -> Comparison:
+    """Compare the logits of two models; NaN in one of them is NaN in the result.
+
+    Args:
+        first: maps token ids int64 ``[s]`` to logits ``[s, v]``, for example :func:`logits_of` a model.
+        second: the same of the other model.
+        prompts: token ids, each int64 ``[s]``.
+
+    Raises:
+        EvaluationError: the shapes of the logits differ.
+
+    Example:
+        >>> logits = torchtune.evaluation.logits_of(model)
+        >>> same = torchtune.evaluation.compare_models(logits, logits, [torch.tensor([5, 6, 7])])
+        >>> same.max_difference, same.kl, same.equal_tokens
+        (0.0, 0.0, 3)
+    """
+    maxima, totals = [], torch.zeros(4, dtype=torch.float64)
+    equal = tokens = 0
+    for ids in prompts:
+        one, two = first(ids).double(), second(ids).double()
+        if one.shape != two.shape:
+            raise EvaluationError(f"the logits of a prompt are {list(one.shape)} and {list(two.shape)}: compare alike.")
+        difference, (log_p, log_q) = (one - two).abs(), (part.log_softmax(-1) for part in (one, two))
+        kl = (log_p.exp() * (log_p - log_q)).sum()
+        maxima.append(difference.max())
+        totals += torch.stack([difference.sum(), one.var(-1, correction=0).sum(), kl, torch.tensor(one.numel())])
+        equal += int((one.argmax(-1) == two.argmax(-1)).sum())
+        tokens += len(one)
+    mean, variance, kl = totals[0] / totals[3], totals[1] / tokens, totals[2] / tokens
+    return Comparison(float(torch.stack(maxima).max()), float(mean), float(variance.sqrt()), float(kl), equal, tokens)
+
+
+def logits_of(model: TransformerDecoder) -> Logits:
+    """Return the function from token ids ``[s]`` to a model's logits float32 ``[s, v]``, on the host.
+
+    Example:
+        >>> torchtune.evaluation.logits_of(model)(torch.tensor([5, 6, 7])).shape[0]
+        3
+    """
+    device = next(model.parameters()).device
+    last = getattr(getattr(model, "description", None), "is_classifier", False)
+
+    def logits(ids: Tensor) -> Tensor:
+        found = model(ids[None].to(device), output="logits")[0].float().cpu()
+        return found[-1:] if last else found
+
+    return logits
+
+
+@torch.no_grad()
+def record_logits(logits: Logits, prompts: Sequence[Tensor]) -> Logits:
+    """Compute the logits of prompts now, so that the model can be deleted before another one is loaded."""
+    kept = {tuple(ids.tolist()): logits(ids) for ids in prompts}
+    return lambda ids: kept[tuple(ids.tolist())]
+
+
+@torch.no_grad()
+def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
+    """Compare what the layers of two models compute, with their adapters.
+
+    Linear layers and experts multiply a random input, so adapters and merged weights are equal if their products are;
+    other parameters are compared themselves.
+
+    Args:
+        first: a model of :mod:`torchtune.models`, in evaluation mode.
+        second: another with the same description, with or without adapters.
+
+    Returns:
+        For each weight, by its name in Hugging Face's format: norm of the difference, relative to that of the first
+        (of experts the largest); infinite if one is not finite.
+    """
+    weights, errors = ModelWeights(second), {}
+    spec, description = weights.identity
+    external = {name: group.external[0] for group in spec.weight_map("hf").groups(description) for name in group.tune}
+    for name in sorted(weights.base):
+        one, two = _computed(first, name), _computed(second, name)
+        size = (one - two).norm(dim=-1)
+        error = torch.where(size > 0, size / one.norm(dim=-1), size).nan_to_num(torch.inf).max()
+        found = external.get(name, name)
+        errors[found] = max(float(error), errors.get(found, 0.0))
+    return errors
+
+
+def _computed(model: nn.Module, name: str) -> Tensor:
+    """Return float32 ``[parts, n]``: products of a layer with a random input, or a parameter."""
+    path, _, leaf = name.rpartition(".")
+    module, parameter = model.get_submodule(path), model.get_parameter(name)
+    generator, kind = torch.Generator().manual_seed(0), {"device": parameter.device, "dtype": parameter.dtype}
+    if isinstance(module, nn.Linear | LoRALinear) and leaf == "weight":
+        return module(torch.randn(_PROBES, parameter.shape[1], generator=generator).to(**kind)).float().view(1, -1)
+    if isinstance(module, GroupedExperts) and leaf in (shapes := module.matrix_shapes()):
+        experts, inputs, _ = shapes[leaf]
+        rows = torch.randn(experts * _PROBES, inputs, generator=generator).to(**kind)
+        counts = torch.full((experts,), _PROBES, device=parameter.device)
+        return module.project(leaf, rows, counts).float().view(experts, -1)
+    return parameter.float().view(1, -1)

@@ -1,0 +1,135 @@
+"""Read exported files in the libraries that they are for: transformers, peft and llama.cpp.
+
+They are optional, and nothing else of this library imports them.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtune.evaluation._compare_models import Logits
+from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.utils import hide_import_warnings, require
+
+_PURPOSE = "The check of an export"
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """A model that another library has loaded.
+
+    Attributes:
+        library: its name and version.
+        logits: see :func:`torchtune.evaluation.compare_models`.
+        unread: names of tensors that are missing, unknown or of another shape to the library.
+    """
+
+    library: str
+    logits: Logits
+    unread: list[str] = field(default_factory=list)
+
+
+def missing_packages(*names: str) -> list[str]:
+    """Return the packages that are not installed."""
+    return [name for name in names if find_spec(name) is None]
+
+
+@contextlib.contextmanager
+def _reading(library: str, folder: Path) -> Iterator[None]:
+    """Convert any error of the library, and hide its warnings and progress bars."""
+    silent = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(silent), hide_import_warnings("torchao"):
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # of another library
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise EvaluationError(f"{library} cannot read {folder}: {said.rstrip('.')}.") from error
+
+
+def read_with_transformers(folder: Path, device: torch.device, file: str | None = None) -> ReadModel:
+    """Load a folder in Hugging Face's layout in float32.
+
+    Args:
+        folder: the folder.
+        device: device of the model.
+        file: name of a GGUF file in it, to be read instead.
+
+    Raises:
+        EvaluationError: ``transformers`` raises an error.
+        UserError: ``transformers`` is not installed.
+    """
+    library = _named(require("transformers", extra="check", purpose=_PURPOSE))
+    with _reading(library, folder):
+        model, found = _load(folder, device, {} if file is None else {"gguf_file": file})
+    unread = [*found["unexpected_keys"], *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    return ReadModel(library, _logits(model, device), unread)
+
+
+def _load(folder: Path | str, device: torch.device, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    transformers = require("transformers", extra="check", purpose=_PURPOSE)
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    model, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+    return model.eval().to(device), found
+
+
+def read_with_peft(folder: Path, device: torch.device) -> ReadModel:
+    """Load an adapter on the base that it names, in float32.
+
+    Args:
+        folder: folder of the adapter.
+        device: device of the model.
+
+    Raises:
+        EvaluationError: ``transformers`` or ``peft`` raises an error.
+        UserError: one of them is not installed.
+    """
+    peft = require("peft", extra="check", purpose=_PURPOSE)
+    library = _named(peft)
+    with _reading(library, folder):
+        base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+        model = peft.PeftModel.from_pretrained(_load(base, device, {})[0], folder).eval()
+        found = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device=str(device)))
+    unread = [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name)]
+    return ReadModel(library, _logits(model, device), unread)
+
+
+def read_with_llama_cpp(file: Path) -> ReadModel:
+    """Load a GGUF file in llama.cpp, on the host.
+
+    Raises:
+        EvaluationError: ``llama_cpp`` raises an error.
+        UserError: it is not installed.
+    """
+    llama_cpp = require("llama_cpp", extra="check", purpose=_PURPOSE)
+    library = _named(llama_cpp)
+    with _reading(library, file):
+        model = llama_cpp.Llama(str(file), logits_all=True, n_ctx=512, verbose=False)
+
+    def logits(ids: Tensor) -> Tensor:
+        model.reset()
+        model.eval(ids.tolist())
+        return torch.from_numpy(model.scores[: len(ids)].copy()).float()
+
+    return ReadModel(library, logits)
+
+
+def _named(module: Any) -> str:
+    return f"{module.__name__} {module.__version__}"
+
+
+def _logits(model: Any, device: torch.device) -> Logits:
+    def logits(ids: Tensor) -> Tensor:
+        found = model(ids[None].to(device)).logits
+        return (found[0] if found.dim() == 3 else found).float().cpu()
+
+    return logits
