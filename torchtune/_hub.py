@@ -118,17 +118,10 @@ def upload(folder: Path, repo_id: str) -> str:
     try:
         HfApi().create_repo(repo_id, private=True, exist_ok=True)
         return str(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"]).commit_url)
-    except errors.HFValidationError as error:
-        raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
-    except errors.HfHubHTTPError as error:
+    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         raise UserError(
-            f"{constants.ENDPOINT} refuses '{repo_id}' with status {error.response.status_code}: set HF_TOKEN to a "
-            f"token that may write there; the files are in {folder}."
-        ) from error
-    except (errors.HTTPError, OSError) as error:
-        raise UserError(
-            f"No connection to {constants.ENDPOINT} ({_first_line(error, None)}): check the network; the files are in "
-            f"{folder}."
+            f"--push {repo_id}: {constants.ENDPOINT} does not take the files ({_first_line(error, None)}): give "
+            f"owner/name, set HF_TOKEN to a token that may write there, and check the network; they are in {folder}."
         ) from error
 
 

@@ -12,6 +12,7 @@ import torchtune
 from torchtune._cli._eval_run import checkpoint_of
 from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
     CheckpointError,
     GGUFFile,
     ModelSource,
@@ -55,8 +56,8 @@ class Trained:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the checkpoint holds all weights, merged with those of an adapter."""
-        return any(self.checkpoint.glob("model*.safetensors"))
+        """Whether the checkpoint has all weights, after LoRA with the adapter merged."""
+        return self.adapter is None or any(self.checkpoint.glob("model*.safetensors"))
 
 
 def find_trained(model: str) -> Trained:
@@ -69,10 +70,8 @@ def find_trained(model: str) -> Trained:
     if not folder.is_dir():
         raise UserError(f"{model}: there is no such folder: give that of a run or of a checkpoint.")
     checkpoint = Path(checkpoint_of(str(folder)))
-    if checkpoint != folder:  # of a checkpoint that is given itself, others may come
+    if checkpoint != folder:  # a run that is going on may delete its checkpoints
         FolderLock(folder, key="run").check_unused()
-    if not any((place / "config.json").is_file() for place in (checkpoint, checkpoint / "adapter")):
-        raise CheckpointError(f"{checkpoint} holds no model: give the folder of a run or of a checkpoint.")
     try:
         adapter = adapter_folder(checkpoint)
     except CheckpointError:
@@ -102,7 +101,11 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
         merged: folder for merged weights that are quantised and not kept.
     """
     if to in ("hf", "adapter", "merged"):
-        model, _ = torchtune.load(trained.path, device="cpu")
+        dtype = None
+        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may have another than the base
+            tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
+            dtype = tensors.read(tensors.names()[0]).dtype
+        model, _ = torchtune.load(trained.path, dtype=dtype, device="cpu")
         torchtune.save(model, files, contents="model" if to == "hf" else to)
         return
     source = trained.checkpoint
@@ -124,7 +127,7 @@ def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
 
 
 def _write_modelfile(files: Path, context: int) -> None:
-    """Write a ``Modelfile`` beside a GGUF file."""
+    """Write the ``Modelfile`` of a GGUF file."""
     (file,), tokenizer = files.glob("*.gguf"), hf_tokenizer(str(files))
     stops = [text for text, token_id in tokenizer.special_tokens.items() if token_id in tokenizer.stop_tokens]
     lines = [

@@ -10,7 +10,7 @@ from torchtune._cli._export_files import Trained, find_trained, write_files
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
 from torchtune.utils import UserError, atomic_directory, read_json, write_json
 
-# What an export is and how it was checked, in its folder.
+# Record of an export and its check, in its folder.
 RECORD = "torchtune_export.json"
 
 
@@ -18,7 +18,7 @@ def export(args: argparse.Namespace) -> None:
     """Export a checkpoint as the arguments of ``tune export`` define.
 
     Raises:
-        UserError: the checkpoint does not fit the format, the files do not compute what the model does, the output
+        UserError: the checkpoint does not fit the format, the check fails, the output
             folder is not one of an export, or the disk is full. The output folder is then as it was.
     """
     trained = find_trained(args.model)
@@ -47,10 +47,8 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _check_format(trained: Trained, to: str) -> None:
-    if to == "adapter" and trained.adapter is None:
+    if to in ("adapter", "merged") and trained.adapter is None:
         raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
-    if to == "merged" and trained.adapter is None:
-        raise UserError(f"{trained.checkpoint} has no adapter to merge: choose --to hf.")
     if to == "hf" and trained.adapter is not None:
         raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
 
@@ -65,7 +63,8 @@ def _commands(to: str, output: Path) -> list[str]:
     folder, name = shlex.quote(str(output.resolve())), shlex.quote(output.resolve().name)
     if to == "adapter":
         settings = read_json(output / ADAPTER_CONFIG_FILE)
-        rank = max([settings["r"], *settings.get("rank_pattern", {}).values()])
+        most = max([settings["r"], *settings.get("rank_pattern", {}).values()])
+        rank = max(8, 2 ** (most - 1).bit_length())  # vLLM takes powers of two
         base = shlex.quote(str(settings["base_model_name_or_path"]))
         found = [f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}"]
     elif to == "ollama":

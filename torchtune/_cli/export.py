@@ -14,7 +14,7 @@ QUANTS = {"gguf": _GGUF, "ollama": _GGUF, "compressed-tensors": ("int4", "int8",
 
 
 class Export(Subcommand):
-    """Subcommand that writes a trained model for other programs and checks the files there."""
+    """Subcommand that writes a trained model for other programs and checks the files."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(

@@ -1,4 +1,4 @@
-"""Compare two models: their logits for the same prompts, and what each of their layers computes."""
+"""Compare two models: their logits for the same prompts, and the outputs of each of their layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def record_logits(logits: Logits, prompts: Sequence[Tensor]) -> Logits:
 
 @torch.no_grad()
 def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
-    """Compare what the layers of two models compute, with their adapters.
+    """Compare the outputs of each layer of two models, including adapters.
 
     Linear layers and experts multiply a random input, so adapters and merged weights are equal if their products are;
     other parameters are compared themselves.
@@ -109,18 +109,19 @@ def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
         second: another with the same description, with or without adapters.
 
     Returns:
-        For each weight, by its name in Hugging Face's format: norm of the difference, relative to that of the first
-        (of experts the largest); infinite if one is not finite.
+        For each weight, by its name in Hugging Face's format: norm of the difference, relative to that of the
+        first; infinite if one is not finite.
     """
     weights, errors = ModelWeights(second), {}
     spec, description = weights.identity
-    external = {name: group.external[0] for group in spec.weight_map("hf").groups(description) for name in group.tune}
+    external = {name: group.external for group in spec.weight_map("hf").groups(description) for name in group.tune}
     for name in sorted(weights.base):
         one, two = _computed(first, name), _computed(second, name)
         size = (one - two).norm(dim=-1)
-        error = torch.where(size > 0, size / one.norm(dim=-1), size).nan_to_num(torch.inf).max()
-        found = external.get(name, name)
-        errors[found] = max(float(error), errors.get(found, 0.0))
+        parts = torch.where(size > 0, size / one.norm(dim=-1), size).nan_to_num(torch.inf).tolist()
+        names = external.get(name, (name,))
+        for found, error in zip(names if len(names) == len(parts) else names[:1] * len(parts), parts, strict=True):
+            errors[found] = max(error, errors.get(found, 0.0))
     return errors
 
 

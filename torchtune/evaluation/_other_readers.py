@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtune.evaluation._compare_models import Logits
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.utils import hide_import_warnings, require
-
-_PURPOSE = "The check of an export"
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class ReadModel:
     Attributes:
         library: its name and version.
         logits: see :func:`torchtune.evaluation.compare_models`.
-        unread: names of tensors that are missing, unknown or of another shape to the library.
+        unread: names of tensors that are unknown to the library, are missing, or have another shape.
     """
 
     library: str
@@ -43,39 +41,42 @@ def missing_packages(*names: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _reading(library: str, folder: Path) -> Iterator[None]:
-    """Convert any error of the library, and hide its warnings and progress bars."""
-    silent = io.StringIO()
+def _reading(name: str, path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield a library and its name and version; convert its errors, and hide its warnings and progress bars.
+
+    Raises:
+        EvaluationError: the library raises an error.
+        UserError: it is not installed.
+    """
+    with hide_import_warnings("torchao"):
+        module = require(name, extra="check", purpose="The check of an export")
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(silent), hide_import_warnings("torchao"):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), hide_import_warnings("torchao"):
             warnings.simplefilter("ignore")
-            yield
+            yield module, f"{name} {module.__version__}"
     except Exception as error:  # of another library
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise EvaluationError(f"{library} cannot read {folder}: {said.rstrip('.')}.") from error
+        raise EvaluationError(f"{name} cannot read {path}: {said.rstrip('.')}.") from error
 
 
-def read_with_transformers(folder: Path, device: torch.device, file: str | None = None) -> ReadModel:
+def read_with_transformers(folder: Path, device: torch.device, **options: Any) -> ReadModel:
     """Load a folder in Hugging Face's layout in float32.
 
     Args:
         folder: the folder.
         device: device of the model.
-        file: name of a GGUF file in it, to be read instead.
+        options: of ``from_pretrained``, for example the name of a ``gguf_file``.
 
     Raises:
-        EvaluationError: ``transformers`` raises an error.
-        UserError: ``transformers`` is not installed.
+        UserError: see :func:`_reading`.
     """
-    library = _named(require("transformers", extra="check", purpose=_PURPOSE))
-    with _reading(library, folder):
-        model, found = _load(folder, device, {} if file is None else {"gguf_file": file})
+    with _reading("transformers", folder) as (transformers, library):
+        model, found = _load(transformers, folder, device, **options)
     unread = [*found["unexpected_keys"], *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
-    return ReadModel(library, _logits(model, device), unread)
+    return ReadModel(library, _logits_of(model, device), unread)
 
 
-def _load(folder: Path | str, device: torch.device, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    transformers = require("transformers", extra="check", purpose=_PURPOSE)
+def _load(transformers: Any, folder: Path | str, device: torch.device, **options: Any) -> tuple[nn.Module, Any]:
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
     model, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
@@ -90,29 +91,19 @@ def read_with_peft(folder: Path, device: torch.device) -> ReadModel:
         device: device of the model.
 
     Raises:
-        EvaluationError: ``transformers`` or ``peft`` raises an error.
-        UserError: one of them is not installed.
+        UserError: see :func:`_reading`.
     """
-    peft = require("peft", extra="check", purpose=_PURPOSE)
-    library = _named(peft)
-    with _reading(library, folder):
+    with _reading("transformers", folder) as (transformers, _), _reading("peft", folder) as (peft, library):
         base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-        model = peft.PeftModel.from_pretrained(_load(base, device, {})[0], folder).eval()
+        model = peft.PeftModel.from_pretrained(_load(transformers, base, device)[0], folder).eval()
         found = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device=str(device)))
     unread = [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name)]
-    return ReadModel(library, _logits(model, device), unread)
+    return ReadModel(library, _logits_of(model, device), unread)
 
 
 def read_with_llama_cpp(file: Path) -> ReadModel:
-    """Load a GGUF file in llama.cpp, on the host.
-
-    Raises:
-        EvaluationError: ``llama_cpp`` raises an error.
-        UserError: it is not installed.
-    """
-    llama_cpp = require("llama_cpp", extra="check", purpose=_PURPOSE)
-    library = _named(llama_cpp)
-    with _reading(library, file):
+    """Load a GGUF file in llama.cpp, on the host. Raises ``UserError`` as :func:`read_with_peft` does."""
+    with _reading("llama_cpp", file) as (llama_cpp, library):
         model = llama_cpp.Llama(str(file), logits_all=True, n_ctx=512, verbose=False)
 
     def logits(ids: Tensor) -> Tensor:
@@ -123,11 +114,7 @@ def read_with_llama_cpp(file: Path) -> ReadModel:
     return ReadModel(library, logits)
 
 
-def _named(module: Any) -> str:
-    return f"{module.__name__} {module.__version__}"
-
-
-def _logits(model: Any, device: torch.device) -> Logits:
+def _logits_of(model: nn.Module, device: torch.device) -> Logits:
     def logits(ids: Tensor) -> Tensor:
         found = model(ids[None].to(device)).logits
         return (found[0] if found.dim() == 3 else found).float().cpu()

@@ -148,10 +148,8 @@ def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = T
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
     both = (f"{ours}gate_proj", f"{ours}up_proj")
-    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2, transpose, not transpose), "expert_layers"))
-    rows.append(
-        Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(1, transpose, not transpose), "expert_layers")
-    )
+    for name, tune, parts in (("gate_up_proj", both, 2), ("down_proj", f"{ours}down_proj", 1)):
+        rows.append(Row(f"{theirs}{name}", tune, FusedExperts(parts, transpose, not transpose), "expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
 

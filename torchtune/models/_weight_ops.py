@@ -1,8 +1,8 @@
 """Ops of a weight map: reversible rearrangements of tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -27,13 +27,14 @@ class ExternalSlice:
     Attributes:
         external: index of the external tensor in its group.
         slices: slice of the external tensor.
-        rows: rows of our slice: indices int64 [rows], a range, one index (the dimension is dropped), or None for all.
+        rows: rows of our slice: indices int64 [rows], a range, one index (the dimension is dropped), a tuple of these,
+            or None for all.
         transposed: whether the last two dimensions are swapped.
     """
 
     external: int
     slices: Slices
-    rows: Tensor | slice | int | None = None
+    rows: Tensor | slice | int | tuple[slice | int, ...] | None = None
     transposed: bool = False
 
     def of(self, ours: Tensor) -> Tensor:
@@ -270,18 +271,16 @@ class _Placed(ExternalSlice):
     """Slice of an external matrix that has our values ``inside``, and zeros elsewhere."""
 
     inside: tuple[slice, slice] = (slice(None), slice(None))
-    view: Callable[[Tensor], Tensor] = lambda ours: ours
 
     def of(self, ours: Tensor) -> Tensor:
         """Return the values of the external slice from our slice."""
-        rows, columns = self.slices
-        found = ours.new_zeros(rows.stop - rows.start, columns.stop - columns.start)
-        found[self.inside] = self.view(ours)
+        found = ours.new_zeros([part.stop - part.start for part in self.slices])
+        found[self.inside] = super().of(ours)
         return found
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
-        self.view(ours).copy_(value[self.inside])
+        super().fill(ours, value[self.inside])
 
 
 @dataclass(frozen=True)
@@ -323,21 +322,15 @@ class ExpertAdapter(Op):
         inner, outer = (
             [part.transpose(1, 2) for part in half] for half in (tensors[: self.parts], tensors[self.parts :])
         )
-        return self._flat(torch.cat(inner, dim=1), _block_diagonal(outer))
-
-    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Convert an ordinary adapter of rank r of the fused parameter to the block-diagonal form of rank n · r."""
-        experts = (description.num_experts, -1)
-        first, second = tensors[0].unflatten(0, experts), tensors[1].unflatten(1, experts[::-1]).permute(2, 0, 1)
-        if self.swapped:
-            first, second = second.transpose(1, 2), first.transpose(1, 2)
-        return self._flat(first.repeat(1, self.parts, 1), _block_diagonal(second.chunk(self.parts, dim=1)))
-
-    def _flat(self, first: Tensor, second: Tensor) -> list[Tensor]:
-        """Flatten ``[e, n r, in]`` and ``[e, n out, n r]``."""
+        first, second = torch.cat(inner, dim=1), _block_diagonal(outer)  # [e, n r, in], [e, n out, n r]
         if self.swapped:
             first, second = second.transpose(1, 2), first.transpose(1, 2)
         return [first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)]
+
+    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Convert an ordinary adapter of rank r of the fused parameter to the block-diagonal form of rank n · r."""
+        inner, outer = replace(self, parts=1).to_tune(tensors, description)
+        return self.to_external([inner] * self.parts + list(outer.chunk(self.parts, dim=2)), description)
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
@@ -345,34 +338,23 @@ class ExpertAdapter(Op):
         """Return rows of ``A``, a slice per expert, or columns of ``B``, a slice per rank; only experts are sharded."""
         if is_empty(slices):
             return []
-        experts, (first, second) = slices[0], shapes
-        is_b, part, count = which >= self.parts, which % self.parts, description.num_experts
-        rank = first[0] // count // self.parts
-        start, found = part * rank, []
-        wide = first[1] if self.swapped else second[0]  # n out
-        block = slice(part * wide // self.parts, (part + 1) * wide // self.parts) if is_b else slice(0, None)
+        experts, (first, second), count = slices[0], shapes, description.num_experts
+        is_b, part = which >= self.parts, which % self.parts
+        rank, everything = first[0] // count // self.parts, slice(0, None)
+        wide = (first[1] if self.swapped else second[0]) // self.parts  # out
+        block = slice(part * wide, (part + 1) * wide) if is_b else everything
         if is_b == self.swapped:
-            for i, expert in enumerate(range(experts.start, experts.stop)):
-                above = expert * rank * self.parts + start
-                place, inside = (slice(above, above + rank), slice(0, first[1])), (slice(0, None), block)
-                found.append(_Placed(0, place, inside=inside, view=_rows_of(i, transposed=not is_b)))
-            return found
+            starts = [(expert * self.parts + part) * rank for expert in range(experts.start, experts.stop)]
+            return [
+                _Placed(0, (slice(at, at + rank), slice(0, first[1])), i, not is_b, inside=(everything, block))
+                for i, at in enumerate(starts)
+            ]
+        found = []
         for k in range(rank):
-            left = (start + k) * count
-            place, inside = (
-                (slice(0, second[0]), slice(left + experts.start, left + experts.stop)),
-                (block, slice(0, None)),
-            )
-            found.append(_Placed(1, place, inside=inside, view=_column_of(k, 1 if is_b else 2)))
+            ours, left = ((everything, k) if is_b else (everything, everything, k)), (part * rank + k) * count
+            place = slice(0, second[0]), slice(left + experts.start, left + experts.stop)
+            found.append(_Placed(1, place, ours, True, inside=(block, everything)))
         return found
-
-
-def _rows_of(expert: int, *, transposed: bool) -> Callable[[Tensor], Tensor]:
-    return lambda ours: ours[expert].T if transposed else ours[expert]
-
-
-def _column_of(rank: int, dim: int) -> Callable[[Tensor], Tensor]:
-    return lambda ours: ours.select(dim, rank).T
 
 
 def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 from torchtune.data import DataError
 
 _TURNS = re.compile("(Text\ue010\\w\ue011)")
-_LAST = "{{ $last := eq (len (slice $.Messages $i)) 1 }}"
+_LAST = "{{ $end := 0 }}{{ range $i, $_ := .Messages }}{{ $end = $i }}{{ end }}"
 _REFUSAL = "its chat template writes turns that a Modelfile's TEMPLATE cannot express"
 
 
@@ -27,8 +27,8 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
         DataError: there is no chat template, or the texts around a turn depend on more than its role.
 
     Example:
-        >>> torchtune.tokenizers.go_template(tokenizer, adds_bos=False)[:18]
-        '{{ if .System }}<|'
+        >>> torchtune.tokenizers.go_template(tokenizer, adds_bos=False)[-9:]
+        '{{ end }}'
     """
     bos = "" if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id], skip_special_tokens=False)
 
@@ -52,10 +52,10 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     if order == "suau" and rest[1:] == [answer, after, end]:
         start = f"{{{{ if .System }}}}{first}{{{{ .System }}}}{rest[0]}{{{{ else }}}}{before}{{{{ end }}}}"
     elif order == "uasu" and [first, rest[0], rest[1], rest[3]] == [before, answer, after, end]:
-        inside = f"{{{{ if and $last $.System }}}}{{{{ $.System }}}}{rest[2]}{{{{ end }}}}"
+        inside = f"{{{{ if and $.System (eq $i $end) }}}}{{{{ $.System }}}}{rest[2]}{{{{ end }}}}"
     elif order != "none":
         raise DataError(f"{_REFUSAL}: the system turn changes others.")
-    ends = answer if answer == end else f"{{{{ if $last }}}}{end}{{{{ else }}}}{answer}{{{{ end }}}}"
+    ends = answer if answer == end else f"{{{{ if eq $i $end }}}}{end}{{{{ else }}}}{answer}{{{{ end }}}}"
     user = f'{{{{ if eq .Role "user" }}}}{inside}{{{{ .Content }}}}{ends}'
-    assistant = f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{{{{ if not $last }}}}{after}{{{{ end }}}}'
-    return f"{start}{{{{ range $i, $_ := .Messages }}}}{_LAST}{user}{assistant}{{{{ end }}}}{{{{ end }}}}"
+    assistant = f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{{{{ if ne $i $end }}}}{after}{{{{ end }}}}'
+    return f"{_LAST}{start}{{{{ range $i, $_ := .Messages }}}}{user}{assistant}{{{{ end }}}}{{{{ end }}}}"

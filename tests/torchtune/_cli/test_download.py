@@ -52,6 +52,23 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Takes what is uploaded with the token ``right``, in files that are small enough for the commit itself."""
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.asked.append((self.path, body))
+        if self.headers.get("Authorization") != "Bearer right":
+            self.answer(401, X_Error_Message="Invalid username or password")
+        elif "/preupload/" in self.path:
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            self.answer(200, json.dumps({"files": files}).encode(), Content_Type="application/json")
+        else:
+            new = f"http://{self.headers['Host']}/own/new"
+            found = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
+            self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
+
     def file(self, repo: str, name: str) -> None:
         if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
             self.answer(403 if "Authorization" in self.headers else 401, X_Error_Code="GatedRepo")
@@ -88,13 +105,16 @@ def hub() -> Iterator[ThreadingHTTPServer]:
 
 
 def download(endpoint: str, cache: Path, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess:
+    return ask(endpoint, cache, "-m", "torchtune._cli.tune", "download", *arguments, token=token)
+
+
+def ask(endpoint: str, cache: Path, *arguments: str, token: str | None) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
     environment.pop("HF_TOKEN", None)
     if token:
         environment["HF_TOKEN"] = token
-    command = [sys.executable, "-m", "torchtune._cli.tune", "download", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment)
 
 
 def url(hub: ThreadingHTTPServer) -> str:
@@ -204,3 +224,44 @@ def test_kaggle_is_refused_by_name(tmp_path):
     done = download("http://127.0.0.1:9", tmp_path, "owner/model", "--source", "kaggle")
     assert done.returncode == 2
     assert "Kaggle is not supported" in done.stderr
+
+
+def upload(endpoint: str, folder: Path, repo_id: str, token: str | None) -> subprocess.CompletedProcess:
+    code = (
+        "import sys, pathlib\nfrom torchtune._hub import upload\nfrom torchtune.utils import UserError\n"
+        f"try:\n    print(upload(pathlib.Path({str(folder)!r}), {repo_id!r}))\n"
+        "except UserError as error:\n    sys.exit(str(error))"
+    )
+    return ask(endpoint, folder.parent / "cache", "-c", code, token=token)
+
+
+def test_an_export_is_uploaded_to_a_private_repository_without_hidden_files(hub, tmp_path):
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for name in ("config.json", ".complete"):
+        (folder / name).write_text("{}")
+    done = upload(url(hub), folder, "own/new", "right")
+    assert (done.returncode, done.stdout) == (0, f"{url(hub)}/own/new/commit/1\n"), done.stderr
+    created = dict(hub.asked)["/api/repos/create"]
+    committed = next(body for path, body in hub.asked if "/commit/" in path)
+    assert {("name", "new"), ("organization", "own"), ("visibility", "private")} == json.loads(created).items()
+    assert [row["value"]["path"] for row in map(json.loads, committed.splitlines()) if row["key"] == "file"] == [
+        "config.json"
+    ]
+
+
+def test_a_hub_that_refuses_an_upload_is_one_sentence(hub, tmp_path):
+    (tmp_path / "export").mkdir()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    for endpoint, repo_id, token in (
+        (url(hub), "own/new", "wrong"),
+        (url(hub), "own/n/ew", "right"),
+        (closed, "a/b", "x"),
+    ):
+        done = upload(endpoint, tmp_path / "export", repo_id, token)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"--push {repo_id}: {endpoint} does not take the files (")
+        assert done.stderr.endswith(f"they are in {tmp_path / 'export'}.\n")
+        assert done.stderr.count("\n") == 1

@@ -91,6 +91,22 @@ def test_quantised_files_differ_as_the_quantised_base_does(
     assert "base        quantised alike: " in done.out
 
 
+def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    output = tmp_path / "out"
+    done = tune("export", str(runs / "full"), "--to", "ollama", "--output", str(output), "--push", "me/cats")
+    assert done.code == 0, done.err
+    first, *others = (output / "Modelfile").read_text().splitlines()
+    assert first == "FROM ./model-Q8_0.gguf"
+    assert others[-2:] == ['PARAMETER stop "<|im_end|>"', "PARAMETER num_ctx 4096"]
+    assert "\n".join(others[:-2]).startswith('TEMPLATE """')
+    assert "\n".join(others[:-2]).endswith('{{ end }}"""')
+    assert f"ollama create out -f {output}/Modelfile && ollama run out" in done.out
+    files = [path.name for path in output.iterdir() if not path.name.startswith(".")]
+    for name in files:
+        assert f"{name} ({(output / name).stat().st_size:,} bytes)\n" in done.out
+    assert f"nothing is uploaded: add --yes to upload {len(files)} files to me/cats" in done.out
+
+
 def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[..., Entry]:
     """``ModelWeights.entry`` with changed tensors."""
     real = ModelWeights.entry
@@ -187,7 +203,7 @@ def test_a_fault_in_writing_is_found(
     named = fault(monkeypatch)
     done = tune(*command)
     assert done.code == 3
-    assert "does not compute what the trained model does" in done.err
+    assert "has other logits than the trained model" in done.err
     assert named in done.err
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -243,9 +259,9 @@ def test_mistakes_are_one_sentence(runs: Path, tmp_path: Path, tune: Tune) -> No
     (tmp_path / "base").rename(tmp_path / "moved")
     for command, said in {
         (str(tmp_path / "nowhere"), "--to", "hf"): "there is no such folder: give that of a",
-        (str(tmp_path / "mine"), "--to", "hf"): "holds no model: give the folder of a run or of a checkpoint",
+        (str(tmp_path / "mine"), "--to", "hf"): "config.json",
         (full, "--to", "adapter"): "holds no adapter, all weights were trained: choose --to hf",
-        (full, "--to", "merged"): "has no adapter to merge: choose --to hf",
+        (full, "--to", "merged"): "holds no adapter, all weights were trained: choose --to hf",
         (adapter, "--to", "hf"): "was trained as an adapter: choose --to merged, or --to adapter",
         (adapter, "--to", "merged", "--quant=int4"): "--quant int4: merged has no such quantization: it goes with gguf",
         (full, "--to", "gguf", "--quant=q3"): "--quant q3: gguf has no such quantization: choose out of q8_0,",

@@ -1,0 +1,69 @@
+"""Comparisons of two models: formulas in float64 by hand, and which layer differs."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchtune
+from tests.tiny import write_checkpoint
+from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
+from torchtune.evaluation import EvaluationError, compare_layers, compare_models, logits_of, record_logits
+from torchtune.modules.peft import LoRA
+
+
+def test_the_numbers_are_those_of_the_formulas() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    first = {len(ids): torch.randn(len(ids), 7, generator=generator) for ids in prompts}
+    second = {length: values + torch.randn(values.shape, generator=generator) for length, values in first.items()}
+    found = compare_models(lambda ids: first[len(ids)], lambda ids: second[len(ids)], prompts)
+
+    def probabilities(row: list[float]) -> list[float]:
+        return [math.exp(value) / sum(map(math.exp, row)) for value in row]
+
+    rows = [pair for length in (3, 2) for pair in zip(first[length].tolist(), second[length].tolist(), strict=True)]
+    differences = [abs(a - b) for one, two in rows for a, b in zip(one, two, strict=True)]
+    both = [(probabilities(one), probabilities(two)) for one, two in rows]
+    kl = [sum(p * math.log(p / q) for p, q in zip(*pair, strict=True)) for pair in both]
+    variances = [sum((value - sum(one) / 7) ** 2 for value in one) / 7 for one, _ in rows]
+    assert found.max_difference == pytest.approx(max(differences))
+    assert found.mean_difference == pytest.approx(sum(differences) / 35)
+    assert found.spread == pytest.approx(math.sqrt(sum(variances) / 5))
+    assert found.kl == pytest.approx(sum(kl) / 5)
+    assert (found.equal_tokens, found.tokens) == (sum(a.index(max(a)) == b.index(max(b)) for a, b in rows), 5)
+    assert found.equal_tokens < 5
+
+    first[2][1, 3] = math.nan
+    found = compare_models(lambda ids: first[len(ids)], lambda ids: first[len(ids)], prompts)
+    assert all(map(math.isnan, (found.max_difference, found.mean_difference, found.kl)))
+    with pytest.raises(EvaluationError, match=r"the logits of a prompt are \[3, 7\] and \[3, 6\]"):
+        compare_models(lambda ids: first[len(ids)], lambda ids: first[len(ids)][:, :6], prompts)
+
+
+def test_logits_outlive_their_model_and_are_those_of_a_classifier_after_the_last_token(tmp_path: Path) -> None:
+    ids = torch.tensor([5, 6, 7, 8])
+    model, _ = torchtune.load(write_checkpoint(tmp_path / "model"), device="cpu")
+    logits = record_logits(logits_of(model), [ids])
+    assert torch.equal(logits(ids), model(ids[None])[0])
+    judge, _ = torchtune.load(write_checkpoint(tmp_path / "judge", is_reward=True), device="cpu")
+    assert logits_of(judge)(ids).shape == (1, 1)
+
+
+def test_layers_with_an_adapter_equal_merged_ones_and_the_changed_one_is_named(tmp_path: Path) -> None:
+    base = write_folder(tmp_path / "base", "qwen3_moe")
+    model, _ = torchtune.load(base, adapter=LoRA(rank=2, alpha=6, apply_to_mlp=True), device="cpu")
+    randomize_adapter(model)
+    merged, _ = torchtune.load(torchtune.save(model, tmp_path / "merged", contents="merged"), device="cpu")
+    names = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkvo"}
+    errors = compare_layers(model, merged)
+    assert names < errors.keys()
+    assert max(errors.values()) < 1e-5
+    with torch.no_grad():
+        merged.layers[1].mlp.experts.up_proj[3] += 0.1 * merged.layers[1].mlp.experts.up_proj[3].std()
+        merged.layers[2].sa_norm.scale[0] = torch.nan
+    errors = {name: error for name, error in compare_layers(model, merged).items() if error > 1e-4}
+    assert errors.keys() == {"model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.2.input_layernorm.weight"}
+    assert 0.02 < errors["model.layers.1.mlp.experts.3.up_proj.weight"] < 0.2
+    assert math.isinf(errors["model.layers.2.input_layernorm.weight"])
