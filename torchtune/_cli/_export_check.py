@@ -1,8 +1,9 @@
 """Check of an export: the library that reads the files has the logits of the trained model."""
 
-from dataclasses import asdict, dataclass
+import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -13,7 +14,7 @@ from torchtune.checkpoints import CheckpointStore, ModelSource
 from torchtune.evaluation import Comparison, ReadModel
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.training import set_default_dtype
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import UserError, get_device, get_logger
 
 _PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -61,10 +62,6 @@ class Check:
     layer: float = 0.0
     base: Comparison | None = None
 
-    def record(self) -> dict[str, Any]:
-        """Return the numbers for a JSON file."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """Return the result in words."""
         if self.comparison is None:
@@ -74,35 +71,32 @@ class Check:
         return found + ([] if self.base is None else [f"base        quantised alike: {_words(self.base)}"])
 
 
-def check_export(
-    trained: Trained, to: str, quant: str | None, files: Path, aside: Path, *, device: str, required: bool = False
-) -> Check:
+def check_export(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
     """Compare exported files with the trained model.
 
     Args:
         trained: the checkpoint.
-        to: format of the files.
-        quant: kind of quantization.
+        args: arguments of ``tune export``.
         files: folder of the files.
         aside: folder for a quantised base.
-        device: device of the models, in float32.
-        required: raise if a library is missing.
 
     Raises:
         FailedCheck: the files give other logits; the message names tensors.
-        UserError: a library is missing and ``required``.
+        UserError: a library is missing, and ``--check`` requires it.
     """
-    if missing := evaluation.missing_packages("transformers", *_LIBRARIES.get(to, ())):
+    if args.check is False:
+        return Check(None, "because of --no-check")
+    if missing := evaluation.missing_packages("transformers", *_LIBRARIES.get(args.to, ())):
         reason = f"because {', '.join(missing)} is not installed: pip install 'torchtune[check]'"
-        if required:
+        if args.check:
             raise UserError(f"--check: the files cannot be checked, {reason}.")
         return Check(None, reason)
-    comparison, layers, read = _measure(trained.path, to, files, torch.device(device))
-    base = None
+    to, quant, device, base = args.to, args.quant, get_device(args.device), None
+    comparison, layers, read = _measure(trained.path, to, files, device)
     if quant is not None and trained.base is not None:
         try:
             quantize(trained.base, quant, aside)
-            base = _measure(trained.base, to, aside, torch.device(device))[0]
+            base = _measure(trained.base, to, aside, device)[0]
         except UserError as error:  # of another layout, for example
             get_logger().warning(f"The quantised base is not compared with the base: {error}")
     limit = _OF_LAYER.get(stored_dtype(files) if to == "merged" else quant, _OF_EQUAL_LAYER)

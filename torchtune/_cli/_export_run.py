@@ -3,9 +3,10 @@
 import argparse
 import shlex
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
-from torchtune._cli._export_check import Check, check_export
+from torchtune._cli._export_check import check_export
 from torchtune._cli._export_files import Trained, find_trained, write_files
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
 from torchtune.utils import UserError, atomic_directory, read_json, write_json
@@ -18,8 +19,8 @@ def export(args: argparse.Namespace) -> None:
     """Export a checkpoint as the arguments of ``tune export`` define.
 
     Raises:
-        UserError: the checkpoint does not fit the format, the check fails, the output
-            folder is not one of an export, or the disk is full. The output folder is then as it was.
+        UserError: the checkpoint does not fit the format, the check fails, the output folder is not one of an export,
+            or the disk is full. The output folder is then as it was.
     """
     trained = find_trained(args.model)
     _check_format(trained, args.to)
@@ -31,12 +32,9 @@ def export(args: argparse.Namespace) -> None:
     with atomic_directory(output) as aside:
         files = aside / "files"
         write_files(trained, args.to, args.quant, files, aside / "merged")
-        check = Check(None, "because of --no-check")
-        if args.check is not False:
-            places = trained, args.to, args.quant, files, aside / "base"
-            check = check_export(*places, device=args.device, required=args.check is True)
-            shutil.rmtree(aside / "base", ignore_errors=True)
-        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.record()}
+        check = check_export(trained, args, files, aside / "base")
+        shutil.rmtree(aside / "base", ignore_errors=True)
+        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": asdict(check)}
         write_json(files / RECORD, record)
         for path in list(files.iterdir()):
             path.rename(aside / path.name)

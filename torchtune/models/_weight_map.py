@@ -453,7 +453,7 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
             rows += _peft_rows_of_experts(row, external[0], tune[0])
             continue
         if isinstance(row.op, FusedExperts):
-            rows.append(_peft_row_of_fused_experts(external[0], tune, row.op, row.when))
+            rows.append(_peft_row_of_fused_experts(row))
             continue
         if isinstance(row.op, Split) and external[0].endswith(".weight"):
             rows += _peft_rows_of_fused(row, external[0], tune, row.op.sizes)
@@ -481,26 +481,20 @@ def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: t
 
 
 def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
-    """Adapters of stacked experts ``X.gate_proj`` are ``X.lora_gate_a`` and ``X.lora_gate_b``, also stacked."""
+    """Adapters of stacked ``X.gate_proj``: ``X.lora_gate_a`` and ``_b``; peft reads one per expert of gated ones."""
     theirs, (path, _, name) = _PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
-    each = [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, row.when) for side in "AB"]
-    if name == "gate_proj":
-        return each
-    # peft reads one tensor per expert of gated experts only
-    fused = external.replace(".{expert}", "").removesuffix(".weight")
-    ungated = _peft_row_of_fused_experts(fused, (tune,), FusedExperts(), (row.when, "ungated_expert_layers"))
-    return [*(replace(one, when=(row.when, "expert_gate_layers")) for one in each), ungated]
+    gated, ungated = ((row.when, layers) for layers in ("expert_gate_layers", "ungated_expert_layers"))
+    each = [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, gated) for side in "AB"]
+    return [*each, _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=ungated))]
 
 
-def _peft_row_of_fused_experts(
-    external: str, tune: tuple[str, ...], op: FusedExperts, when: str | tuple[str, ...] | None
-) -> Row:
+def _peft_row_of_fused_experts(row: Row) -> Row:
     """Adapter of a parameter of all experts; peft wraps them in the order in which the module has them."""
-    block = external.removesuffix(".weight").rpartition(".")[0]
-    block = block if block.endswith(".experts") else f"{block}.experts"
-    paths = [f"{path}.lora_{name.removesuffix('_proj')}" for path, _, name in (full.rpartition(".") for full in tune)]
-    inside = "" if tune[0].endswith("down_proj") else "base_layer."
-    theirs = tuple(f"{_PEFT_PREFIX}{block}.{inside}lora_{side}.weight" for side in "AB")
-    ours = tuple(f"{path}_{side}" for side in "ab" for path in paths)
-    return Row(theirs, ours, ExpertAdapter(op.parts, op.peft_swaps), when)
+    names = [name.rpartition(".") for name in _templates(row.tune)]
+    block = _templates(row.external)[0].replace(".{expert}", "").removesuffix(".weight").rpartition(".")[0]
+    path = f"{_PEFT_PREFIX}{block.removesuffix('.experts')}.experts"
+    path += "" if names[0][2] == "down_proj" else ".base_layer"
+    theirs = tuple(f"{path}.lora_{side}.weight" for side in "AB")
+    ours = tuple(f"{path}.lora_{name.removesuffix('_proj')}_{side}" for side in "ab" for path, _, name in names)
+    return Row(theirs, ours, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)
