@@ -35,7 +35,7 @@ _OF_LAYER |= {"fp8": 0.06, **dict.fromkeys(("q5_1", "q5_0", "q4_1", "q4_0", "int
 _OF_EQUAL_LAYER = 1e-4
 # Largest mean difference of logits, relative to their spread: of equal weights, and of rounded ones.
 _OF_LOGITS, _OF_ROUNDED_LOGITS = 2e-3, 0.1
-# KL of a quantised model from the trained one: this many times that of the quantised base from the base, and more.
+# KL of a quantized model from the trained one: this many times that of the quantized base from the base, and more.
 _TIMES_BASE, _KL_MARGIN = 3.0, 0.02
 _NAMED = 5
 
@@ -54,7 +54,7 @@ class Check:
         comparison: the trained model with the files; None if they were not checked.
         library: the libraries that read them, or the reason for not checking.
         layer: largest relative difference of a layer.
-        base: the same of the quantised base with the base, if the weights are quantised.
+        base: the same of the quantized base with the base, if the weights are quantized.
     """
 
     comparison: Comparison | None
@@ -68,7 +68,7 @@ class Check:
             return [f"not checked {self.library}"]
         found = [f"checked     in {self.library}, {len(_PROMPTS)} prompts: {_words(self.comparison)}"]
         found.append(f"            relative difference of a layer at most {self.layer:.2g}")
-        return found + ([] if self.base is None else [f"base        quantised alike: {_words(self.base)}"])
+        return found + ([] if self.base is None else [f"base        quantized alike: {_words(self.base)}"])
 
 
 def check_export(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
@@ -78,7 +78,7 @@ def check_export(trained: Trained, args: argparse.Namespace, files: Path, aside:
         trained: the checkpoint.
         args: arguments of ``tune export``.
         files: folder of the files.
-        aside: folder for a quantised base.
+        aside: folder for a quantized base.
 
     Raises:
         FailedCheck: the files give other logits; the message names tensors.
@@ -98,7 +98,7 @@ def check_export(trained: Trained, args: argparse.Namespace, files: Path, aside:
             quantize(trained.base, quant, aside)
             base = _measure(trained.base, to, aside, device)[0]
         except UserError as error:  # of another layout, for example
-            get_logger().warning(f"The quantised base is not compared with the base: {error}")
+            get_logger().warning(f"The quantized base is not compared with the base: {error}")
     limit = _OF_LAYER.get(stored_dtype(files) if to == "merged" else quant, _OF_EQUAL_LAYER)
     wrong = [name for name, error in layers.items() if not error <= limit]
     if quant is None:
@@ -115,7 +115,7 @@ def _sentence(read: ReadModel, comparison: Comparison, base: Comparison | None, 
     names = list(dict.fromkeys([*read.unread, *wrong]))
     more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
     what = f"these tensors differ: {', '.join(names[:_NAMED])}{more}" if names else "this library reads every tensor"
-    than = "" if base is None else f"; the quantised base: {_words(base)}"
+    than = "" if base is None else f"; the quantized base: {_words(base)}"
     return f"{read.library} has other logits than the trained model ({_words(comparison)}{than}): {what}."
 
 
@@ -155,7 +155,7 @@ def _read(to: str, files: Path, device: torch.device) -> ReadModel:
 
 
 def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch.nn.Module:
-    """Read the files in this library; of GGUF, with the dequantisation of the package ``gguf``."""
+    """Read the files in this library; of GGUF, with the dequantization of the package ``gguf``."""
     if to not in ("gguf", "ollama"):
         return torchtune.load(files, dtype="fp32", device=device)[0]
     source = ModelSource(files)

@@ -98,7 +98,7 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
         to: format.
         quant: kind of quantization.
         files: folder to write.
-        merged: folder for merged weights that are quantised and not kept.
+        merged: folder for merged weights that are quantized and not kept.
     """
     if to in ("hf", "adapter", "merged"):
         dtype = None
@@ -119,7 +119,7 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
 
 
 def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
-    """Quantise the weights in a folder; return their model, on the meta device."""
+    """Quantize the weights in a folder; return their model, on the meta device."""
     with torch.device("meta"):
         model = from_hf_config(folder)
     quantize_checkpoint(ModelSource(folder), model, _quantizer(quant, model), files)

@@ -31,7 +31,7 @@ class Export(Subcommand):
                   adapter             the LoRA adapter in PEFT's layout
                   merged              all weights with the adapter merged into them
                   gguf                one GGUF file, for llama.cpp
-                  compressed-tensors  quantised weights, for vLLM and transformers
+                  compressed-tensors  quantized weights, for vLLM and transformers
                   ollama              a GGUF file with its Modelfile
 
                 examples:

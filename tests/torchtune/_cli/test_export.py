@@ -79,7 +79,7 @@ QUANTIZED = [("gguf", "q8_0"), ("gguf", "q4_0"), ("compressed-tensors", "int4"),
 
 
 @pytest.mark.parametrize(("to", "quant"), QUANTIZED)
-def test_quantised_files_differ_as_the_quantised_base_does(
+def test_quantized_files_differ_as_the_quantized_base_does(
     runs: Path, tmp_path: Path, tune: Tune, to: str, quant: str
 ) -> None:
     run = "full" if quant == "q8_0" else "lora"
@@ -88,7 +88,7 @@ def test_quantised_files_differ_as_the_quantised_base_does(
     found = numbers(tmp_path / "out")
     assert 0 < found["base"]["kl"] < (0.01 if "8" in quant else 0.5)
     assert 0 < found["comparison"]["kl"] < 3 * found["base"]["kl"] + 0.02
-    assert "base        quantised alike: " in done.out
+    assert "base        quantized alike: " in done.out
 
 
 def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs: Path, tmp_path: Path, tune: Tune) -> None:
@@ -209,13 +209,13 @@ def test_a_fault_in_writing_is_found(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_fault_of_a_quantised_model_is_found(
+def test_a_fault_of_a_quantized_model_is_found(
     runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_the_untrained_base(monkeypatch)
     done = tune("export", str(runs / "lora" / "epoch_0"), "--to", "gguf", "--output", str(tmp_path / "out"))
     assert done.code == 3
-    assert "the quantised base: " in done.err
+    assert "the quantized base: " in done.err
     assert not list(tmp_path.iterdir())
 
 
