@@ -21,8 +21,8 @@ ADAPTERS = {"none": None, "lora": {"use_dora": False}, "dora": {"use_dora": True
 
 def conversions(adapter: str, shape: str) -> list[LoRA]:
     options = ADAPTERS[adapter]
-    mlp = shape == "qwen3_moe"
-    modules = ["q_proj", "v_proj"]
+    mlp = shape in ("qwen3_moe", "gemma4_experts")
+    modules = ["q_proj"] if shape == "gemma4_experts" else ["q_proj", "v_proj"]
     return [] if options is None else [LoRA(rank=2, alpha=4, attn_modules=modules, apply_to_mlp=mlp, **options)]
 
 
@@ -64,11 +64,12 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dora", {"contents": "adapter"}),
     ("qwen3_moe", "none", {"max_shard_bytes": 30_000}),
     ("qwen3_moe", "lora", {"contents": ("adapter", "merged")}),
+    ("gemma4_experts", "lora", {"contents": ("adapter", "merged")}),
 ]
 # Numbers of KINDS for each mesh: on two ranks every kind on every mesh that can have it.
 MESHES = {
-    2: {"fsdp": range(7), "tp": (0, 1), "whole": range(5), "ours": range(5)},
-    4: {"fsdp": (1, 3, 6), "hsdp": (2, 5), "tp": (1,), "fsdp_tp": (0,), "ours": (2, 4), "experts": (5, 6)},
+    2: {"fsdp": range(8), "tp": (0, 1), "whole": range(5), "ours": range(5)},
+    4: {"fsdp": (1, 3, 6), "hsdp": (2, 5), "tp": (1,), "fsdp_tp": (0,), "ours": (2, 4), "experts": (5, 6, 7)},
 }
 
 
@@ -77,7 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources, and for each kind what one process makes of them."""
     folder = tmp_path_factory.mktemp("sharded")
     for shape in {shape for shape, _, _ in KINDS}:
-        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES)
+        one = {"layer_types": ["full_attention"]} if shape == "gemma4_experts" else {}
+        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES, **one)
     for shape, adapter, options in KINDS:
         alone = folder / f"{shape} {adapter} {sorted(options)}"
         torch.manual_seed(4)
