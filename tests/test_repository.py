@@ -38,7 +38,7 @@ ROOM_BUDGET = {
     "torchtune/estimate": 18_950,
     "torchtune/data": 17_200,
     "torchtune/supervision": 16_600,
-    "torchtune/_cli": 17_750,
+    "torchtune/_cli": 22_100,
     "torchtune/generation": 10_800,
     "torchtune/utils": 7_520,
     "torchtune/evaluation": 8_700,

@@ -29,6 +29,11 @@ class Comparison:
         kl: Kullback-Leibler divergence of the second model's distribution from the first one's, in nats per token.
         equal_tokens: number of tokens after which both models find the same token most likely.
         tokens: number of tokens.
+
+    Example:
+        >>> same = torchtune.evaluation.Comparison(0.0, 0.0, 1.0, 0.0, equal_tokens=5, tokens=5)
+        >>> same.equal_tokens == same.tokens
+        True
     """
 
     max_difference: float
