@@ -419,9 +419,9 @@ def recipe_main(cfg: Settings) -> int:
     training.check_run(cfg)
     recipe = GRPORecipe(cfg)
     recipe.setup(cfg)
-    report = training.RunReport(recipe)
     try:
-        return report.end(recipe.train())
+        with training.RunReport(recipe) as report:
+            return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

@@ -1,17 +1,15 @@
 """Show a dataset as a run sees it: tokens, labels, lengths, packs, steps, and examples with their trained tokens."""
 
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces
 from torchtune.datasets import content_of, histogram, size_of
 from torchtune.utils import UserError
 
@@ -62,18 +60,9 @@ def _images_of_row(dataset: Any, index: int) -> list[Any]:
 
 def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
     """Decode a row, with the trained tokens between marks, and with image sizes instead of image tokens."""
-    if not hasattr(tokenizer, "decode"):
-        return f"(no text: {type(tokenizer).__name__} has no method decode)"
-    takes = inspect.signature(tokenizer.decode).parameters
-    options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
     opening, closing = _COLOR if _has_color() else _BRACKETS
-    trained = np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])  # labels[i] is the token at i + 1
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    pieces = []
-    for start, end in pairwise(edges):
-        text = tokenizer.decode(tokens[start:end].tolist(), **options)
-        pieces.append(f"{opening}{text}{closing}" if trained[start] else text)
-    text = "".join(pieces)
+    pieces = decode_pieces(tokens, labels, tokenizer)
+    text = "".join(f"{opening}{text}{closing}" if trained else text for text, trained in pieces)
     for size in sizes:
         text = text.replace("<|image|>", "<image {}x{}>".format(*size), 1)
     return (

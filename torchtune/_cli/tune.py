@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torchtune._cli.cat import Cat
 from torchtune._cli.chat import Chat
 from torchtune._cli.checkpoint import Checkpoint
+from torchtune._cli.compare import Compare
 from torchtune._cli.cp import Copy
 from torchtune._cli.data import Data
 from torchtune._cli.doctor import Doctor
@@ -17,13 +18,14 @@ from torchtune._cli.eval import Eval
 from torchtune._cli.export import Export
 from torchtune._cli.import_config import Import
 from torchtune._cli.ls import List
+from torchtune._cli.report import Report
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits, reduce_garbage_collection, restore_garbage_collection
 
 _SUBCOMMANDS = (
-    *(Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat),
+    *(Download, List, Copy, Data, Run, Report, Compare, Estimate, Validate, Cat, Chat),
     *(Eval, Export, Checkpoint, Doctor, Import),
 )
 

@@ -30,5 +30,6 @@ __getattr__, __dir__, __all__ = attach(
         "finite_steps": "_tokens",
         "images_of_row": "_prompt_images",
         "to_be_answered": "_prompt_file",
+        "uncompiled": "_uncompiled",
     },
 )

@@ -1,4 +1,4 @@
-"""Supervision of a run: watchdog, step synchronization, skipped steps, progress, report, throughput, profiler."""
+"""Supervision of a run: watchdog, step synchronization, skipped steps, progress, throughput, profiler."""
 
 from torchtune._lazy import attach
 
@@ -16,7 +16,6 @@ __getattr__, __dir__, __all__ = attach(
         "PROFILER_KEY": "_profiler",
         "ProgressBar": "_progress",
         "RunControl": "_run_control",
-        "RunReport": "_run_report",
         "SkippedStepsError": "_step_guard",
         "StepGuard": "_step_guard",
         "StepMetrics": "_step_metrics",
@@ -30,12 +29,18 @@ __getattr__, __dir__, __all__ = attach(
         "watched": "_watchdog",
     },
     between_rooms={
+        "PROGRESS_METRICS": "_step_metrics",
+        "align_rows": "_describe_run",
         "attention_pairs": "_flops",
-        "checksum_bits": "_run_report",
-        "count_steps": "_run_report",
-        "count_tokens": "_run_report",
-        "describe_global_batch": "_run_report",
-        "explain_no_validation": "_run_report",
+        "checksum_bits": "_describe_run",
+        "component_name": "_describe_run",
+        "count_steps": "_describe_run",
+        "count_tokens": "_describe_run",
+        "describe_global_batch": "_describe_run",
+        "explain_no_validation": "_describe_run",
+        "explain_short_epoch": "_describe_run",
         "peak_flops": "_flops",
+        "row_lengths": "_describe_run",
+        "rows_per_step": "_describe_run",
     },
 )

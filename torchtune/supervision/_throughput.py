@@ -55,7 +55,7 @@ class Throughput:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._clock = clock
         self._window: deque[tuple[float, int, int, float]] = deque(maxlen=window)
-        self._step_start = self._logged = clock()
+        self._started = self._step_start = self._logged = clock()
         self._dims, self._device = dims, device
         self._waited = self._dims_waited()
         self._lost_seconds: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
@@ -170,13 +170,17 @@ class Throughput:
     def metrics(self) -> dict[str, float]:
         """Return averages over the window, and shares of the time since the last call.
 
-        Metrics: ``tokens_per_second_per_gpu`` (processed), ``trained_tokens_per_second``, ``mfu`` on a known device,
+        Metrics: ``tokens_per_second_per_gpu`` (processed), ``trained_tokens_per_second``; since the start or resume,
+        ``processed_tokens`` and ``trained_tokens`` of all processes and ``elapsed_seconds``; ``mfu`` on a known device,
         ``lost_to_data``, ``lost_to_waiting`` (for other processes) and ``lost_to_<phase>`` for each phase of
         ``paused``. For a mixture of experts also ``expert_load_max`` and ``expert_load_min`` (a collective).
         """
         seconds, processed, trained, flops = (sum(column) for column in zip((0, 0, 0, 0), *self._window, strict=True))
         seconds = seconds if seconds > 0 else float("inf")
         found = {"tokens_per_second_per_gpu": processed / seconds, "trained_tokens_per_second": trained / seconds}
+        size = 1 if self._dims is None else self._dims.world_size
+        found |= {"processed_tokens": self.processed * size, "trained_tokens": self.trained}
+        found["elapsed_seconds"] = self._clock() - self._started
         if self._flops is not None:
             found["mfu"] = flops / seconds / self._peak_flops
         if self._expert_load is not None:

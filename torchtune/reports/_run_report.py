@@ -11,96 +11,35 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from jinja2 import TemplateError
 
 from torchtune.checkpoints import ADAPTER_FILE, complete_directories
 from torchtune.data import BatchLoader
 from torchtune.datasets import num_left_out
 from torchtune.modules.conversion import full_shapes
-from torchtune.supervision._best_validation import BestValidation
-from torchtune.supervision._step_guard import StepGuard
-from torchtune.supervision._step_metrics import PROGRESS_METRICS, StepMetrics
+from torchtune.reports._judge import duration, judge
+from torchtune.reports._page import write_report
+from torchtune.reports._probe import Probe
+from torchtune.reports._run_folder import RunFolder
+from torchtune.reports._run_record import append_record, describe_start
+from torchtune.supervision import (
+    PROGRESS_METRICS,
+    BestValidation,
+    StepGuard,
+    StepMetrics,
+    align_rows,
+    checksum_bits,
+    component_name,
+    count_steps,
+    count_tokens,
+    describe_global_batch,
+    explain_no_validation,
+    explain_short_epoch,
+    rows_per_step,
+)
 from torchtune.training import RecipeSettingsError, SettingsView
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import UserError, get_logger, log_rank_zero
-
-_WIDTH = 12  # width of the column of names
-
-
-def align_rows(rows: Sequence[tuple[str, str]]) -> str:
-    """Return lines ``  name        text``."""
-    return "\n".join(f"  {name:<{_WIDTH}}{text}" for name, text in rows)
-
-
-def count_steps(cfg: SettingsView, per_epoch: int) -> str:
-    """Return text such as ``"12 = 2 epochs of 6"``."""
-    epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
-    return f"{cfg.epochs * per_epoch:,} = {epochs} of {per_epoch:,}"
-
-
-def explain_no_validation(cfg: SettingsView, steps: int) -> str | None:
-    """Return why a run of this many steps never uses its validation data; None if it does, or has none.
-
-    Raises:
-        RecipeSettingsError: ``keep_best`` or ``early_stopping_patience`` needs a validation.
-    """
-    every = cfg.run_val_every_n_steps
-    if cfg.dataset_val is None or (every is not None and every <= steps):
-        return None
-    if every is None:
-        return "it is never measured: run_val_every_n_steps is not set"
-    reason = f"run_val_every_n_steps is {every:,} and the run has {steps:,} steps: set it to at most that"
-    for name in ("keep_best", "early_stopping_patience"):
-        if getattr(cfg, name) is not None:
-            raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")
-    return f"it is never measured: {reason}"
-
-
-def _rows_per_step(cfg: SettingsView, data_size: int) -> int:
-    return cfg.batch_size * cfg.gradient_accumulation_steps * data_size
-
-
-def describe_global_batch(cfg: SettingsView, data_size: int, examples: int | None = None) -> str:
-    """Describe the global batch: rows per optimizer step.
-
-    Args:
-        cfg: settings of a training recipe.
-        data_size: number of data-parallel ranks.
-        examples: rows or packs per epoch, if known; too few for a step are mentioned.
-    """
-    parts = [f"{cfg.batch_size} (batch_size)", f"{cfg.gradient_accumulation_steps} (accumulation)"]
-    parts += [f"{data_size} (data-parallel ranks)"] if data_size > 1 else []
-    text = f"{_rows_per_step(cfg, data_size):,} rows a step = {' x '.join(parts)}"
-    short = explain_short_epoch(cfg, data_size, examples)
-    return text if short is None else f"{text}; {short}"
-
-
-def explain_short_epoch(cfg: SettingsView, data_size: int, examples: int | None) -> str | None:
-    """Return a sentence if an epoch has too few examples for one step, else None; see :func:`describe_global_batch`."""
-    if examples is None or examples >= _rows_per_step(cfg, data_size):
-        return None
-    most = examples // (cfg.gradient_accumulation_steps * data_size)
-    advice = f"batch_size to at most {most:,}" if most else "batch_size and gradient_accumulation_steps lower"
-    return f"an epoch has only {examples:,} rows or packs, one incomplete step: set {advice}"
-
-
-def component_name(node: Any) -> str:
-    """Return the last part of a component's dotted path."""
-    return str(node.get("_component_")).rpartition(".")[2]
-
-
-def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
-    if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantized
-        for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # others are the device mesh
-                yield from checksum_bits(inner)
-        return
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // 8 * 8
-    yield data[:whole].view(torch.int64).sum()
-    yield data[whole:].sum()
 
 
 @torch.no_grad()
@@ -108,20 +47,6 @@ def _fingerprint(model: torch.nn.Module) -> list[int]:
     """Return a fingerprint of the bits of all trained parameters."""
     sums = [one for parameter in model.parameters() if parameter.requires_grad for one in checksum_bits(parameter)]
     return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
-
-
-def count_tokens(dataset: Any) -> int | None:
-    """Return the tokens of a dataset (of all answers for preference data), if known without reading all rows."""
-    if stores := getattr(dataset, "stores", None):
-        return sum(int(store.lengths.sum()) for store in stores.values())
-    lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
-    return None if lengths is None else int(sum(map(int, lengths)))
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(int(minutes), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
 
 
 class TrainedRecipe(Protocol):
@@ -141,10 +66,12 @@ class TrainedRecipe(Protocol):
 
 
 class RunReport:
-    """Logs on rank 0 a summary of the run, and at its end the result and the next command.
+    """Logs on rank 0 a summary of the run, and at its end the verdict, the result and the next command.
 
-    It raises for a composite model with a frozen text decoder on a dataset without images, which would learn nothing,
-    and warns if no trained parameter has changed.
+    It measures the model on a few rows before the first step and after the last (see docs/reports.rst), and writes
+    ``report.html`` and ``report.json`` to ``output_dir``; as a context manager, also if the run fails. It raises for a
+    composite model with a frozen text decoder on a dataset without images, which would learn nothing, and warns if no
+    trained parameter has changed.
 
     Args:
         recipe: recipe after ``setup``.
@@ -179,6 +106,7 @@ class RunReport:
                 "train that (decoder_trainable, or adapters on it), or use a dataset with images."
             )
         self._recipe, self._cfg, self._started = recipe, SettingsView.of(recipe.cfg), time.monotonic()
+        self._folder, self._ended = Path(self._cfg.output_dir), False
         unused = explain_no_validation(self._cfg, recipe.total_steps)
         self._first_step, self._initial_fingerprint = recipe.global_step, _fingerprint(recipe.model)
         log_rank_zero(get_logger(), f"This run:\n{align_rows(list(self._summary_rows()))}")
@@ -186,13 +114,52 @@ class RunReport:
             log_rank_zero(get_logger(), f"dataset_val: {unused}.", logging.WARNING)
         short = explain_short_epoch(self._cfg, recipe.dims.data_size, recipe.loader.examples_per_epoch)
         if short is not None:
-            rows = _rows_per_step(self._cfg, recipe.dims.data_size)
+            rows = rows_per_step(self._cfg, recipe.dims.data_size)
             log_rank_zero(get_logger(), f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
+
+        counts = self._count_parameters()
+        if recipe.dims.is_main:
+            append_record(self._folder, "start", describe_start(recipe, counts))
+        self._probe = Probe(recipe)
+        if not recipe.global_step:
+            self._measure("before")
+
+    def __enter__(self) -> "RunReport":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None and not self._ended and self._recipe.dims.is_main:
+            said = str(error).strip().partition("\n")[0]
+            self._record_end(error=kind.__name__, sentence=said or kind.__name__)
+            log_rank_zero(get_logger(), "\n".join(["The run has failed.", align_rows(list(self._write()))]))
+
+    def _measure(self, when: str) -> None:
+        """Measure the model and record what was found. A collective."""
+        found = self._probe.measure()
+        if self._recipe.dims.is_main:
+            append_record(self._folder, "measured", {"when": when, "step": self._recipe.global_step, **found})
+
+    def _record_end(self, **facts: Any) -> None:
+        append_record(self._folder, "end", {"step": self._recipe.global_step, **facts})
+
+    def _write(self) -> Iterator[tuple[str, str]]:
+        """Write the report, and yield the verdict and its path; a report never makes a run fail."""
+        try:
+            run = RunFolder(self._folder)
+            yield "verdict", str(judge(run))
+            yield "report", str(write_report(run))
+        except (UserError, OSError, TemplateError) as error:
+            yield "report", f"it could not be written: {error}"
+
+    def _count_parameters(self) -> tuple[int, int]:
+        """Return the number of trained parameters, and of all."""
+        model = self._recipe.model
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return trained, sum(map(math.prod, full_shapes(model).values()))
 
     def _summary_rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
-        total = sum(map(math.prod, full_shapes(recipe.model).values()))
-        trained = sum(parameter.numel() for parameter in recipe.model.parameters() if parameter.requires_grad)
+        trained, total = self._count_parameters()
         yield "model", f"{component_name(cfg.model)}, weights of {cfg.checkpointer.get('checkpoint_dir')}"
         yield "parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"
         dataset = recipe.loader.dataset
@@ -216,15 +183,23 @@ class RunReport:
         """Log the result of the run; all ranks call it after the last step. Return ``code``, that of ``train``."""
         recipe, steps = self._recipe, self._recipe.global_step - self._first_step
         changed = recipe.dims.any(_fingerprint(recipe.model) != self._initial_fingerprint)
-        took = _duration(time.monotonic() - self._started)
+        took = duration(time.monotonic() - self._started)
+        stops_early = code == 0 and recipe.best.should_stop
+        if recipe.global_step >= recipe.total_steps or stops_early:
+            self._measure("after")
+        self._ended = True
+        if recipe.dims.is_main:
+            self._record_end(code=code, changed=changed or not steps, stopped_early=stops_early)
         if recipe.global_step >= recipe.total_steps:
             text = f"Finished {steps:,} steps in {took}.\n{align_rows(list(self._result_rows()))}"
-        elif code == 0 and recipe.best.should_stop:
+        elif stops_early:
             text = f"Stopped early, after {steps:,} steps in {took}: {recipe.best.stop_reason()}.\n"
             text += align_rows(list(self._result_rows()))
         else:
             resume = _resume_command(recipe)
             text = f"Stopped after {steps:,} steps in {took}.\n{align_rows([('go on with', resume)])}"
+        if recipe.dims.is_main:
+            text += "\n" + align_rows(list(self._write()))
         log_rank_zero(get_logger(), text)
         if steps and not changed:
             skipped = recipe.guard.num_skipped
