@@ -15,8 +15,8 @@ class Report(Subcommand):
             "report",
             prog="tune report",
             help="Say whether a run has learned, and write its report.html anew",
-            description="Print the verdict on a run, and write report.html and report.json into its folder, also if it\n"
-            "was killed or is going on. A run that ends by itself has written them.",
+            description="Print the verdict on a run, and write report.html and report.json into its folder, also if\n"
+            "it was killed or is going on. A run that ends by itself has written them.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:

@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = attach(
         "RunReport": "_run_report",
         "Verdict": "_judge",
         "judge": "_judge",
+        "model_card": "_model_card",
         "paired_interval": "_judge",
         "write_report": "_page",
     },

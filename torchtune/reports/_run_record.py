@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,86 +15,55 @@ import yaml
 import torchtune
 from torchtune._recipe_registry import CONFIGS, recipe_at
 from torchtune.config import redact_secrets, to_dict
-from torchtune.reports._probe import describe_data
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.utils import AppendedFile, explain_os_error, get_logger, valid_json
 
 RECORD = "logs/run.jsonl"
 
 
-def append_record(output_dir: str | Path, event: str, values: Mapping[str, Any]) -> None:
+def append_record(output_dir: Path, event: str, values: Mapping[str, Any]) -> None:
     """Append an event with its time to the record of a run; if the disk is full, the run goes on without it."""
-    path = Path(output_dir) / RECORD
     line = json.dumps(valid_json({"event": event, "time": time.time(), **values}), ensure_ascii=False, default=str)
     try:
-        file = AppendedFile(path)
-        data = ("\n" * file.has_partial_line() + redact_secrets(line) + "\n").encode("utf-8", "replace")
-        while data:
-            data = data[file.write(data) :]
+        file = AppendedFile(output_dir / RECORD)
+        file.write(f"{chr(10) * file.has_partial_line()}{redact_secrets(line)}\n".encode("utf-8", "replace"))
         file.close()
     except OSError as error:
-        get_logger().warning(str(explain_os_error(error, path)))
+        get_logger().warning(str(explain_os_error(error, output_dir / RECORD)))
 
 
-def describe_start(recipe: Any, counts: tuple[int, int]) -> dict[str, Any]:
-    """Return the facts of a start or resume: command, settings that differ, code, machine, and data.
-
-    Args:
-        recipe: recipe after ``setup``.
-        counts: trained parameters, and all.
-    """
-    source = Path(type(recipe).setup.__code__.co_filename)
-    device, words = recipe.device, sys.argv[1:] if "--config" in sys.argv else []
-    is_cuda = device.type == "cuda"
-    config = words[words.index("--config") + 1] if words else None
+def describe_start(recipe: Any) -> dict[str, Any]:
+    """Return step, code, machine and settings at the start of a process of the run."""
+    source, is_cuda = Path(type(recipe).setup.__code__.co_filename), recipe.device.type == "cuda"
+    config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve() if "--config" in sys.argv else None
+    shipped = config is not None and config.is_relative_to(CONFIGS)
     return {
         "step": recipe.global_step,
         "total_steps": recipe.total_steps,
         "recipe": recipe_at(source) or str(source),
-        "config": config if config is None or not _is_shipped(config) else _shipped_name(config),
-        "overrides": words[words.index("--config") + 2 :] if words else [],
-        "changed": {} if config is None else dict(_changed_settings(config, recipe.cfg)),
-        "parameters": {"trained": counts[0], "all": counts[1]},
+        "config": str(config.relative_to(CONFIGS).with_suffix("")) if shipped else config,
+        "changed": {} if config is None else _changed_settings(config, recipe.cfg),
         "processes": recipe.dims.world_size,
         "parallel": str(recipe.dims),
         "code": {
             "torchtune": torchtune.__version__,
             "torch": torch.__version__,
-            "python": platform.python_version(),
-            "recipe": hashlib.sha256(source.read_bytes()).hexdigest()[:12] if source.is_file() else None,
+            "recipe": hashlib.sha256(source.read_bytes()).hexdigest()[:12],
         },
-        "machine": {
-            "host": platform.node(),
-            "system": platform.platform(terse=True),
-            "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-            "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if is_cuda else None,
-            "cores": os.cpu_count(),
-        },
-        "data": {
-            name: describe_data(loader, getattr(recipe, "tokenizer", None))
-            for name, loader in (("dataset", recipe.loader), ("dataset_val", recipe.loader_val))
-            if loader is not None
-        },
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name(recipe.device) if is_cuda else recipe.device.type,
+        "memory_gib": torch.cuda.get_device_properties(recipe.device).total_memory / 2**30 if is_cuda else None,
     }
 
 
-def _is_shipped(config: str) -> bool:
-    return Path(config).resolve().is_relative_to(CONFIGS)
-
-
-def _shipped_name(config: str) -> str:
-    return str(Path(config).resolve().relative_to(CONFIGS).with_suffix(""))
-
-
-def _changed_settings(config: str, settings: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (setting, [value in the config file, value of the run]) where they differ."""
-    path = Path(config)
-    if not path.is_file():
-        return
-    shipped = flatten_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-    fields = getattr(type(settings), "__dataclass_fields__", {})
-    for name, value in flatten_dict(to_dict(settings, redact=True)).items():
-        default = fields[name].default if name in fields else None
-        before = shipped.get(name, default)
-        if before != value and name != "recipe" and "${" not in str(before):
-            yield name, [before, value]
+def _changed_settings(config: Path, settings: Any) -> dict[str, list[Any]]:
+    """Return setting -> [value in the config file, value of the run], where they differ."""
+    with config.open(encoding="utf-8") as file:
+        defaults = {name: field.default for name, field in getattr(settings, "__dataclass_fields__", {}).items()}
+        before = {**defaults, **flatten_dict(yaml.safe_load(file))}
+    now = flatten_dict(to_dict(settings, redact=True))
+    return {
+        name: [before.get(name), value]
+        for name, value in now.items()
+        if before.get(name) != value and name != "recipe" and "${" not in str(before.get(name))
+    }

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ from torchtune.checkpoints import ADAPTER_FILE, complete_directories
 from torchtune.data import BatchLoader
 from torchtune.datasets import num_left_out
 from torchtune.modules.conversion import full_shapes
-from torchtune.reports._judge import duration, judge
+from torchtune.reports._charts import duration
+from torchtune.reports._judge import judge
 from torchtune.reports._page import write_report
-from torchtune.reports._probe import Probe
+from torchtune.reports._probe import Probe, describe_data
 from torchtune.reports._run_folder import RunFolder
 from torchtune.reports._run_record import append_record, describe_start
 from torchtune.supervision import (
@@ -106,7 +107,7 @@ class RunReport:
                 "train that (decoder_trainable, or adapters on it), or use a dataset with images."
             )
         self._recipe, self._cfg, self._started = recipe, SettingsView.of(recipe.cfg), time.monotonic()
-        self._folder, self._ended = Path(self._cfg.output_dir), False
+        self._folder, self._has_ended = Path(self._cfg.output_dir), False
         unused = explain_no_validation(self._cfg, recipe.total_steps)
         self._first_step, self._initial_fingerprint = recipe.global_step, _fingerprint(recipe.model)
         log_rank_zero(get_logger(), f"This run:\n{align_rows(list(self._summary_rows()))}")
@@ -116,10 +117,8 @@ class RunReport:
         if short is not None:
             rows = rows_per_step(self._cfg, recipe.dims.data_size)
             log_rank_zero(get_logger(), f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
-
-        counts = self._count_parameters()
         if recipe.dims.is_main:
-            append_record(self._folder, "start", describe_start(recipe, counts))
+            append_record(self._folder, "start", describe_start(recipe) | self._describe_model_and_data())
         self._probe = Probe(recipe)
         if not recipe.global_step:
             self._measure("before")
@@ -128,34 +127,43 @@ class RunReport:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is not None and not self._ended and self._recipe.dims.is_main:
-            said = str(error).strip().partition("\n")[0]
-            self._record_end(error=kind.__name__, sentence=said or kind.__name__)
-            log_rank_zero(get_logger(), "\n".join(["The run has failed.", align_rows(list(self._write()))]))
+        if kind is not None and not self._has_ended:
+            self._write_report("has failed", error=kind.__name__, sentence=str(error).strip().partition("\n")[0])
 
-    def _measure(self, when: str) -> None:
-        """Measure the model and record what was found. A collective."""
-        found = self._probe.measure()
-        if self._recipe.dims.is_main:
-            append_record(self._folder, "measured", {"when": when, "step": self._recipe.global_step, **found})
-
-    def _record_end(self, **facts: Any) -> None:
-        append_record(self._folder, "end", {"step": self._recipe.global_step, **facts})
-
-    def _write(self) -> Iterator[tuple[str, str]]:
-        """Write the report, and yield the verdict and its path; a report never makes a run fail."""
-        try:
-            run = RunFolder(self._folder)
-            yield "verdict", str(judge(run))
-            yield "report", str(write_report(run))
-        except (UserError, OSError, TemplateError) as error:
-            yield "report", f"it could not be written: {error}"
+    def _describe_model_and_data(self) -> dict[str, Any]:
+        trained, total = self._count_parameters()
+        loaders = {"dataset": self._recipe.loader, "dataset_val": self._recipe.loader_val}
+        tokenizer = getattr(self._recipe, "tokenizer", None)
+        data = {name: describe_data(loader, tokenizer) for name, loader in loaders.items() if loader is not None}
+        return {"parameters": {"trained": trained, "all": total}, "data": data}
 
     def _count_parameters(self) -> tuple[int, int]:
         """Return the number of trained parameters, and of all."""
         model = self._recipe.model
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return trained, sum(map(math.prod, full_shapes(model).values()))
+
+    def _measure(self, when: str) -> None:
+        """Measure the model and record the result. A collective."""
+        found = self._probe.measure()
+        if self._recipe.dims.is_main:
+            append_record(self._folder, "measured", {"when": when, "step": self._recipe.global_step, **found})
+
+    def _write_report(self, state: str, **facts: Any) -> None:
+        """Record the end, write the report and log the verdict, on the main rank; errors are only logged."""
+        self._has_ended = True
+        if not self._recipe.dims.is_main:
+            return
+        seconds = time.monotonic() - self._started
+        append_record(
+            self._folder, "end", {"step": self._recipe.global_step, "state": state, "seconds": seconds, **facts}
+        )
+        try:
+            run = RunFolder(self._folder)
+            rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
+        except (UserError, OSError, TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            rows = [("report", f"it cannot be written: {error}")]
+        get_logger().info(f"The run {state}.\n{align_rows(rows)}")
 
     def _summary_rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
@@ -184,23 +192,23 @@ class RunReport:
         recipe, steps = self._recipe, self._recipe.global_step - self._first_step
         changed = recipe.dims.any(_fingerprint(recipe.model) != self._initial_fingerprint)
         took = duration(time.monotonic() - self._started)
-        stops_early = code == 0 and recipe.best.should_stop
-        if recipe.global_step >= recipe.total_steps or stops_early:
+        is_finished, stops_early = recipe.global_step >= recipe.total_steps, code == 0 and recipe.best.should_stop
+        if is_finished or stops_early:
             self._measure("after")
-        self._ended = True
-        if recipe.dims.is_main:
-            self._record_end(code=code, changed=changed or not steps, stopped_early=stops_early)
-        if recipe.global_step >= recipe.total_steps:
-            text = f"Finished {steps:,} steps in {took}.\n{align_rows(list(self._result_rows()))}"
+        if is_finished:
+            state, text = (
+                "has finished",
+                f"Finished {steps:,} steps in {took}.\n{align_rows(list(self._result_rows()))}",
+            )
         elif stops_early:
+            state = "has stopped early"
             text = f"Stopped early, after {steps:,} steps in {took}: {recipe.best.stop_reason()}.\n"
             text += align_rows(list(self._result_rows()))
         else:
-            resume = _resume_command(recipe)
+            state, resume = "was stopped", _resume_command(recipe)
             text = f"Stopped after {steps:,} steps in {took}.\n{align_rows([('go on with', resume)])}"
-        if recipe.dims.is_main:
-            text += "\n" + align_rows(list(self._write()))
         log_rank_zero(get_logger(), text)
+        self._write_report(state, code=code, changed=changed or not steps)
         if steps and not changed:
             skipped = recipe.guard.num_skipped
             reason = f"; {skipped} steps were skipped" if skipped else ""

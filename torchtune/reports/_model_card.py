@@ -1,0 +1,98 @@
+"""The model card of an export: README.md with the front matter that the Hub reads."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtune._hub import REPO_ID_FILE
+from torchtune.config import redact_secrets
+from torchtune.reports._judge import judge
+from torchtune.reports._page import environment
+from torchtune.reports._run_folder import SETTINGS, RunFolder
+from torchtune.utils import UserError, read_json
+
+_LICENCE = ("license", "license_name", "license_link")
+
+
+def model_card(run: RunFolder | str | Path, *, check: str | None = None, library: str = "transformers") -> str:
+    """Return the README.md of an export: base, licence, data, results, settings that differ, and how to repeat it.
+
+    The licence is that of the base's own README.md; without one, the field is missing and the card says so. Secrets are
+    redacted.
+
+    Args:
+        run: the run, or its folder.
+        check: verdict of the check of the exported files; None if there was none.
+        library: ``library_name`` of the export, ``transformers`` or ``peft``.
+
+    Raises:
+        UserError: the folder is not that of a run.
+
+    Example:
+        >>> card = torchtune.reports.model_card("/tmp/run", check="equal in transformers")  # doctest: +SKIP
+    """
+    run = run if isinstance(run, RunFolder) else RunFolder(run)
+    folder = Path(str((run.settings.get("checkpointer") or {}).get("checkpoint_dir")))
+    base, licence, nodes = _repository_of(folder), _licence_of(folder), _datasets(run)
+    sources = {str(node.get("source")) for _, node in nodes if _is_repository(node.get("source"))}
+    front = {"license": None, **licence, "base_model": base, "datasets": sorted(sources), "library_name": library}
+    front |= {
+        "pipeline_tag": "text-generation",
+        "tags": ["torchtune", *sorted({run.recipe.partition("_")[0], "lora"} & {"lora", "dpo", "grpo", "ppo"})],
+    }
+    processes = run.start.get("processes") or 1
+    words = ["tune", "run", *(["--nproc-per-node", str(processes)] if processes > 1 else []), run.recipe]
+    page = environment(autoescape=False).get_template("card.md")
+    text = page.render(
+        front=yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False).strip(),
+        name=run.path.resolve().name,
+        base=base or folder,
+        licence=licence.get("license"),
+        run=run,
+        verdict=judge(run),
+        nodes=nodes,
+        check=check,
+        command=shlex.join([*words, "--config", SETTINGS]),
+    )
+    return redact_secrets(text)
+
+
+def _is_repository(name: Any) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)) is not None and not Path(str(name)).exists()
+
+
+def _repository_of(folder: Path) -> str | None:
+    """Return the repository of a base that ``tune download`` has fetched."""
+    try:
+        return str(read_json(folder / REPO_ID_FILE)["repo_id"])
+    except (UserError, KeyError):
+        return str(folder) if _is_repository(folder) else None
+
+
+def _licence_of(folder: Path) -> dict[str, Any]:
+    """Return the licence fields in the README.md of a base."""
+    try:
+        _, front, _ = (folder / "README.md").read_text("utf-8", "replace").split("---\n", 2)
+        fields = yaml.safe_load(front)
+        return {key: fields[key] for key in _LICENCE if key in fields}
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _datasets(run: RunFolder) -> list[tuple[str, dict[str, Any]]]:
+    """Return (setting, node) of every dataset, also of those in lists and mixtures."""
+    waiting: list[tuple[str, Any]] = [(name, run.settings.get(name)) for name in ("dataset", "dataset_val")]
+    found = []
+    while waiting:
+        name, node = waiting.pop(0)
+        if isinstance(node, list):
+            waiting = [*((name, one) for one in node), *waiting]
+        elif isinstance(node, dict) and "datasets" in node:
+            parts = node["datasets"]
+            waiting = [*((name, one) for one in (parts.values() if isinstance(parts, dict) else parts)), *waiting]
+        elif isinstance(node, dict):
+            found.append((name, node))
+    return found
