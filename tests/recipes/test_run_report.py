@@ -13,7 +13,9 @@ import torch
 from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.supervision._run_report import _fingerprint, explain_no_validation, explain_short_epoch
+from torchtune.reports import RunFolder, judge
+from torchtune.reports._run_report import _fingerprint
+from torchtune.supervision import explain_no_validation, explain_short_epoch
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
@@ -74,7 +76,9 @@ def test_answers_are_told_by_their_reward(tmp_path, caplog):
     rewards = [record["rewards/total"] for record in read_log(output)]
     assert f"  reward      {rewards[0]:.4f} at step 1, {rewards[-1]:.4f} at step 3\n" in said
     assert "  loss  " not in said
-    assert "All 2 answers get reward_penalty (1 times in a row now), of which 2 have not ended" in said
+    assert "All 8 answers get reward_penalty (1 times in a row now), of which 8 have not ended" in said, (
+        "before training"
+    )
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, caplog, monkeypatch):

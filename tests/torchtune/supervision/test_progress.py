@@ -29,7 +29,8 @@ def test_throughput_counts_both_kinds_of_tokens_without_pauses():
         throughput.step(processed=processed, trained=processed // 4)
         with throughput.paused():
             clock.now += 1000.0
-    assert throughput.metrics() == {"tokens_per_second_per_gpu": 100.0, "trained_tokens_per_second": 25.0}
+    counts = {"processed_tokens": 407, "trained_tokens": 101, "elapsed_seconds": 3054.0}
+    assert throughput.metrics() == counts | {"tokens_per_second_per_gpu": 100.0, "trained_tokens_per_second": 25.0}
     assert (throughput.processed, throughput.trained) == (407, 101)
     with pytest.raises(ValueError, match="at least 1"):
         training.Throughput(window=0)

@@ -160,13 +160,17 @@ def test_shares_of_the_time_since_the_last_log():
             with throughput.paused("validation"):
                 clock.now += 1.0
                 wait(1.0)  # is part of the validation
+    counts = {"processed_tokens": 160, "trained_tokens": 8, "elapsed_seconds": 8.0}  # the tokens of both processes
     assert first == {
+        **counts,
         "tokens_per_second_per_gpu": 10.0,
         "trained_tokens_per_second": 1.0,
         "lost_to_waiting": 1 / 8,
         "lost_to_data": 3 / 8,
     }
     assert throughput.metrics() == {
+        **{name: 2 * count for name, count in counts.items()},
+        "elapsed_seconds": 18.0,  # with validation
         "tokens_per_second_per_gpu": 10.0,
         "trained_tokens_per_second": 1.0,
         "lost_to_waiting": 1 / 10,

@@ -1,0 +1,112 @@
+"""Every recipe ends in a verdict and a page, and measuring changes nothing of what is trained."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
+from torchtune.config import load_and_check
+from torchtune.reports import RunFolder, judge, write_report
+
+LORA = "lora_finetune_single_device"
+
+
+def run(name, folder, changes=None, **settings):
+    """Run a recipe by its ``recipe_main``; returns its folder."""
+    module, output_dir = load_recipe(name, folder, changes), folder / f"run_{len(list(folder.iterdir()))}"
+    config = write_config(name, folder, output_dir, **settings)
+    module.recipe_main(load_and_check(config, [], module.recipe_main))
+    return RunFolder(output_dir)
+
+
+def test_measuring_draws_no_random_number_and_changes_no_loss(tmp_path):
+    """Dropout draws from the global generator in every step."""
+    dropout = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.3}
+    settings = {"model_converters": [dropout], "max_steps_per_epoch": 4, "dataset_val": "${dataset}"}
+    settings |= {"run_val_every_n_steps": 2}
+    alone = start(LORA, tmp_path, **settings)  # without a report
+    found = run(LORA, tmp_path, **settings)
+    assert dict(found.curve("loss")) == alone.losses
+    values = [record["val_loss"] for record in alone.records if "val_loss" in record]
+    assert [value for _, value in found.curve("val_loss")] == values
+    (weights,) = found.path.glob("epoch_0/*.safetensors")
+    assert weights.read_bytes() == (alone.output_dir / "epoch_0" / weights.name).read_bytes()
+
+
+def test_losses_before_and_after_are_those_of_the_model(tmp_path):
+    """The losses of rows are those of transformers' models on the tokens of the samples."""
+    from transformers import AutoModelForCausalLM
+
+    found = run("full_finetune_single_device", tmp_path, epochs=2)
+    recipe = start("full_finetune_single_device", tmp_path, train=False).recipe
+    rows = [recipe.loader.dataset[index] for index in (0, 3, 6, 9, 13, 16, 19, 23)]
+    for when, folder in (("before", tmp_path / "checkpoint"), ("after", found.path / "epoch_1")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        wanted = []
+        for row in rows:
+            tokens, labels = torch.as_tensor(row["tokens"])[None], torch.as_tensor(row["labels"])
+            logits = model(tokens.long()).logits[0]
+            wanted.append(torch.nn.functional.cross_entropy(logits, labels.long(), ignore_index=-100).item())
+        assert list(found.measured(when)["values"].values()) == pytest.approx(wanted, rel=1e-4)
+    assert judge(found).word == "learned"
+    assert judge(found).interval.pairs == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "what"),
+    [
+        ("dpo", {}, "loss"),
+        ("dpo", {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}}, "loss"),
+        ("grpo", {}, "reward"),
+        ("ppo", {}, "reward"),
+        ("knowledge_distillation", {}, "loss"),
+        ("full_finetune_single_device", {"dataset__packed": True, "tokenizer__max_seq_len": 128}, "loss"),
+    ],
+    ids=["dpo", "reward model", "grpo", "ppo", "distillation", "packed"],
+)
+def test_every_method_is_measured(name, settings, what, tmp_path):
+    if "RewardLoss" in str(settings):
+        model = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
+        model |= {"base_model_path": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "checkpoint")}
+        settings = settings | {"model": model}
+    found = run(name, tmp_path, max_steps_per_epoch=2, **settings)
+    after = found.measured("after")
+    assert (after["what"], after["on"]) == (what, "dataset")
+    assert len(after["values"]) == min(8, len(found.measured("before")["values"]))
+    assert None not in after["values"].values()
+    assert judge(found).interval is not None
+    assert [answer["prompt"] for answer in after["answers"]] == [
+        answer["prompt"] for answer in found.measured("before")["answers"]
+    ]
+    assert (found.path / "report.html").read_text().count("<polyline") >= 4
+    assert json.loads((found.path / "report.json").read_text())["verdict"]["word"] == judge(found).word
+
+
+def test_a_run_that_fails_has_a_page_that_says_why(tmp_path):
+    broken = after_each_step("self.global_step == 2 and [].pop()")
+    with pytest.raises(IndexError, match="pop from empty list"):
+        run(LORA, tmp_path, broken)
+    (folder,) = [path.parent for path in tmp_path.glob("*/report.html")]
+    found = RunFolder(folder)
+    assert (found.state, judge(found).word) == ("has failed", "unfinished")
+    assert "IndexError: pop from empty list" in (folder / "report.html").read_text()
+
+
+def test_a_resumed_run_is_measured_against_its_beginning(tmp_path):
+    stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
+    first = run(LORA, tmp_path, stop, max_steps_per_epoch=4)
+    assert (first.state, judge(first).word) == ("was stopped", "unfinished")
+    module = load_recipe(LORA, tmp_path, None)
+    config = first.path / "torchtune_config.yaml"
+    module.recipe_main(load_and_check(config, ["resume_from_checkpoint=True"], module.recipe_main))
+    found = RunFolder(first.path)
+    assert found.state == "has finished"
+    assert [event["event"] for event in found.events] == ["start", "measured", "end", "start", "measured", "end"]
+    assert judge(found).interval.pairs == 8
+    assert found.last("trained_tokens") == sum(
+        one["trained_tokens"] for one in (read_log(first.path)[1], read_log(first.path)[-1])
+    )
+    page = write_report(found).read_text()
+    assert re.search(r"<td class=\"number\">2</td><td>resumed</td>", page)

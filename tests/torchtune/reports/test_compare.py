@@ -1,0 +1,121 @@
+"""``tune compare`` and ``tune report`` on folders of runs."""
+
+import json
+import sys
+
+import pytest
+
+from tests.torchtune.reports.folders import SETTINGS, START, ended, lines, measured, write_run
+from torchtune._cli.tune import main
+
+ROWS = {f"row{i}": 2.0 + i / 10 for i in range(8)}
+
+
+@pytest.fixture
+def tune(monkeypatch, capsys):
+    """Run a command; returns its exit code and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["tune", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out + captured.err
+
+    return run
+
+
+def make(folder, *, shift: float = 0.0, noise: float = 0.0, start=None, rate: float = 1.0, **settings):
+    after = {name: value + shift + (-1) ** i * noise for i, (name, value) in enumerate(ROWS.items())}
+    metrics = [
+        {
+            "step": i,
+            "loss": 3.0 + shift,
+            "trained_tokens": 10 * i,
+            "processed_tokens": 20 * i,
+            "elapsed_seconds": i / rate,
+        }
+        for i in range(1, 5)
+    ]
+    return write_run(folder, [START | (start or {}), measured("after", after), ended()], metrics, **settings)
+
+
+def test_only_what_differs_is_said(tune, tmp_path):
+    one = make(tmp_path / "one", output_dir="a", epochs=1, seed=4, start={"code": {"torch": "2.11"}})
+    two = make(
+        tmp_path / "two", output_dir="b", epochs=2, seed=4, shift=-0.5, rate=2.0, start={"code": {"torch": "2.13"}}
+    )
+    code, said = tune("compare", one, two)
+    assert code == 0
+    listed = {
+        line.split()[0]: line.split()[1:]
+        for line in said.partition("what differs")[2].partition("\n\n")[0].splitlines()[1:]
+    }
+    assert listed == {"epochs": ["1", "2"], "code.torch": ["2.11", "2.13"]}
+    assert "  two: loss after training -0.5 (95 % interval -0.5 to -0.5), 8 rows: better" in said
+    assert said.split("40 trained tokens")[1].split()[:2] == ["3.0000", "2.5000"]
+    assert said.split("  2 seconds")[1].split()[:2] == ["3.0000", "2.5000"], "the time that both have"
+
+
+def test_noise_is_called_noise_and_the_page_has_both_curves(tune, tmp_path):
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3)
+    code, said = tune("compare", one, two, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert "8 rows: same within noise" in said
+    assert "No setting, data or code differs." in said
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<polyline") == 4
+    assert "same within noise" in page
+
+
+def test_different_losses_are_not_compared(tune, tmp_path):
+    loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
+    code, said = tune("compare", one, two)
+    assert code == 0
+    assert "their units differ: lora_finetune_single_device with LinearCrossEntropyLoss, dpo with DPOLoss.\n" in said
+    assert "no row was measured in both" in said
+
+
+def test_scores_of_the_same_rows_are_paired(tune, tmp_path):
+    runs = [make(tmp_path / name) for name in ("one", "two")]
+    for run, right in zip(runs, (3, 17), strict=True):
+        (run / "eval").mkdir()
+        answers = [{"line": i, "scores": {"exact": float(i < right)}} for i in range(20)]
+        (run / "eval" / "held.run.jsonl").write_text(lines(answers))
+        (run / "eval" / "held.results.json").write_text(json.dumps({"models": [{"answers": "held.run.jsonl"}]}))
+    _, said = tune("compare", *runs)
+    (line,) = [line for line in said.splitlines() if "exact on held" in line]
+    assert line.startswith("  two: exact on held +0.7 (95 % interval +0.")
+    assert line.endswith("20 rows: better")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["compare", "{one}"], "compare: give two runs or more, each once."),
+        (["compare", "{one}", "{one}"], "compare: give two runs or more, each once."),
+        (["compare", "{one}", "{none}"], "has no torchtune_config.yaml: give the output_dir of a run."),
+        (["report", "{none}"], "has no torchtune_config.yaml: give the output_dir of a run."),
+        (["report", "{one}", "--price-per-hour", "-1"], "--price-per-hour is -1.0: it must be at least 0."),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, error, tune, tmp_path):
+    one = make(tmp_path / "one")
+    code, said = tune(*[word.format(one=one, none=tmp_path / "none") for word in arguments])
+    assert code == 2
+    assert said.startswith("error: ")
+    assert said.endswith(f"{error}\n")
+    assert said.count("\n") == 1
+
+
+def test_report_of_a_run_that_was_killed(tune, tmp_path):
+    run = write_run(tmp_path / "run", [START, measured("before", ROWS)], [{"step": 3, "loss": 2.5}], seed=SETTINGS)
+    code, said = tune("report", run)
+    assert code == 0
+    assert "verdict     unfinished: the run was killed at step 3 of 20; the loss went from 2.5 to 2.5" in said
+    assert "or is going on on another machine" in (run / "report.html").read_text()

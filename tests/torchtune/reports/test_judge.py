@@ -1,0 +1,77 @@
+"""The verdict on a run, and the interval that it rests on."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.torchtune.reports.folders import START, ended, measured, write_run
+from torchtune.reports import RunFolder, judge, paired_interval
+
+# Two-sided 95 % quantiles of Student's t, from the table of Fisher and Yates.
+STUDENT = {4: 2.776, 7: 2.365, 15: 2.131, 31: 2.040}
+
+
+@pytest.mark.parametrize("degrees", STUDENT)
+def test_the_interval_of_normal_differences_is_near_students(degrees):
+    """Bootstrap means of n rows have the variance s² (n - 1) / n², which the expansion undoes."""
+    values = np.random.default_rng(degrees).normal(1.0, 2.0, degrees + 1)
+    half = STUDENT[degrees] * values.std(ddof=1) / math.sqrt(len(values))
+    found = paired_interval(values)
+    assert found.mean == pytest.approx(values.mean())
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.25 if degrees < 10 else 0.12)
+
+
+def test_it_covers_the_mean_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    found = [paired_interval(generator.normal(0.0, 1.0, 10)) for _ in range(150)]
+    assert 0.9 <= np.mean([one.is_noise for one in found]) <= 0.99
+
+
+def test_no_global_generator_is_used_and_few_rows_decide_nothing():
+    np.random.seed(3)
+    before = np.random.get_state()[1].copy()
+    assert paired_interval([-1.0] * 6) == paired_interval([-1.0] * 6)
+    assert not paired_interval([-1.0] * 5).is_noise
+    assert paired_interval([-1.0] * 4).is_noise
+    assert (np.random.get_state()[1] == before).all()
+
+
+BEFORE = {f"row{i}": 2.0 + i / 10 for i in range(8)}
+LOWER = {name: value - 0.5 - 0.01 * i for i, (name, value) in enumerate(BEFORE.items())}
+MIXED = {name: value + (-1) ** i * 0.3 for i, (name, value) in enumerate(BEFORE.items())}
+HIGHER = {name: value + 0.5 for name, value in BEFORE.items()}
+
+
+@pytest.mark.parametrize(
+    ("after", "what", "word"),
+    [
+        (LOWER, "loss", "learned"),
+        (MIXED, "loss", "same within noise"),
+        (HIGHER, "loss", "diverged"),
+        (HIGHER, "reward", "learned"),
+        (LOWER, "reward", "diverged"),
+        (LOWER | {"row3": None}, "loss", "diverged"),  # not finite
+        ({"another": 1.0}, "loss", "unfinished"),
+    ],
+)
+def test_the_word_follows_the_rows(after, what, word, tmp_path):
+    events = [START, measured("before", BEFORE, what=what), measured("after", after, what=what), ended()]
+    found = judge(RunFolder(write_run(tmp_path / "run", events)))
+    assert found.word == word
+    if found.interval is not None:
+        assert f"{found.interval.pairs} rows of dataset_val 2.35 → " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("events", "metrics", "word"),
+    [
+        ([ended(changed=False)], [{"step": 20, "loss": 1.0}], "nothing trained"),
+        ([ended("was stopped", 7)], [{"step": 7, "loss": 1.0}], "unfinished"),
+        ([ended("has failed", 7, error="SkippedStepsError")], [{"step": 7, "loss": 1.0}], "diverged"),
+        ([], [{"step": 6, "loss": 1.0}, {"step": 7, "loss": None}], "diverged"),
+    ],
+)
+def test_a_run_without_a_second_measurement(events, metrics, word, tmp_path):
+    run = RunFolder(write_run(tmp_path / "run", [START, measured("before", BEFORE), *events], metrics))
+    assert judge(run).word == word
