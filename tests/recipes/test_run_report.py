@@ -13,7 +13,6 @@ import torch
 from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.reports import RunFolder, judge
 from torchtune.reports._run_report import _fingerprint
 from torchtune.supervision import explain_no_validation, explain_short_epoch
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView
