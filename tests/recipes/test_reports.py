@@ -11,6 +11,8 @@ from torchtune.config import load_and_check
 from torchtune.reports import RunFolder, judge, write_report
 
 LORA = "lora_finetune_single_device"
+LABELLED = [{"prompt": "the cat", "completion": f"sees {i}", "label": i % 2 == 0} for i in range(8)]
+KTO = {"_component_": "torchtune.datasets.kto_dataset", "source": "json"}
 
 
 def run(name, folder, changes=None, **settings):
@@ -59,24 +61,31 @@ def test_losses_before_and_after_are_those_of_the_model(tmp_path):
     [
         ("dpo", {}, "loss"),
         ("dpo", {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}}, "loss"),
+        ("dpo", {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}}, "loss"),
         ("grpo", {}, "reward"),
         ("ppo", {}, "reward"),
         ("knowledge_distillation", {}, "loss"),
         ("full_finetune_single_device", {"dataset__packed": True, "tokenizer__max_seq_len": 128}, "loss"),
     ],
-    ids=["dpo", "reward model", "grpo", "ppo", "distillation", "packed"],
+    ids=["dpo", "reward model", "kto", "grpo", "ppo", "distillation", "packed"],
 )
 def test_every_method_is_measured(name, settings, what, tmp_path):
-    if "RewardLoss" in str(settings):
+    if "KTO" in str(settings):
+        (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELLED))
+        settings = settings | {"dataset": KTO | {"data_files": str(tmp_path / "labelled.jsonl")}}
+    is_reward_model = "RewardLoss" in str(settings)
+    if is_reward_model:
         model = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
         model |= {"base_model_path": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "checkpoint")}
         settings = settings | {"model": model}
     found = run(name, tmp_path, max_steps_per_epoch=2, **settings)
     after = found.measured("after")
     assert (after["what"], after["on"]) == (what, "dataset")
-    assert len(after["values"]) == min(8, len(found.measured("before")["values"]))
+    assert after["values"].keys() == found.measured("before")["values"].keys()
     assert None not in after["values"].values()
-    assert judge(found).interval is not None
+    pairs = judge(found).interval.pairs
+    assert pairs == (4 if "KTO" in str(settings) else 8) or name.startswith("full"), "KTO takes rows by twos"
+    assert bool(after["answers"]) != is_reward_model
     assert [answer["prompt"] for answer in after["answers"]] == [
         answer["prompt"] for answer in found.measured("before")["answers"]
     ]

@@ -55,7 +55,7 @@ __getattr__, __dir__, __all__ = attach(
         "check_shifted": "_common",
         "check_tokenizer": "_common",
         "column": "_to_messages",
-        "decode_pieces": "_decode",
+        "decode_pieces": "_decode_pieces",
         "get_prompt_template": "_prompt_templates",
         "image_column": "_to_messages",
         "insert_images": "_chat_to_messages",

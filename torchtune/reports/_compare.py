@@ -29,6 +29,10 @@ class Comparison:
 
     Raises:
         UserError: there are fewer than two runs, or one is given twice.
+
+    Example:
+        >>> runs = [torchtune.reports.RunFolder(path) for path in ("/tmp/a", "/tmp/b")]  # doctest: +SKIP
+        >>> print(torchtune.reports.Comparison(runs).text())  # doctest: +SKIP
     """
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
@@ -41,7 +45,7 @@ class Comparison:
 
     @property
     def differences(self) -> dict[str, list[Any]]:
-        """The settings, data and code that differ -> the value of each run, None where it has none."""
+        """Setting, data or code that differs -> value of each run, None if it has none."""
         facts = [_facts(run) for run in self.runs]
         rows = {name: [one.get(name) for one in facts] for one in facts for name in one}
         return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
@@ -95,7 +99,8 @@ class Comparison:
 
     def text(self) -> str:
         """Return the comparison for a terminal."""
-        return environment(autoescape=False).get_template("compare.txt").render(comparison=self).rstrip()
+        text = environment(autoescape=False).get_template("compare.txt").render(comparison=self)
+        return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
     def write(self, path: Path) -> None:
         """Write the comparison as one HTML file. Raises ``UserError`` if it cannot be written."""

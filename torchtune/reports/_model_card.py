@@ -36,13 +36,17 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     """
     run = run if isinstance(run, RunFolder) else RunFolder(run)
     folder = Path(str((run.settings.get("checkpointer") or {}).get("checkpoint_dir")))
-    base, licence, nodes = _repository_of(folder), _licence_of(folder), _datasets(run)
-    sources = {str(node.get("source")) for _, node in nodes if _is_repository(node.get("source"))}
-    front = {"license": None, **licence, "base_model": base, "datasets": sorted(sources), "library_name": library}
-    front |= {
-        "pipeline_tag": "text-generation",
-        "tags": ["torchtune", *sorted({run.recipe.partition("_")[0], "lora"} & {"lora", "dpo", "grpo", "ppo"})],
+    base, licence = _repository_of(folder), _licence_of(folder)
+    nodes = {name: _datasets(run.settings.get(name)) for name in ("dataset", "dataset_val")}
+    sources = {str(node.get("source")) for found in nodes.values() for node in found}
+    front = {
+        "license": None,
+        **licence,
+        "base_model": base,
+        "datasets": sorted(filter(_is_repository, sources)),
+        "library_name": library,
     }
+    front |= {"pipeline_tag": "text-generation", "tags": ["torchtune", run.recipe]}
     processes = run.start.get("processes") or 1
     words = ["tune", "run", *(["--nproc-per-node", str(processes)] if processes > 1 else []), run.recipe]
     page = environment(autoescape=False).get_template("card.md")
@@ -82,17 +86,9 @@ def _licence_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _datasets(run: RunFolder) -> list[tuple[str, dict[str, Any]]]:
-    """Return (setting, node) of every dataset, also of those in lists and mixtures."""
-    waiting: list[tuple[str, Any]] = [(name, run.settings.get(name)) for name in ("dataset", "dataset_val")]
-    found = []
-    while waiting:
-        name, node = waiting.pop(0)
-        if isinstance(node, list):
-            waiting = [*((name, one) for one in node), *waiting]
-        elif isinstance(node, dict) and "datasets" in node:
-            parts = node["datasets"]
-            waiting = [*((name, one) for one in (parts.values() if isinstance(parts, dict) else parts)), *waiting]
-        elif isinstance(node, dict):
-            found.append((name, node))
-    return found
+def _datasets(node: Any) -> list[dict[str, Any]]:
+    """Return the nodes of all datasets, also of those in lists and mixtures."""
+    if isinstance(node, dict) and "datasets" not in node:
+        return [node]
+    parts = node["datasets"] if isinstance(node, dict) else node or []
+    return [found for part in (parts.values() if isinstance(parts, dict) else parts) for found in _datasets(part)]

@@ -77,9 +77,11 @@ class Probe:
         return {"what": what, "on": self._setting, "values": values, "answers": answers}
 
     def _answers(self, seconds: float) -> list[dict[str, str]]:
-        """Answer prompts greedily; none for images, with context parallelism, or if that would take long."""
+        """Answer prompts greedily; none for images or scores, with context parallelism, or if that would take long."""
         model, tokenizer = self._recipe.model, getattr(self._recipe, "tokenizer", None)
         if text_decoder(model) is not model or self._recipe.dims.cp > 1 or not hasattr(tokenizer, "decode"):
+            return []
+        if getattr(model.output, "out_features", 2) == 1:  # a reward model
             return []
         dataset = _rows_of(self._loader.dataset)
         turns = [turn for index in _spread(dataset, _PROMPTS) for turn in _first_turn(dataset[index])]

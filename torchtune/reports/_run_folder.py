@@ -42,6 +42,9 @@ class RunFolder:
 
     Raises:
         UserError: the folder is not that of a run.
+
+    Example:
+        >>> torchtune.reports.RunFolder("/tmp/run").curve("loss")  # doctest: +SKIP
     """
 
     def __init__(self, path: str | Path) -> None:

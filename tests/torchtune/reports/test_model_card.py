@@ -45,7 +45,7 @@ def test_front_matter_is_what_the_hub_expects(tmp_path):
         "datasets": ["owner/chats"],
         "library_name": "peft",
         "pipeline_tag": "text-generation",
-        "tags": ["torchtune", "lora"],
+        "tags": ["torchtune", "lora_finetune_single_device"],
     }
 
 
