@@ -97,7 +97,14 @@ def logits_of(model: TransformerDecoder) -> Logits:
 
 @torch.no_grad()
 def record_logits(logits: Logits, prompts: Sequence[Tensor]) -> Logits:
-    """Compute the logits of prompts now, so that the model can be deleted before another one is loaded."""
+    """Compute the logits of prompts now, so that the model can be deleted before another one is loaded.
+
+    Example:
+        >>> prompt = torch.tensor([5, 6, 7])
+        >>> kept = torchtune.evaluation.record_logits(torchtune.evaluation.logits_of(model), [prompt])
+        >>> kept(prompt).shape[0]
+        3
+    """
     kept = {tuple(ids.tolist()): logits(ids) for ids in prompts}
     return lambda ids: kept[tuple(ids.tolist())]
 
