@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -91,6 +92,21 @@ def test_every_method_is_measured(name, settings, what, tmp_path):
     ]
     assert (found.path / "report.html").read_text().count("<polyline") >= 4
     assert json.loads((found.path / "report.json").read_text())["verdict"]["word"] == judge(found).word
+
+
+def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch):
+    module, config = load_recipe(LORA, tmp_path, None), write_config(LORA, tmp_path, tmp_path / "run")
+    config.write_text(config.read_text().replace("lr: 0.01", "lr: 1e-2"))
+    overrides = ["batch_size=8", "clip_grad_norm=1.0", "dataset.split=train[:16]"]
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", str(config), *overrides])
+    module.recipe_main(load_and_check(config, overrides, module.recipe_main))
+    start = RunFolder(tmp_path / "run").start
+    assert start["config"] == str(config)
+    assert start["changed"] == {
+        "batch_size": [2, 8],
+        "clip_grad_norm": [None, 1.0],
+        "dataset.split": [None, "train[:16]"],
+    }
 
 
 def test_a_run_that_fails_has_a_page_that_says_why(tmp_path):

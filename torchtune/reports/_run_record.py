@@ -1,5 +1,6 @@
 """The record of a run: one JSON line for its start, each measurement and its end."""
 
+import dataclasses
 import hashlib
 import json
 import platform
@@ -10,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import torchtune
 from torchtune._recipe_registry import CONFIGS, recipe_at
-from torchtune.config import redact_secrets, to_dict
+from torchtune.config import read_document, redact_secrets, to_dict
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.utils import AppendedFile, explain_os_error, get_logger, valid_json
 
@@ -58,12 +58,12 @@ def describe_start(recipe: Any) -> dict[str, Any]:
 
 def _changed_settings(config: Path, settings: Any) -> dict[str, list[Any]]:
     """Return setting -> [value in the config file, value of the run], where they differ."""
-    with config.open(encoding="utf-8") as file:
-        defaults = {name: field.default for name, field in getattr(settings, "__dataclass_fields__", {}).items()}
-        before = {**defaults, **flatten_dict(yaml.safe_load(file))}
+    fields = getattr(settings, "__dataclass_fields__", {}).items()
+    defaults = {name: field.default for name, field in fields if field.default is not dataclasses.MISSING}
+    before = {**defaults, **flatten_dict(read_document(config).data)}
     now = flatten_dict(to_dict(settings, redact=True))
     return {
         name: [before.get(name), value]
         for name, value in now.items()
-        if before.get(name) != value and name != "recipe" and "${" not in str(before.get(name))
+        if (before.get(name) or None) != (value or None) and "${" not in str(before.get(name))
     }
