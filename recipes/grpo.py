@@ -303,7 +303,7 @@ class GRPORecipe:
             advantages, self.loss_fn, self.dims, cfg.tokens_per_batch, cfg.drop_unfinished, self.shares_prefix
         )
         batches = [batch.to(self.device, non_blocking=True) for batch in batches]
-        self.record.write(self.global_step + 1, scored, advantages, num_terms)
+        self.record.write(self.global_step + 1, scored, advantages, num_terms, self.metric_logger)
         return [(batches, num_terms)] * cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:

@@ -354,7 +354,7 @@ class PPORecipe:
         self.step_metrics.log_mean(scored.figures() | found.figures)
         (num_labels,) = self.dims.sum(int(tokens.mask.sum()))
         means = found.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
-        self.record.write(self.global_step + 1, scored, means, num_labels)
+        self.record.write(self.global_step + 1, scored, means, num_labels, self.metric_logger)
         updates = rlhf.ppo_updates(
             scored,
             tokens,

@@ -262,7 +262,9 @@ class RolloutRecord:
         self._file: AppendedFile | None = None
         self._steps_without_signal = 0
 
-    def write(self, step: int, scored: ScoredRollouts, advantages: Tensor, num_terms: int) -> None:
+    def write(
+        self, step: int, scored: ScoredRollouts, advantages: Tensor, num_terms: int, metric_logger: Any = None
+    ) -> None:
         """Write the answers of a step.
 
         Args:
@@ -270,6 +272,7 @@ class RolloutRecord:
             scored: the answers.
             advantages: ``[n, g]``.
             num_terms: number of terms of the loss over all ranks; 0 without a learning signal.
+            metric_logger: logger that gets the answers whenever the log has a table of them.
 
         Raises:
             RolloutError: there was no learning signal for too many steps.
@@ -288,7 +291,10 @@ class RolloutRecord:
             while data:
                 data = data[self._file.write(data) :]
         if self._show_every and step % self._show_every == 0 and self._dims.is_main:
-            get_logger().info(_format_table(step, list(self._lines(step, scored, advantages))))
+            answers = list(self._lines(step, scored, advantages))
+            get_logger().info(_format_table(step, answers))
+            if hasattr(metric_logger, "log_answers"):  # a logger of the user's own may lack it
+                metric_logger.log_answers(answers, step)
         self._steps_without_signal = 0 if num_terms else self._steps_without_signal + 1
         if self._steps_without_signal in (1, 10, 100) and self._dims.is_main:
             get_logger().warning(

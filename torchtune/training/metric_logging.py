@@ -2,15 +2,21 @@
 
 import contextlib
 import json
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
+from torchtune.training._metric_logger import (
+    MetricLoggerInterface,
+    Scalar,
+    flatten_dict,
+    plain_config,
+    save_config,
+    to_number,
+)
 from torchtune.utils import AppendedFile, atomic_write, get_logger, get_world_size_and_rank, require, valid_json
 
 if TYPE_CHECKING:
@@ -18,66 +24,10 @@ if TYPE_CHECKING:
 
     from torchtune.training.parallel._parallel_dims import ParallelDims
 
-Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
-
-
-def _to_number(data: Scalar) -> int | float:
-    return data.item() if hasattr(data, "item") else data
-
-
-def save_config(config: "DictConfig") -> Path:
-    """Write the resolved config to ``{config.output_dir}/torchtune_config.yaml`` and return the path."""
-    from torchtune.config import save_config as write_config
-
-    path = Path(config.output_dir) / "torchtune_config.yaml"
-    write_config(config, path)
-    return path
-
-
-def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> dict[str, Any]:
-    """Flatten nested dicts; keys become paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
-
-    Example:
-        >>> torchtune.training.metric_logging.flatten_dict({"a": {"b": 1}})
-        {'a.b': 1}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in d.items():
-        path = f"{parent_key}{sep}{key}" if parent_key else str(key)
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten_dict(dict(value), sep=sep, parent_key=path))
-        else:
-            flat[path] = value
-    return flat
-
-
-def _to_plain(config: Any) -> dict[str, Any]:
-    """Return the settings as plain containers, as saved (resolved, secrets redacted)."""
-    import yaml
-
-    return yaml.safe_load(save_config(config).read_text(encoding="utf-8"))
-
-
-class MetricLoggerInterface(Protocol):
-    """Interface of a metric logger."""
-
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Log one scalar.
-
-        Args:
-            name: name of the metric.
-            data: its value.
-            step: number of the optimizer step.
-        """
-
-    def log_config(self, config: "DictConfig") -> None:
-        """Log the resolved config, and write it to ``{config.output_dir}/torchtune_config.yaml``."""
-
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log several scalars of one step."""
-
-    def close(self) -> None:
-        """Write pending metrics, and close files and connections."""
+__all__ = (
+    "CometLogger DiskLogger MLFlowLogger MetricLoggerInterface SilentLogger StdoutLogger TensorBoardLogger "
+    "TrackioLogger WandBLogger flatten_dict main_process_logger save_config"
+).split()
 
 
 class DiskLogger(MetricLoggerInterface):
@@ -127,7 +77,7 @@ class DiskLogger(MetricLoggerInterface):
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Write the scalars of one step as one line."""
-        numbers = {name: _to_number(data) for name, data in payload.items()}
+        numbers = {name: to_number(data) for name, data in payload.items()}
         if self.output_fmt == "jsonl":
             line = json.dumps(valid_json({"step": step, **numbers}), allow_nan=False)
         else:
@@ -162,7 +112,7 @@ class StdoutLogger(MetricLoggerInterface):
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Print the scalars of one step in one line."""
-        print(f"Step {step} | " + " ".join(f"{name}:{_to_number(data)}" for name, data in payload.items()), flush=True)
+        print(f"Step {step} | " + " ".join(f"{name}:{to_number(data)}" for name, data in payload.items()), flush=True)
 
     def close(self) -> None:
         """Flush standard output."""
@@ -222,7 +172,7 @@ class WandBLogger(MetricLoggerInterface):
     def log_config(self, config: "DictConfig") -> None:
         """Log the config, and write it to ``output_dir``."""
         if self._run is not None:
-            self._run.config.update(_to_plain(config), allow_val_change=True)
+            self._run.config.update(plain_config(config), allow_val_change=True)
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar."""
@@ -231,7 +181,7 @@ class WandBLogger(MetricLoggerInterface):
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the scalars of one step."""
         if self._run is not None:
-            self._run.log({**{name: _to_number(data) for name, data in payload.items()}, "global_step": step})
+            self._run.log({**{name: to_number(data) for name, data in payload.items()}, "global_step": step})
 
     def close(self) -> None:
         """Finish the run."""
@@ -274,7 +224,7 @@ class TensorBoardLogger(MetricLoggerInterface):
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Write one scalar."""
         if self._writer is not None:
-            self._writer.add_scalar(name, _to_number(data), global_step=step, new_style=True)
+            self._writer.add_scalar(name, to_number(data), global_step=step, new_style=True)
 
     def log_config(self, config: "DictConfig") -> None:
         """Write the config as text, and to ``output_dir``."""
@@ -353,17 +303,17 @@ class CometLogger(MetricLoggerInterface):
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar."""
         if self._experiment is not None:
-            self._experiment.log_metric(name, _to_number(data), step=step)
+            self._experiment.log_metric(name, to_number(data), step=step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the scalars of one step."""
         if self._experiment is not None:
-            self._experiment.log_metrics({name: _to_number(data) for name, data in payload.items()}, step=step)
+            self._experiment.log_metrics({name: to_number(data) for name, data in payload.items()}, step=step)
 
     def log_config(self, config: "DictConfig") -> None:
         """Log the config, and write it to ``output_dir``."""
         if self._experiment is not None:
-            self._experiment.log_parameters(flatten_dict(_to_plain(config)))
+            self._experiment.log_parameters(flatten_dict(plain_config(config)))
             self._experiment.log_asset(str(Path(config.output_dir) / "torchtune_config.yaml"))
 
     def close(self) -> None:
@@ -378,7 +328,7 @@ class MLFlowLogger(MetricLoggerInterface):
 
     Args:
         experiment_name: experiment; by default MLflow's default one.
-        tracking_uri: server or folder; by default ``MLFLOW_TRACKING_URI``.
+        tracking_uri: server, or folder of a SQLite database and its artifacts; by default ``MLFLOW_TRACKING_URI``.
         run_id: run to continue.
         run_name: name of a new run.
 
@@ -404,16 +354,26 @@ class MLFlowLogger(MetricLoggerInterface):
         self._mlflow = self.check_installed()
         self._run = None
         if get_world_size_and_rank()[1] == 0:
-            if tracking_uri is not None:
+            is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
+            if is_folder:  # MLflow writes no files in a folder without a database any more
+                self._use_folder(Path(tracking_uri).absolute(), experiment_name or "Default")
+            elif tracking_uri is not None:
                 self._mlflow.set_tracking_uri(tracking_uri)
             if experiment_name is not None:
                 self._mlflow.set_experiment(experiment_name)
             self._run = self._mlflow.start_run(run_id=run_id, run_name=run_name)
 
+    def _use_folder(self, folder: Path, experiment_name: str) -> None:
+        """Keep metrics and artifacts in ``folder``; without a location, artifacts go to the working directory."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+        if self._mlflow.get_experiment_by_name(experiment_name) is None:
+            self._mlflow.create_experiment(experiment_name, artifact_location=(folder / "artifacts").as_uri())
+
     def log_config(self, config: "DictConfig") -> None:
         """Log the config as parameters and as a file, and write it to ``output_dir``."""
         if self._run is not None:
-            flat = {key: str(value) for key, value in flatten_dict(_to_plain(config)).items()}
+            flat = {key: str(value) for key, value in flatten_dict(plain_config(config)).items()}
             with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # parameters of a run are immutable
                 self._mlflow.log_params(flat)
             self._mlflow.log_artifact(str(Path(config.output_dir) / "torchtune_config.yaml"))
@@ -421,17 +381,96 @@ class MLFlowLogger(MetricLoggerInterface):
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Log one scalar."""
         if self._run is not None:
-            self._mlflow.log_metric(name, _to_number(data), step=step)
+            self._mlflow.log_metric(name, to_number(data), step=step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the scalars of one step."""
         if self._run is not None:
-            self._mlflow.log_metrics({name: _to_number(data) for name, data in payload.items()}, step=step)
+            self._mlflow.log_metrics({name: to_number(data) for name, data in payload.items()}, step=step)
 
     def close(self) -> None:
         """End the run."""
         if self._run is not None:
             self._mlflow.end_run()
+            self._run = None
+
+
+class TrackioLogger(MetricLoggerInterface):
+    """Metric logger for Trackio, on rank 0 (``pip install 'torchtune[trackio]'``); ``trackio show`` opens it.
+
+    Sampled answers of GRPO and PPO are logged as traces with their rewards. Metrics that are not finite and skipped
+    steps raise alerts. With ``log_dir``, the name of the run is stored there, and a resumed run continues its curves.
+
+    Args:
+        project: name of the project.
+        name: name of the run; by default one that Trackio makes.
+        log_dir: folder of the stored name.
+        kwargs: arguments of ``trackio.init``, for example ``space_id`` or ``webhook_url``.
+
+    Raises:
+        UserError: trackio is not installed.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.TrackioLogger(project="mine")  # doctest: +SKIP
+    """
+
+    @staticmethod
+    def check_installed() -> ModuleType:
+        """Return the imported package. Raises ``UserError`` if it is not installed."""
+        return require("trackio", extra="trackio", purpose="TrackioLogger")
+
+    def __init__(
+        self, project: str = "torchtune", name: str | None = None, log_dir: str | None = None, **kwargs: Any
+    ) -> None:
+        self._trackio = self.check_installed()
+        self._run, self._skipped = None, 0
+        if get_world_size_and_rank()[1] != 0:
+            return
+        stored = None if log_dir is None else Path(log_dir) / "trackio_run_name.txt"
+        if name is None and stored is not None and stored.exists():
+            name = stored.read_text(encoding="utf-8")
+        self._run = self._trackio.init(project, name=name, **{"resume": "allow", "embed": False, **kwargs})
+        if stored is not None:
+            with atomic_write(stored, "w") as file:
+                file.write(self._run.name)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Log the config, and write it to ``output_dir``."""
+        if self._run is not None:
+            self._run.config.update(plain_config(config))
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Log one scalar."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log the scalars of one step, and alert if one is not finite or a step was skipped."""
+        if self._run is None:
+            return
+        numbers = {name: to_number(data) for name, data in payload.items()}
+        self._run.log(numbers, step=step)
+        wrong = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
+        if (skipped := numbers.get("skipped_steps", 0)) > self._skipped:
+            wrong.append(f"{skipped} steps are skipped so far")
+            self._skipped = skipped
+        if wrong:
+            self._run.alert(f"Step {step}", "; ".join(wrong), level=self._trackio.AlertLevel.WARN)
+
+    def log_answers(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Log answers as traces, with everything but the texts as metadata."""
+        if self._run is None or not answers:
+            return
+        traces = []
+        for row in answers:
+            turns = (("user", row["prompt"]), ("assistant", row["answer"]))
+            facts = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+            traces.append(self._trackio.Trace([{"role": role, "content": text} for role, text in turns], facts))
+        self._run.log({"answers": traces}, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
             self._run = None
 
 

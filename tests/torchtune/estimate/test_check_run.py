@@ -181,9 +181,10 @@ def test_a_tensor_of_another_shape_is_found_without_reading_it(folder: Path, tmp
     assert "has the shape [32, 64] where the model needs [32, 96]" in problems[0]
 
 
-@pytest.mark.parametrize("logger", ["WandBLogger", "CometLogger", "MLFlowLogger"])
+@pytest.mark.parametrize("logger", ["WandBLogger", "CometLogger", "MLFlowLogger", "TrackioLogger"])
 def test_a_logger_whose_package_is_missing(logger: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = {"WandBLogger": "wandb", "CometLogger": "comet_ml", "MLFlowLogger": "mlflow"}[logger]
+    names = {"WandBLogger": "wandb", "CometLogger": "comet_ml", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
+    package = names[logger]
     monkeypatch.setitem(__import__("sys").modules, package, None)  # as if it were not installed
     node = {"_component_": f"torchtune.training.metric_logging.{logger}"}
     (problem,) = find_problems(settings(LORA, folder, metric_logger=node))

@@ -1,5 +1,10 @@
+import ast
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +18,7 @@ from torchtune.training.metric_logging import (
     MLFlowLogger,
     StdoutLogger,
     TensorBoardLogger,
+    TrackioLogger,
     WandBLogger,
     flatten_dict,
     save_config,
@@ -101,6 +107,7 @@ def test_tensorboard_continues_one_curve(tmp_path, cfg):
         (lambda: WandBLogger(), "wandb", "wandb"),
         (lambda: CometLogger(), "comet_ml", "comet"),
         (lambda: MLFlowLogger(), "mlflow", "mlflow"),
+        (lambda: TrackioLogger(), "trackio", "trackio"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(make, package, extra):
@@ -110,12 +117,84 @@ def test_a_missing_package_is_named_with_its_extra(make, package, extra):
         make()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+def installed(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+def log_three_steps(logger, cfg):
+    """Log a config, two losses and one that is not finite."""
+    logger.log_config(cfg)
+    logger.log("loss", torch.tensor(1.5), step=1)
+    logger.log_dict({"loss": np.float64(1.25), "lr": 2e-5}, step=2)
+    logger.log_dict({"loss": float("nan"), "skipped_steps": 1}, step=3)
+    logger.close()
+
+
+@installed("wandb")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_wandb_offline(tmp_path, cfg):
-    logger = WandBLogger(log_dir=str(tmp_path), mode="offline")
-    logger.log_config(cfg)
-    logger.log_dict({"loss": torch.tensor(1.0)}, step=1)
-    logger.close()
+    log_three_steps(WandBLogger(log_dir=str(tmp_path), mode="offline"), cfg)
     assert (tmp_path / "wandb_run_id.txt").read_text()
-    assert list(Path(tmp_path).rglob("*.wandb"))
+    (file,) = Path(tmp_path).rglob("*.wandb")
+    assert b"loss" in file.read_bytes()
+
+
+@installed("comet_ml")
+@pytest.mark.filterwarnings("ignore")
+def test_comet_offline(tmp_path, cfg, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log_three_steps(CometLogger(project="mine", online=False, log_code=False), cfg)
+    (archive,) = tmp_path.rglob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        lines = [json.loads(line) for line in file.read("messages.json").splitlines()]
+    metrics = [line["payload"]["metric"] for line in lines if "metric" in line["payload"]]
+    found = [(row["metricName"], row["step"], row["metricValue"]) for row in metrics]
+    assert ("loss", 1, 1.5) in found
+    assert ("lr", 2, 2e-5) in found
+
+
+@installed("mlflow")
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_in_a_folder(tmp_path, cfg, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log_three_steps(MLFlowLogger("mine", tracking_uri="runs", run_name="first"), cfg)
+    import mlflow
+
+    (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
+    points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in points[:2]] == [(1, 1.5), (2, 1.25)]
+    assert run.data.params["optimizer.lr"] == "2e-05"
+    assert [path.parent.parent.parent.name for path in (tmp_path / "runs").rglob("*.yaml")] == ["artifacts"]
+    assert not (tmp_path / "mlruns").exists(), "artifacts are in the folder, too"
+
+
+@installed("trackio")
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_has_metrics_answers_and_alerts(tmp_path, cfg):
+    # trackio reads its folder when it is imported
+    code = f"""if True:
+        import sys
+        from omegaconf import OmegaConf
+        from tests.torchtune.training.test_metric_logging import log_three_steps
+        from torchtune.training.metric_logging import TrackioLogger
+        cfg = OmegaConf.create({OmegaConf.to_container(cfg)!r})
+        log_three_steps(TrackioLogger("mine", log_dir={str(tmp_path)!r}, auto_log_cpu=False), cfg)
+        logger = TrackioLogger("mine", log_dir={str(tmp_path)!r}, auto_log_cpu=False)  # a resumed run
+        logger.log("loss", 0.5, step=4)
+        logger.log_answers([{{"step": 4, "prompt": "red?", "answer": "blue", "reward": 0.5}}], 4)
+        logger.close()
+        from trackio.sqlite_storage import SQLiteStorage as storage
+        (run,) = storage.get_runs("mine")
+        logs = [(row["step"], row["loss"]) for row in storage.get_logs("mine", run) if "loss" in row]
+        (trace,) = storage.get_traces("mine", run)
+        alerts = [(row["title"], row["text"]) for row in storage.get_alerts("mine", run)]
+        print(repr([str(logs), trace["messages"], trace["metadata"]["reward"], alerts]), file=sys.stderr)
+    """
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    logs, messages, reward, alerts = ast.literal_eval(done.stderr.splitlines()[-1])
+    assert logs == "[(1, 1.5), (2, 1.25), (3, nan), (4, 0.5)]"
+    assert [(turn["role"], turn["content"]) for turn in messages] == [("user", "red?"), ("assistant", "blue")]
+    assert reward == 0.5
+    assert alerts == [("Step 3", "loss is nan; 1 steps are skipped so far")]
