@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -98,9 +99,14 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
 
     with nullcontext() if everything else preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer)
+        reasoning = list(_describe_reasoning(dataset, tokenizer))
     scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
     counts = _count_rows(dataset, getattr(tokenizer, "max_seq_len", None))
-    print("\n".join([f"\n{name}: {_format_row_count(counts, scale)}", *_describe_counts(dataset, counts, scale)]))
+    print(
+        "\n".join(
+            [f"\n{name}: {_format_row_count(counts, scale)}", *_describe_counts(dataset, counts, scale), *reasoning]
+        )
+    )
     first = _row_datasets(dataset)[0]
     for number, row in enumerate(_iter_rows(first, end=examples)):
         sizes = [size_of(image) for image in _images_of_row(first, number)]
@@ -163,6 +169,18 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
     many = f"{counts.copies:,} rows have the tokens of an earlier row"
     yield f"duplicates  {many if counts.copies else 'none among the rows that were read'}"
     yield histogram(counts.lengths, "tokens per row")
+
+
+def _describe_reasoning(dataset: Any, tokenizer: Any) -> Iterator[str]:
+    """Describe how many rows the tokenizer's other policies for earlier reasoning would change."""
+    if not hasattr(tokenizer, "changing_policies"):
+        return
+    parts = [part for part in _row_datasets(dataset) if hasattr(part, "conversations")]
+    changed = [tokenizer.changing_policies(messages) for part in parts for messages in part.conversations()]
+    rows = Counter(policy for policies in changed for policy in policies)
+    if rows:
+        others = ", ".join(f"{policy} changes {count:,} rows" for policy, count in rows.items())
+        yield f"reasoning   {tokenizer.reasoning} is set for turns before the last question; of those read, {others}"
 
 
 def show_config(settings: Any, examples: int, everything: bool, sample: int) -> None:

@@ -1,7 +1,8 @@
 """Datasets for supervised fine-tuning: rows -> messages -> tokens and labels."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchtune.data import DataError, Transform, as_messages, check_tokenizer, copy_sample, validate_messages
+from torchtune.data import DataError, Message, Transform, as_messages, check_tokenizer, copy_sample, validate_messages
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_images
@@ -53,8 +54,16 @@ class SFTTransform(Transform):
         """Return ``self(sample)``, with arrays instead of lists if the model transform supports them."""
         return self._transformed(sample, arrays_of)
 
-    def _transformed(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
+    def all_arrays(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return a result of :meth:`as_arrays` for each conversation that the tokenizer makes of the row."""
         sample = self.messages(sample)
+        parts = self.model_transform.conversations(sample["messages"])
+        return [self._tokenized({**sample, "messages": part}, arrays_of) for part in parts]
+
+    def _transformed(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
+        return self._tokenized(self.messages(sample), tokenize)
+
+    def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         if self.model_transform is not None:
             sample = tokenize(self.model_transform, with_images(sample))
         sample = copy_sample(sample, "the model transform")
@@ -89,10 +98,19 @@ class SFTTransform(Transform):
         return {"tokens": tokens, "labels": shifted_labels(tokens, mask), "note": images}
 
 
-def row_numbers(skipped: Sequence[tuple[int, str]], rows: int, source: str) -> np.ndarray:
-    """Return the number of each row in its source, int64 ``[rows]``; log a warning about skipped rows."""
-    say_what_is_left_out(skipped, source, rows + len(skipped))
-    return np.delete(np.arange(rows + len(skipped)), [row for row, _ in skipped])
+def row_numbers(
+    skipped: Sequence[tuple[int, str]], rows: int, source: str, several: Mapping[int, int] | None = None
+) -> np.ndarray:
+    """Return the number in its source of each row, int64 ``[rows]``; log a warning about skipped rows.
+
+    ``several`` has the number of samples of each source row that gives more than one.
+    """
+    counts = np.ones(rows + len(skipped) - sum((several or {}).values()) + len(several or {}), np.int64)
+    counts[[row for row, _ in skipped]] = 0
+    for row, count in (several or {}).items():
+        counts[row] = count
+    say_what_is_left_out(skipped, source, len(counts))
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def say_what_is_cut(cut: int, rows: int, source: str, limit: int | None) -> None:
@@ -154,7 +172,7 @@ class SFTDataset(Dataset):
     ) -> None:
         self._transform = SFTTransform(message_transform, model_transform)
         found = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
-        self.source = found.shown
+        self.source, self._found = found.shown, found
         limit, side = (
             getattr(model_transform, "max_seq_len", None),
             getattr(model_transform, "truncation_type", "right"),
@@ -168,6 +186,8 @@ class SFTDataset(Dataset):
 
         def build(writer: RowWriter) -> dict[str, Any] | None:
             transform, rows = self._transform.as_arrays, found.rows()
+            if getattr(model_transform, "reasoning", None) == "split":
+                transform = self._transform.all_arrays
             if takes_images:
                 transform, rows = partial(self._transform.text, decode=found.skips), encoded(rows, message_transform)
             work = TransformRows(transform, limit, side, notes=takes_images)
@@ -187,7 +207,7 @@ class SFTDataset(Dataset):
         self.store: TokenStore | None = rows.store("rows") if checked is None else None
         self._skips = found.skips
         kept = len(self._rows) - len(skipped) if self.store is None else len(self.store)
-        self._numbers = row_numbers(skipped, kept, self.source)
+        self._numbers = row_numbers(skipped, kept, self.source, rows.several)
         if self.store is not None:
             say_what_is_cut(rows.cut, len(self), self.source, limit)
 
@@ -227,6 +247,12 @@ class SFTDataset(Dataset):
             return self._transform(self._rows[row])
         except DataError as error:
             raise row_error(error, self.source, row, self._rows, self._skips) from error
+
+    def conversations(self) -> Iterator[list[Message]]:
+        """Yield the messages of each row of the source, except rows that the message transform rejects."""
+        for row in self._found.rows():
+            with suppress(DataError):
+                yield self._transform.messages(row)["messages"]
 
     def images(self, index: int) -> list[Any]:
         """Return the images of a row as they are stored: paths, URLs, bytes or images."""

@@ -35,6 +35,8 @@ def sft_dataset(
     """
     length = pack_length(tokenizer) if packed else None
     if load_dataset_kwargs.get("streaming"):
+        if getattr(tokenizer, "reasoning", None) == "split":
+            raise DataError("reasoning=split makes several samples of a row: leave streaming out.")
         return StreamedDataset(
             SFTTransform(message_transform, tokenizer).as_arrays,
             source,

@@ -95,7 +95,8 @@ class PreparedRows:
     """Batches of a folder, verified by their checksums (about a second per GB).
 
     Each batch has facts: ``rows``, its number of source rows; ``bad``, number and reason of each row that cannot be
-    trained on; ``cut``, the number of rows of maximum length; ``notes``, plain data of the remaining rows.
+    trained on; ``cut``, the number of rows of maximum length; ``notes``, plain data of the remaining rows; ``several``,
+    the number of each row that gives several samples, and how many.
 
     Args:
         folder: folder of the files.
@@ -114,6 +115,7 @@ class PreparedRows:
         self.cut = sum(facts["cut"] for _, facts in found)
         self.bad = [(row, reason) for _, facts in found for row, reason in facts["bad"]]
         self.notes = [note for _, facts in found for note in facts["notes"]]
+        self.several = dict(pair for _, facts in found for pair in facts.get("several", ()))
         self.info: dict[str, Any] = {}
         self._batches = [batch for batch, _ in found]
 

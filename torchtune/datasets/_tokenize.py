@@ -30,7 +30,8 @@ class Tokenize:
     """Callable that tokenizes consecutive rows.
 
     Args:
-        samples: (number, row) -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``.
+        samples: (number, row) -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list
+            of these, if a row gives several.
         names: names of the stores.
         limit: maximum row length in tokens, to detect truncated rows.
     """
@@ -52,14 +53,16 @@ class Tokenize:
             f"{name}.{kind}": [] for name in self.names for kind in ("tokens", "labels")
         }
         bad: list[tuple[int, str]] = []
-        facts: dict[str, Any] = {"rows": 0, "bad": bad, "cut": 0, "notes": []}
+        facts: dict[str, Any] = {"rows": 0, "bad": bad, "cut": 0, "notes": [], "several": []}
         for index, row in enumerate(unparsed(rows), start):
             sign_of_life(place(index))
             facts["rows"] += 1
             try:
-                samples = self._samples(index, _columns(row))
-                arrays = [
-                    ids for name in self.names for ids in check_row(samples[name]["tokens"], samples[name]["labels"])
+                found = self._samples(index, _columns(row))
+                found = found if isinstance(found, list) else [found]
+                many = [
+                    [ids for name in self.names for ids in check_row(each[name]["tokens"], each[name]["labels"])]
+                    for each in found
                 ]
             except DataError as error:
                 bad.append((index, str(error)))
@@ -67,10 +70,12 @@ class Tokenize:
             except RecursionError:
                 bad.append((index, "it is nested too deeply"))
                 continue
-            for column, ids in zip(columns.values(), arrays, strict=True):
-                column.append(ids)
-            facts["cut"] += self._limit is not None and any(len(ids) >= self._limit for ids in arrays)
-            facts["notes"] += [sample["note"] for sample in samples.values() if "note" in sample]
+            for arrays in many:
+                for column, ids in zip(columns.values(), arrays, strict=True):
+                    column.append(ids)
+                facts["cut"] += self._limit is not None and any(len(ids) >= self._limit for ids in arrays)
+            facts["several"] += [(index, len(many))] * (len(many) > 1)
+            facts["notes"] += [sample["note"] for samples in found for sample in samples.values() if "note" in sample]
         sign_of_life()
         return make_batch(columns), facts
 
@@ -112,14 +117,17 @@ class TransformRows(Tokenize):
         self._known = {"tokens", "labels", "note"} if notes else {"tokens", "labels"}
         self._why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
 
-    def _transformed(self, index: int, row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        sample = self._transform(row)
-        if sample.keys() - {*self._known, *row}:
+    def _transformed(self, index: int, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]]:
+        found = self._transform(row)
+        samples = found if isinstance(found, list) else [found]
+        if any(sample.keys() - {*self._known, *row} for sample in samples):
             raise OnReading
-        if not has_label(sample):
+        trained = [sample for sample in samples if has_label(sample)]
+        if not trained:
+            sample = samples[0]
             is_full = self._limit is not None and len(sample["tokens"]) >= self._limit
             raise DataError(NO_LABEL + (f" within max_seq_len={self._limit}, {self._why}" if is_full else ""))
-        return {"rows": {name: sample[name] for name in self._known}}
+        return [{"rows": {name: sample[name] for name in self._known}} for sample in trained]
 
 
 def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> None:

@@ -1,9 +1,12 @@
 """Tokenizer for conversations, with the checkpoint's chat template."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torchtune.data import DataError, Message, MessageLike, as_messages, truncate_row
 from torchtune.tokenizers._cached_bpe import Tokens
@@ -17,14 +20,19 @@ from torchtune.tokenizers._protocols import (
     messages_of,
     row_of,
 )
+from torchtune.tokenizers._reasoning import (
+    REASONING_FIELDS,
+    KeptReasoning,
+    ReasoningPolicy,
+    earlier_reasoning,
+    split_turns,
+)
 from torchtune.tokenizers._tokenizer_files import read_json, read_text
 from torchtune.tokenizers._turn_finder import Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once
 
 # Tokenizer files of other formats.
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
-# Fields of a turn's reasoning; templates read the first or the second, so both are set.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
@@ -49,6 +57,10 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         chat_template: file or text of a template that replaces the checkpoint's.
         chat_template_kwargs: further template variables, for example ``{"enable_thinking": False}``.
         parse_special_tokens: encode special tokens in the text of a turn or a document to their ids.
+        reasoning: policy for the reasoning of turns before the last user turn: ``"strip"`` does what the template does,
+            which in most of them is to leave it out; ``"keep"`` writes it as in a last turn; ``"split"`` makes
+            :class:`~torchtune.datasets.SFTDataset` train every turn of such a row as a sample of its own, which ends
+            with the turn.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -74,7 +86,11 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
+        reasoning: ReasoningPolicy = "strip",
     ) -> None:
+        if reasoning not in get_args(ReasoningPolicy):
+            raise DataError(f"reasoning is {reasoning!r}: use one of {', '.join(get_args(ReasoningPolicy))}.")
+        self.reasoning = reasoning
         self.base_tokenizer = HuggingFaceBaseTokenizer(
             tokenizer_json_path,
             tokenizer_config_json_path=tokenizer_config_json_path,
@@ -176,11 +192,18 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             raise DataError("the conversation has no turns")
         messages = as_messages(messages)
         turns, tools = [self._turn(message) for message in messages], self._guard.hide(tools)
+        kept = None
+        if self.reasoning == "keep":
+            render = partial(self._template(tools).render, tools=tools)
+            kept = KeptReasoning(lambda part, prompt: render(part, add_generation_prompt=prompt)[0], turns)
+            turns = kept.turns
         if not closed:
             text = self._open_text(turns, tools)
             spans: list[Span] = []
         else:
             text, spans = self._finished_text(turns, [message.masked for message in messages], tools)
+        if kept is not None:
+            text, spans = kept.expand(text, spans)
         tokens, mask = self._encoder.encode_masked(text, spans)
         eos_id = self.eos_id if closed else None
         is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
@@ -192,6 +215,26 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             mask.append(False)
         length = max_seq_len or self.max_seq_len
         return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
+
+    def conversations(self, messages: Sequence[MessageLike]) -> list[list[Message]]:
+        """Return the conversations that a row is trained as: several with ``reasoning="split"``, else one."""
+        messages = as_messages(messages)
+        if self.reasoning != "split":
+            return [messages]
+        return split_turns(messages, [_as_turn(message) for message in messages])
+
+    def changing_policies(self, messages: Sequence[MessageLike]) -> list[ReasoningPolicy]:
+        """Return the policies of ``reasoning`` that change the rows of a conversation, compared with this one."""
+        messages = as_messages(messages)
+        if not earlier_reasoning([_as_turn(message) for message in messages]):
+            return []
+        rows: dict[str, Any] = {}
+        for policy in get_args(ReasoningPolicy):
+            other = copy(self)
+            other.reasoning = policy
+            with suppress(DataError):
+                rows[policy] = [other.tokenize_messages(part) for part in other.conversations(messages)]
+        return [policy for policy, row in rows.items() if row != rows.get(self.reasoning)]
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
@@ -288,8 +331,9 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     turn = {"role": role, "content": message.text_content, **message.extra}
     if len(turn) == 2:  # fast path
         return turn
-    reasoning = next((turn[name] for name in _REASONING if turn.get(name) is not None), None)
-    return turn if reasoning is None else {**dict.fromkeys(_REASONING[:2], reasoning), **turn}
+    # templates read the first or the second field, so both are set
+    reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name) is not None), None)
+    return turn if reasoning is None else {**dict.fromkeys(REASONING_FIELDS[:2], reasoning), **turn}
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
@@ -326,6 +370,7 @@ def hf_tokenizer(
     truncation_type: str = "right",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special_tokens: bool = False,
+    reasoning: ReasoningPolicy = "strip",
 ) -> HuggingFaceModelTokenizer:
     """Load the tokenizer and chat template of a Hugging Face checkpoint.
 
@@ -336,6 +381,8 @@ def hf_tokenizer(
         truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
         chat_template_kwargs: further template variables, for example ``{"enable_thinking": False}``.
         parse_special_tokens: encode special tokens in the text of a turn to their ids; by default they are plain text.
+        reasoning: policy for the reasoning of earlier turns: ``"strip"`` (the template's), ``"keep"`` or ``"split"``;
+            see :class:`HuggingFaceModelTokenizer`.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -358,4 +405,5 @@ def hf_tokenizer(
         truncation_type=truncation_type,
         chat_template_kwargs=chat_template_kwargs,
         parse_special_tokens=parse_special_tokens,
+        reasoning=reasoning,
     )

@@ -1,0 +1,109 @@
+"""Reasoning of earlier turns: what a chat template does with it, and how it is kept or split."""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any, Literal, NamedTuple
+
+from torchtune.data import DataError, Message
+
+ReasoningPolicy = Literal["strip", "keep", "split"]
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_END = "</think>"  # ends reasoning inside of a turn's text
+_KEY = f"k{uuid.uuid4().hex}"  # letters and digits only, as other marks
+Turn = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+class _Block(NamedTuple):
+    """Reasoning of a turn: its mark, the text in its place and in that of ``before`` characters, where it begins."""
+
+    mark: str
+    text: str
+    before: int
+    begin: int | None  # of what the model writes, relative to the mark; None without a fitting prompt
+
+
+def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
+    """Return the assistant turns with reasoning that a user turn follows, from which templates strip it."""
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    return [
+        i
+        for i, turn in enumerate(turns[:last])
+        if turn["role"] == "assistant"
+        and (any(turn.get(name) for name in REASONING_FIELDS) or _END in str(turn.get("content")))
+    ]
+
+
+class KeptReasoning:
+    """Puts the reasoning of earlier turns into a rendered conversation, as it was when each turn was the last one.
+
+    Args:
+        render: (turns, add_generation_prompt) -> text.
+        turns: the conversation as the template's input.
+
+    Attributes:
+        turns: the conversation with marks in the place of reasoning.
+
+    Raises:
+        DataError: the template omits reasoning from last turns, too, or rearranges the turns.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Turn], bool], str], turns: Sequence[Turn]) -> None:
+        self.turns = list(turns)
+        self._blocks: list[_Block] = []
+        for i in earlier_reasoning(turns):
+            turn, mark = turns[i], f"{_KEY}n{i}q"
+            head, end, rest = turn["content"].rpartition(_END)
+            rest = rest.lstrip("\n")
+            plain = {name: value for name, value in turn.items() if name not in REASONING_FIELDS}
+            self.turns[i] = {**plain, "content": mark + rest}
+            before = self.turns[:i]
+            old, _, _ = render(self.turns, False).partition(mark)
+            last, _, tail = render([*before, {**turn, "content": f"{head}{end}{mark}{rest}"}], False).partition(mark)
+            prompt = render(before, True)
+            if last == old or not last.startswith(render(before, False)):
+                raise DataError(
+                    f"reasoning=keep: the chat template writes no reasoning for turn {i} (assistant) even if it is the "
+                    "last one: use reasoning=strip"
+                )
+            if not rest:  # a mark is a text, for which a template may write more than for an empty one
+                real = render([*before, turn], False)[len(last) :]
+                mark += tail.removesuffix(real) if tail.endswith(real) else ""
+            same = next(
+                (k for k, (a, b) in enumerate(zip(old, last, strict=False)) if a != b), min(len(old), len(last))
+            )
+            begin = len(prompt) - len(old) if last.startswith(prompt) else None
+            self._blocks.append(_Block(mark, last[same:], len(old) - same, begin))
+
+    def expand(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
+        """Replace the marks in a rendered text, and move its spans; a span begins where the prompt ends."""
+        for block in reversed(self._blocks):
+            at = text.index(block.mark)
+            start, end = at - block.before, at + len(block.mark)
+            more = len(block.text) - (end - start)
+            text = text[:start] + block.text + text[end:]
+            begin = start if block.begin is None else at + block.begin
+            spans = [
+                (first + more * (first >= end) if first > at or last <= at else begin, last + more * (last > at))
+                for first, last in spans
+            ]
+        return text, list(spans)
+
+
+def split_turns(messages: Sequence[Message], turns: Sequence[Turn]) -> list[list[Message]]:
+    """Return a conversation for each trained assistant turn, which ends with it and trains what is new in it.
+
+    A conversation without reasoning in earlier turns stays whole, because a template writes all of its turns alike.
+    """
+    if not earlier_reasoning(turns):
+        return [list(messages)]
+    samples, done = [], 0
+    for i, message in enumerate(messages):
+        if message.role == "assistant" and not message.masked:
+            sample = [copy(each) for each in messages[: i + 1]]
+            for each in sample[:done]:
+                each.masked = True
+            samples.append(sample)
+            done = i + 1
+    return samples or [list(messages)]
