@@ -96,9 +96,10 @@ class ModelSource:
         self._tokenizer_files: dict[str, Any] = {}
         self._token_ids: dict[str, int] = {}
 
-    def open(self) -> Source:
-        """Open the weight files."""
-        return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
+    def open(self, model: nn.Module | None = None) -> Source:
+        """Open the weight files; of a multimodal checkpoint, the text decoder unless ``model`` is composite."""
+        spec = getattr(model, "spec", None)
+        return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files), spec)
 
     def whole(self, model: nn.Module) -> TextTower | None:
         """Return the checkpoint if it has more than the model (opened once); None if the model is exported alone.
@@ -113,7 +114,7 @@ class ModelSource:
         config = self.checkpoint_dir / "config.json"
         if self.text_only or not config.is_file():
             return None
-        source = without_untrained(self.open(), *identity(model))
+        source = without_untrained(self.open(model), *identity(model))
         if not isinstance(source, TextTower) or (source.is_multimodal and "text_config" not in read_json(config)):
             return None
         return source
@@ -132,7 +133,7 @@ class ModelSource:
         Raises:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
-        source, weights = self.open(), ModelWeights(model)
+        source, weights = self.open(model), ModelWeights(model)
         self.whole(model)  # opened now: the folder may be gone when the model is saved
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
@@ -154,7 +155,7 @@ class ModelSource:
             CheckpointError: see :meth:`read`; truncated files are only found by :meth:`read`.
         """
         self.check_model_type(model)
-        source, weights = self.open(), ModelWeights(model)
+        source, weights = self.open(model), ModelWeights(model)
         self._check_description(model, source)
         check_base(weights, source)
         self._find_adapter(weights)

@@ -74,26 +74,36 @@ class TextTower:
         return Entry({name: spec_of(self._source.read(name))}, read if is_writer else tuple)
 
 
-def open_source(paths: Sequence[Path]) -> Source:
-    """Open weight files of one format; of a multimodal model, return the text decoder.
+def open_source(paths: Sequence[Path], spec: ModelSpec | None = None) -> Source:
+    """Open weight files of one format; of a multimodal model, return the text decoder unless the model is composite.
+
+    Args:
+        paths: the files.
+        spec: family of the model that is read.
 
     Raises:
         CheckpointError: formats are mixed or unknown, or a file is invalid.
     """
+    source = _open(paths)
+    prefixes = {} if isinstance(source, GGUFFile) or (spec and spec.builder) else text_prefixes(source.names())
+    return TextTower(source, prefixes) if prefixes else source
+
+
+def _open(paths: Sequence[Path]) -> Source:
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
         files = SafetensorsFiles(paths)
         if has_mxfp4(files.names()):
             return Mxfp4Files(paths)
         if has_fp8(files.names()):
-            return _text_of(Fp8Files(paths))
-        return _text_of(CompressedFiles(paths) if is_compressed(files.names()) else files)
+            return Fp8Files(paths)
+        return CompressedFiles(paths) if is_compressed(files.names()) else files
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
         return GGUFFile(paths[0])
     if suffixes <= set(TORCH_SUFFIXES):
-        return _text_of(TorchFiles(paths))
+        return TorchFiles(paths)
     raise CheckpointError(
         f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
         "GGUF file, or torch files."
@@ -106,8 +116,3 @@ def without_untrained(source: Source, spec: ModelSpec, description: Description)
     if not untrained:
         return source
     return source.without(untrained) if isinstance(source, TextTower) else TextTower(source, _ALONE, untrained)
-
-
-def _text_of(source: Source) -> Source:
-    prefixes = text_prefixes(source.names())
-    return TextTower(source, prefixes) if prefixes else source

@@ -53,7 +53,7 @@ def write_compressed(
     """
     refuse_quantized(source)
     source.check(model)
-    opened, groups = source.open(), checked_groups(source, model)
+    opened, groups = source.open(model), checked_groups(source, model)
     layers = quantizable_layers(model)
     check_group_size(layers, quantizer.group_size)
     weights = _external_weights(groups, {f"{path}.weight" for path in layers})
@@ -107,7 +107,7 @@ def checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
         CheckpointError: it has other names, is multimodal, or does not fit the model.
     """
     refuse_parts(model)
-    opened, (spec, description) = source.open(), identity(model)
+    opened, (spec, description) = source.open(model), identity(model)
     kind = detect_format(opened, spec, description)
     if kind != "hf":
         raise CheckpointError(

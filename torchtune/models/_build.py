@@ -36,7 +36,7 @@ from torchtune.modules.scales import Multiplier, OutputScale
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
-_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
@@ -114,7 +114,7 @@ def _layer_embedding(d: Description) -> LayerEmbedding:
         embed_gate=nn.Linear(d.embed_dim, d.layer_embed_dim, bias=False),
         embed_proj=nn.Linear(d.layer_embed_dim, d.embed_dim, bias=False),
         norm=_norm(d, d.embed_dim),
-        activation=_ACTIVATIONS[d.activation](),
+        activation=ACTIVATIONS[d.activation](),
     )
 
 
@@ -230,7 +230,7 @@ def _feed_forward(d: Description, width: int, gate_scale: float = 1.0) -> FeedFo
         gate_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias),
         down_proj=nn.Linear(width, d.embed_dim, bias=d.mlp_bias),
         up_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias) if d.mlp_gated else None,
-        activation=_ACTIVATIONS[d.activation](),
+        activation=ACTIVATIONS[d.activation](),
         gate_scale=gate_scale,
     )
 
@@ -255,7 +255,7 @@ def _mixture(d: Description) -> MoE:
     if d.expert_limit is not None:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
     kind = GroupedExperts if d.mlp_gated else UngatedExperts
-    experts = kind(**sizes, activation=_ACTIVATIONS[d.activation]())
+    experts = kind(**sizes, activation=ACTIVATIONS[d.activation]())
     if not d.shared_expert_dim:
         return MoE(experts=experts, router=router, scales_input=d.router_scales_input)
     gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
@@ -301,4 +301,6 @@ def _rope(d: Description) -> RotaryPositionalEmbeddings:
     elif isinstance(scaling, LongRopeScaling):
         names = ("short_factors", "long_factors", "original_max_seq_len", "magnitude")
         kind, options = LongRotaryPositionalEmbeddings, {name: getattr(scaling, name) for name in names}
-    return kind(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
+    rope = kind(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
+    rope.axes = list(d.rope_axes)
+    return rope

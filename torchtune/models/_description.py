@@ -103,6 +103,7 @@ class Description:
     rope_layout: Literal["interleaved", "half"] = "interleaved"  # rotated pairs: (2i, 2i + 1) or (i, i + d/2)
     rope_scaling: RopeScaling | None = None
     rope_dim: int = 0  # partial RoPE: only the first rope_dim channels are rotated; 0 at construction: head_dim
+    rope_axes: tuple[int, ...] = ()  # coordinate (time, row, column) that rotates each pair, in models of images
     rope_window_base: float | None = None  # RoPE base of sliding-window layers, without scaling
     unrotated_layers: tuple[int, ...] = ()  # layers without RoPE (NoPE)
     query_growth: float = 0.0  # queries are scaled by 1 + query_growth * ln(1 + position // query_growth_span)
@@ -205,6 +206,8 @@ class Description:
             object.__setattr__(self, "rope_dim", self.head_dim)
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
             raise ModelError(f"rope_dim must be even and at most head_dim ({self.head_dim}), got {self.rope_dim}.")
+        if self.rope_axes and (len(self.rope_axes) != self.rope_dim // 2 or not set(self.rope_axes) <= {0, 1, 2}):
+            raise ModelError(f"rope_axes must be a coordinate (0, 1, 2) for each of {self.rope_dim // 2} pairs.")
         scaling = self.rope_scaling
         if isinstance(scaling, LongRopeScaling) and any(len(f) != self.rope_dim // 2 for f in scaling.both):
             raise ModelError(f"LongRoPE needs {self.rope_dim // 2} factors, one for each rotated pair of channels.")

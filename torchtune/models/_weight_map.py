@@ -50,8 +50,10 @@ _PLACEHOLDERS = {
     "expert": "num_experts",
     "clip": "num_clip_layers",
     "head": "num_projection_layers",
+    "block": "num_vision_layers",
+    "deep": "num_deep_layers",
 }
-_LAYERS = ("layer", "clip", "head")  # a group has tensors of one layer only
+_LAYERS = ("layer", "clip", "head", "block", "deep")  # a group has tensors of one layer only
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -77,11 +77,11 @@ def prepend_shared_prefix(shared: SharedPrefixes | None, keys: Tensor) -> Tensor
     return keys if shared is None else _Gather.apply(keys, shared.keys)
 
 
-def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Causal attention of documents of equal length ``[count, length, n, h]``; the result is ``[t, n, h]``."""
+def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+    """Attention of documents of equal length ``[count, length, n, h]``; the result is ``[t, n, h]``."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -255,7 +255,9 @@ def document_attention(
     return _forward(q, k, v, cu_seqlens, sinks, window, softcap, cu_keys)[0]
 
 
-def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:
-    """Compute :func:`document_attention` with dropout of attention weights."""
+def attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, is_causal: bool = True
+) -> Tensor:
+    """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal."""
     pieces = _split_by_length(cu_seqlens, None, (q,), (k, v))
-    return torch.cat([_run_attention(*queries, *keys, dropout_p) for queries, keys in pieces])
+    return torch.cat([_run_attention(*queries, *keys, dropout_p, is_causal) for queries, keys in pieces])

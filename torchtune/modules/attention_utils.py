@@ -14,8 +14,8 @@ from torchtune.data import Documents
 from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._document_attention import (
     Boundaries,
+    attention_by_document,
     document_attention,
-    document_attention_with_dropout,
     prepend_shared_prefix,
 )
 from torchtune.modules._flash_attention import flash_attention_with_sinks
@@ -53,11 +53,11 @@ def attention(
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, t, n_kv, h]``; n is a multiple of n_kv.
         v: values ``[b, t, n_kv, h]``.
-        documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document and its
+        documents: boundaries in the flattened ``b * s`` positions; attention stays within each document and its
             shared prefix.
         mask: bool ``[b, s, t]`` (True: attend), a FlexAttention ``BlockMask``, or the tile mask of a
             :class:`VisionTransformer`.
-        is_causal: causal attention; ignored with ``mask`` or ``documents``. A single query attends to all keys.
+        is_causal: causal attention; ignored with ``mask``. A single query attends to all keys.
         dropout_p: dropout probability of attention weights.
         window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
             own position.
@@ -71,8 +71,8 @@ def attention(
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask``, dropout with a window, chunks, a soft cap or sinks, or chunks
-            with a ``BlockMask``.
+        ValueError: both ``documents`` and ``mask``, dropout with a window, chunks, a soft cap or sinks, chunks with a
+            ``BlockMask``, or documents that are not causal with a window, a soft cap or sinks.
 
     Example:
         >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, s, n, h]
@@ -85,6 +85,10 @@ def attention(
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
+        if not is_causal:
+            if scored or window or chunk:
+                raise ValueError("Attention to all positions of a document has no window, chunks, soft cap or sinks.")
+            return _full_attention(q, k, v, documents, dropout_p)
         documents = documents if chunk is None else _chunks_of(documents, chunk)
         return _packed_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
     if isinstance(mask, TileMask):
@@ -195,6 +199,14 @@ def _packed_attention(
     return out[0].transpose(0, 1).reshape(q.shape)
 
 
+def _full_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | Boundaries, dropout_p: float) -> Tensor:
+    """Attention of every position to all positions of its document."""
+    flat, cu_seqlens = [t.flatten(0, 1) for t in (q, k, v)], documents.cu_seqlens
+    if not dropout_p and choose_kernel(q.device, q.dtype, head_dim=q.shape[-1]) is Kernel.VARLEN:
+        return _varlen_attention(*flat, cu_seqlens, cu_seqlens, documents.max_length, is_causal=False).view(q.shape)
+    return attention_by_document(*flat, cu_seqlens, dropout_p, is_causal=False).view(q.shape)
+
+
 def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
     if isinstance(documents, Documents):
         return Boundaries.of(documents.split_into_chunks(size))
@@ -285,7 +297,7 @@ def per_document_attention(
     elif shared is not None:
         raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
     else:
-        out = document_attention_with_dropout(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
+        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
     return out.view(q.shape)
 
 
@@ -350,13 +362,22 @@ def _load_varlen() -> None:
 
 
 def _varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, max_length: int, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    max_length: int,
+    window: int = 0,
+    is_causal: bool = True,
 ) -> Tensor:
     """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
     n, n_kv = q.shape[1], k.shape[1]
     function, options, groups = _VARLEN
     if window:
         options = {**options, "window_size": (window - 1, 0)}
+    if not is_causal:
+        options = {}
     if n != n_kv:
         if groups:
             options = {**options, "enable_gqa": True}

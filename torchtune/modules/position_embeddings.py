@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchtune.data import Documents
+
 Layout = Literal["interleaved", "half"]
 
 
@@ -64,6 +66,21 @@ class _Rotation(torch.autograd.Function):
         return _rotate(grad, cos, -sin, ctx.layout), None, None, None
 
 
+def positions_of(x: Tensor, documents: Documents | None) -> Tensor:
+    """Return the position of each element of ``x`` ``[b, s, ...]`` in its document; without documents, ``[s]``."""
+    if documents is None:
+        return torch.arange(x.shape[1], device=x.device)
+    return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
+
+
+def seq_lens_of(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
+    """Return the document length of each position ``[b, s]``, or None without documents."""
+    if documents is None:
+        return None
+    lengths = documents.cu_seqlens.diff().to(input_pos.device)
+    return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)
+
+
 class RotaryPositionalEmbeddings(nn.Module):
     """Rotary position embeddings.
 
@@ -78,6 +95,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         stretch: divisor of the positions (linear scaling).
 
     Attributes:
+        axes: for positions with several coordinates, the coordinate that rotates each of the r / 2 pairs of channels.
         depends_on_length: whether the angles depend on the sequence length, argument ``seq_lens`` of :meth:`cos_sin`.
         switch_at: the sequence length beyond which all angles change (LongRoPE), or None.
         magnitude: factor of cosine and sine.
@@ -104,6 +122,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         super().__init__()
         self.layout = layout
         self.stretch = stretch
+        self.axes: list[int] = []
         if dim % 2:
             raise ValueError(f"Rotary positions need an even head size, got {dim}.")
         self.dim = dim
@@ -128,7 +147,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         """Compute cosine and sine of the angles, times ``magnitude``.
 
         Args:
-            input_pos: positions ``[b, s]`` or ``[s]``.
+            input_pos: positions ``[b, s]`` or ``[s]``, or ``[coordinates, b, s]`` with ``axes``.
             reach: int64 ``[b or 1, s or 1]``, sequence length of each position; by default each row is one sequence
                 that ends at its last position. Used if ``depends_on_length``.
 
@@ -137,9 +156,12 @@ class RotaryPositionalEmbeddings(nn.Module):
         """
         if input_pos.ndim == 1:
             input_pos = input_pos.unsqueeze(0)
+        places = input_pos[..., None]
+        if input_pos.ndim == 3:
+            input_pos, places = input_pos[0], input_pos[self.axes].movedim(0, -1)
         if seq_lens is None:
             seq_lens = input_pos.amax(dim=-1, keepdim=True) + 1
-        angles = input_pos.to(torch.float32)[:, :, None, None] * self._frequencies_of(seq_lens)
+        angles = places.to(torch.float32)[:, :, None] * self._frequencies_of(seq_lens)
         if self.magnitude == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
@@ -161,6 +183,26 @@ class RotaryPositionalEmbeddings(nn.Module):
     def extra_repr(self) -> str:
         """Return the rotated channels, base and layout for ``repr``."""
         return f"dim={self.dim}, base={self.base}, layout={self.layout}"
+
+
+class GridRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary embeddings of patches: rows rotate the first half of the pairs of channels, columns the second half.
+
+    Args:
+        dim: size of a head; a multiple of 4.
+        base: base (theta) of the frequencies.
+        alternating: whether rows have the even frequencies and columns the odd ones (Pixtral). By default both have the
+            even ones (Qwen).
+    """
+
+    def __init__(self, dim: int, base: float = 10_000, *, alternating: bool = False) -> None:
+        self.alternating = alternating
+        super().__init__(dim, base=base, layout="half")
+        self.axes = [0] * (dim // 4) + [1] * (dim // 4)
+
+    def _scale(self, frequencies: Tensor) -> Tensor:
+        rows = frequencies[0::2]
+        return torch.cat([rows, frequencies[1::2] if self.alternating else rows])
 
 
 class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):

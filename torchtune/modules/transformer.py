@@ -1,7 +1,7 @@
 """Transformer decoder: embeddings, layers, norm and output projection."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torchtune.modules.attention import Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.mixers import RecurrentMixer
-from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
+from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
 from torchtune.utils import deprecated
 
 
@@ -299,6 +299,8 @@ class TransformerDecoder(nn.Module):
         input_embeds: Tensor | None = None,
         encoder_input: Tensor | None = None,
         encoder_mask: Tensor | None = None,
+        rope_pos: Tensor | None = None,
+        added: tuple[Tensor, Sequence[Tensor]] | None = None,
         output: Literal["logits", "hidden"] | None = None,
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
@@ -313,6 +315,10 @@ class TransformerDecoder(nn.Module):
             input_embeds: ``[b, s, d]`` instead of tokens.
             encoder_input: output of an encoder ``[b, t, d]``, for cross-attention layers.
             encoder_mask: bool ``[b, s, t]`` (True: attend), for cross-attention layers.
+            rope_pos: positions ``[coordinates, b, s]`` for rotary embeddings with several coordinates; by default they
+                are all ``input_pos``.
+            added: (int64 ``[n]``, indices in the flattened ``b * s`` positions, and tensors ``[n, d]`` that are added
+                there after the first layers, one for each layer).
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
                 unless ``skip_output_layer`` or ``num_output_chunks`` is set.
 
@@ -335,14 +341,12 @@ class TransformerDecoder(nn.Module):
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
         if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self.attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
-        h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
-        if self.embed_scale != 1.0 and input_embeds is None:
-            h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
+        h = self.embed(tokens) if input_embeds is None else input_embeds
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
             # Read from the tokens: with sequence parallelism the hidden states are a shard of the sequence.
-            input_pos = self._positions(h if tokens is None else tokens, documents)
-        tables = self._rope_tables(input_pos, documents)
+            input_pos = positions_of(h if tokens is None else tokens, documents)
+        tables = self._rope_tables(input_pos, documents, rope_pos)
         boundaries = self._boundaries(h, documents, mask)
         embedded = None if self.layer_embeddings is None else self.layer_embeddings(tokens, h)
         hidden, shared_keys, shared_layers = [], {}, set(self.kv_sources.values())
@@ -366,10 +370,17 @@ class TransformerDecoder(nn.Module):
             )
             if "returns_keys" in more:
                 h, shared_keys[index] = h
+            if added is not None and index < len(added[1]):
+                h = h.flatten(0, 1).index_add(0, added[0], added[1][index].to(h.dtype)).view_as(h)
         if len(self.layers) in self.output_hidden_states:
             hidden.append(h)
         last = self.unembed(h, output)
         return [*hidden, last] if hidden else last
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input of the first layer ``[b, s, d]`` for ``tokens`` ``[b, s]``."""
+        h = self.tok_embeddings(tokens)
+        return h if self.embed_scale == 1.0 else h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:
         """Compute the result of :meth:`forward` from the last layer's output ``[b, s, d]``."""
@@ -460,29 +471,17 @@ class TransformerDecoder(nn.Module):
         return any(isinstance(module, RecurrentMixer) for layer in self.layers for module in layer.children())
 
     @staticmethod
-    def _positions(x: Tensor, documents: Documents | None) -> Tensor:
-        if documents is None:
-            return torch.arange(x.shape[1], device=x.device)
-        return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
-
-    @staticmethod
     def _pos_embeddings(layer: nn.Module) -> nn.Module | None:
         return getattr(getattr(layer, "attn", None), "pos_embeddings", None)
 
-    def _rope_tables(self, input_pos: Tensor, documents: Documents | None) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    def _rope_tables(
+        self, input_pos: Tensor, documents: Documents | None, rope_pos: Tensor | None = None
+    ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
         """Cosine and sine of each distinct rotary embedding, computed once for all layers."""
         kinds = {self._pos_embeddings(layer) for layer in self.layers}
         ropes = [kind for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)]
-        seq_lens = self._seq_lens(input_pos, documents) if any(rope.depends_on_length for rope in ropes) else None
-        return {rope: rope.cos_sin(input_pos, seq_lens) for rope in ropes}
-
-    @staticmethod
-    def _seq_lens(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
-        """Document length of each position ``[b, s]``, or None without documents."""
-        if documents is None:
-            return None
-        lengths = documents.cu_seqlens.diff().to(input_pos.device)
-        return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)
+        seq_lens = seq_lens_of(input_pos, documents) if any(rope.depends_on_length for rope in ropes) else None
+        return {rope: rope.cos_sin(input_pos if rope_pos is None else rope_pos, seq_lens) for rope in ropes}
 
 
 def text_decoder(model: nn.Module) -> nn.Module:

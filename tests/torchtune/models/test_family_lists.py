@@ -16,8 +16,8 @@ from torchtune._lazy import packages_in
 from torchtune.models import get_spec, list_specs, spec_for_architecture
 
 ROOT = Path(__file__).parents[3]
-# Without a text model of their own: parts of other families.
-PARTS = {"clip", "llama3_2_vision"}
+# Without a text model of their own: parts of other families, and models with images.
+PARTS = {"clip", "llama3_2_vision", "qwen3_vl"}
 FOLDERS = sorted({*packages_in(torchtune.models.__path__)} - PARTS)
 
 

@@ -156,7 +156,7 @@ def test_every_builder_is_in_the_table() -> None:
 
 
 def _sizes(module: ModuleType) -> list[str]:
-    return [*module._model_builders.SIZES, *getattr(module._model_builders, "REWARD_SIZES", ())]
+    return [*getattr(module._model_builders, "SIZES", ()), *getattr(module._model_builders, "REWARD_SIZES", ())]
 
 
 @pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from torchtune.data import Documents
 from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.model_fusion._fusion_model import FusionModel, is_sharded
 from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import get_logger, log_once
 
 
-class DeepFusionModel(nn.Module):
+class DeepFusionModel(FusionModel):
     """Text decoder with cross-attention layers to the output of an encoder (Flamingo, arXiv:2204.14198).
 
     Args:
@@ -53,82 +54,11 @@ class DeepFusionModel(nn.Module):
         encoder_trainable: bool = False,
         fusion_trainable: bool = True,
     ) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.decoder = decoder
-        self.description = None
-        self.spec = None
+        super().__init__(decoder, encoder)
         self.decoder.requires_grad_(decoder_trainable)
         self.encoder.requires_grad_(encoder_trainable)
         for parameter in get_fusion_params(self).values():
             parameter.requires_grad_(fusion_trainable)
-
-    @property
-    def text(self) -> TransformerDecoder:
-        """The text decoder."""
-        return self.decoder
-
-    @property
-    def output(self) -> nn.Module:
-        """The output projection."""
-        return self.decoder.output
-
-    @property
-    def tok_embeddings(self) -> nn.Embedding:
-        """The token embedding."""
-        return self.decoder.tok_embeddings
-
-    @property
-    def decoder_max_cache_seq_len(self) -> int | None:
-        """Capacity of the text KV caches in positions; None without caches."""
-        return self.decoder.decoder_max_cache_seq_len
-
-    @property
-    def max_seq_len(self) -> int:
-        """Maximum text length in tokens."""
-        return self.decoder.max_seq_len
-
-    @property
-    def skip_output_layer(self) -> bool:
-        """Whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only."""
-        return self.decoder.skip_output_layer
-
-    @skip_output_layer.setter
-    def skip_output_layer(self, skip: bool) -> None:
-        self.decoder.skip_output_layer = skip
-
-    def set_num_output_chunks(self, num_output_chunks: int) -> None:
-        """See :meth:`torchtune.modules.TransformerDecoder.set_num_output_chunks`."""
-        self.decoder.set_num_output_chunks(num_output_chunks)
-
-    def setup_caches(
-        self,
-        batch_size: int,
-        dtype: torch.dtype,
-        *,
-        encoder_max_seq_len: int | None = None,
-        decoder_max_seq_len: int | None = None,
-    ) -> None:
-        """See :meth:`torchtune.modules.TransformerDecoder.setup_caches`; only the first call encodes images."""
-        self.decoder.setup_caches(
-            batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
-        )
-
-    def caches_are_setup(self) -> bool:
-        """Return whether the layers have caches."""
-        return self.decoder.caches_are_setup()
-
-    def caches_are_enabled(self) -> bool:
-        """Return whether the caches are enabled."""
-        return self.decoder.caches_are_enabled()
-
-    def reset_caches(self) -> None:
-        """Empty the caches of text and images. Raises ``RuntimeError`` if there are none."""
-        self.decoder.reset_caches()
-
-    def invalidates_caches(self, input_pos: Tensor) -> bool:
-        """See :meth:`torchtune.modules.TransformerDecoder.invalidates_caches`."""
-        return self.decoder.invalidates_caches(input_pos)
 
     def prefix_obstacle(self) -> str:
         """Return why documents cannot share a prefix in this model."""
@@ -186,7 +116,7 @@ class DeepFusionModel(nn.Module):
                     "adapter on it would train it), and only images reach the rest.",
                     logging.WARNING,
                 )
-            if trains_nothing or self._is_encoder_sharded():
+            if trains_nothing or is_sharded(self.encoder):
                 encoded, encoder_mask = self._encode_blank_image(x)
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
@@ -215,14 +145,6 @@ class DeepFusionModel(nn.Module):
         encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
         mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
         return encoded, mask.expand(*x.shape[:2], encoded.shape[1])
-
-    def _is_encoder_sharded(self) -> bool:
-        """Whether the encoder is sharded, so that its forward pass has all-gathers."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return False
-        from torch.distributed.fsdp import FSDPModule  # slow to import
-
-        return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
     def has_frozen_text(self) -> bool:
         """Return whether the text decoder, except the fusion, is frozen: text without images then trains nothing."""

@@ -1,0 +1,115 @@
+"""Patches of a batch's images, as one list without padding."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtune.data._common import DataError
+
+Grid = tuple[int, int, int]  # frames, rows and columns of patches
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of a batch, for models with image tokens among those of the text.
+
+    Attributes:
+        patches: ``[p, patch values]``, all patches. Those of an image are ordered by block: ``merge`` x ``merge``
+            patches that become one token are consecutive.
+        grids: frames, rows and columns of patches of every image, on the host.
+        places: int64 ``[n]``, indices of the image tokens in the flattened ``b * s`` positions; by default they are
+            found by their token id.
+        positions: int64 ``[3, b, s]``, position of each token in time, rows and columns, for models that rotate by
+            them; by default they are computed.
+
+    Example:
+        >>> images = torchtune.data.Images(torch.zeros(4 + 16, 12), ((1, 2, 2), (1, 4, 4)))
+        >>> images.frame_lengths
+        [4, 16]
+    """
+
+    patches: Tensor
+    grids: tuple[Grid, ...]
+    places: Tensor | None = None
+    positions: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (count := sum(self.frame_lengths)) != len(self.patches):
+            raise DataError(f"Images have {len(self.patches)} patches, but their grids have {count}.")
+
+    @property
+    def frame_lengths(self) -> list[int]:
+        """Number of patches of every frame of every image."""
+        return [rows * columns for frames, rows, columns in self.grids for _ in range(frames)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Images":
+        """Copy the tensors to a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Images":
+        """Copy the tensors to pinned memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Any) -> "Images":
+        values = {name: getattr(self, name) for name in ("patches", "places", "positions")}
+        return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
+
+
+def token_counts(grids: Sequence[Grid], merge: int) -> list[int]:
+    """Return the number of tokens of every image, if ``merge`` x ``merge`` patches become one token."""
+    return [frames * rows * columns // merge**2 for frames, rows, columns in grids]
+
+
+def check_placeholders(tokens: Sequence[int], image_tokens: Collection[int], grids: Sequence[Grid], merge: int) -> None:
+    """Check that a document has one placeholder token for every token of its images.
+
+    Raises:
+        DataError: the numbers differ.
+    """
+    wanted, found = token_counts(grids, merge), int(np.isin(np.asarray(tokens), list(image_tokens)).sum())
+    if sum(wanted) != found:
+        raise DataError(
+            f"a row has {found} image tokens, but its {len(grids)} image(s) become {sum(wanted)}: each image needs "
+            "its own placeholder, which must not be cut off"
+        )
+
+
+def grid_positions(
+    tokens: Sequence[int], image_tokens: Collection[int], grids: Sequence[Grid], merge: int
+) -> np.ndarray:
+    """Compute the positions of a document's tokens in time, rows and columns (M-RoPE of Qwen 3-VL).
+
+    A text token advances all three. The tokens of a frame have the position before it plus (0, row, column), and the
+    next token continues after the larger side.
+
+    Args:
+        tokens: token ids of the document.
+        image_tokens: ids of image and video placeholders.
+        grids: grids of the document's images and videos, in order.
+        merge: rows and columns of patches that become one token.
+
+    Returns:
+        int64 ``[3, s]``.
+
+    Raises:
+        DataError: the placeholders do not fit the grids.
+    """
+    check_placeholders(tokens, image_tokens, grids, merge)
+    images = np.isin(np.asarray(tokens), list(image_tokens))
+    out, at, position = np.empty((3, len(images)), np.int64), 0, 0
+    for rows, columns in [(h // merge, w // merge) for t, h, w in grids for _ in range(t)]:
+        start = at + int(np.argmax(images[at:]))
+        out[:, at:start] = np.arange(position, position + start - at)
+        position, at = position + start - at, start + rows * columns
+        if not images[start:at].all():
+            raise DataError(f"a row has text inside the {rows * columns} tokens of an image")
+        out[0, start:at] = position
+        out[1, start:at] = position + np.repeat(np.arange(rows), columns)
+        out[2, start:at] = position + np.tile(np.arange(columns), rows)
+        position += max(rows, columns)
+    out[:, at:] = np.arange(position, position + len(images) - at)
+    return out

@@ -1,0 +1,98 @@
+"""Build vision towers, and text decoders with image tokens, from their descriptions."""
+
+from torch import nn
+
+from torchtune.models._build import ACTIVATIONS, build
+from torchtune.models._spec import ModelSpec
+from torchtune.models._vision_description import ImageTextDescription, VisionDescription
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.feed_forward import FeedForward
+from torchtune.modules.layer_norm import Fp32LayerNorm
+from torchtune.modules.model_fusion import ImageTextModel
+from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
+from torchtune.modules.rms_norm import RMSNorm
+from torchtune.modules.transformer import TransformerSelfAttentionLayer
+from torchtune.modules.vision_tower import BucketPositions, InterpolatedPositions, PatchMerger, VisionTower
+
+_POSITIONS = {"interpolated": InterpolatedPositions, "buckets": BucketPositions}
+
+
+def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> ImageTextModel:
+    """Build a text decoder with image tokens, on the default device and in the default dtype."""
+    model = ImageTextModel(build(d.text), build_tower(d.vision), d.image_tokens, grid_positions=bool(d.rope_axes))
+    model.description, model.spec = d, spec
+    return model
+
+
+def build_tower(v: VisionDescription) -> VisionTower:
+    """Build a vision tower with its projector."""
+    rope = None
+    if v.rope != "none":
+        rope = GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, alternating=v.rope == "alternating")
+    table = _POSITIONS.get(v.positions)
+    return VisionTower(
+        patch_embed=nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias),
+        positions=None if table is None else table(v.positions_side, v.embed_dim),
+        rope=rope,
+        first_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.first_norm else None,
+        layers=[_layer(v, rope) for _ in range(v.num_layers)],
+        norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.last_norm else None,
+        projector=_projector(v),
+        deep_projectors={layer: _projector(v, deep=True) for layer in v.deep_layers},
+        merge=v.merge,
+        window=v.window,
+        full_layers=v.full_layers,
+    )
+
+
+def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
+    kinds = {"layer": Fp32LayerNorm, "rms": RMSNorm}
+    return kinds[kind](dim, eps=eps) if kind in kinds else None
+
+
+def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAttentionLayer:
+    def linear(size: int, out: int, bias: bool) -> nn.Linear:
+        return nn.Linear(size, out, bias=bias)
+
+    d = v.embed_dim
+    return TransformerSelfAttentionLayer(
+        MultiHeadAttention(
+            embed_dim=d,
+            num_heads=v.num_heads,
+            num_kv_heads=v.num_heads,
+            head_dim=v.head_dim,
+            q_proj=linear(d, d, v.attn_bias),
+            k_proj=linear(d, d, v.attn_bias),
+            v_proj=linear(d, d, v.attn_bias),
+            output_proj=linear(d, d, v.attn_output_bias),
+            pos_embeddings=rope,
+            is_causal=False,
+        ),
+        FeedForward(
+            gate_proj=linear(d, v.intermediate_dim, v.mlp_bias),
+            down_proj=linear(v.intermediate_dim, d, v.mlp_bias),
+            up_proj=linear(d, v.intermediate_dim, v.mlp_bias) if v.mlp_gated else None,
+            activation=ACTIVATIONS[v.activation](),
+        ),
+        sa_norm=_norm(v.norm, d, v.norm_eps),
+        mlp_norm=_norm(v.norm, d, v.norm_eps),
+    )
+
+
+def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
+    width = v.embed_dim if v.merge_reduces else v.merged_dim
+    mlp: nn.Module = nn.Linear(width, v.output_dim, bias=v.projector_bias)
+    if v.projector_dim:
+        mlp = FeedForward(
+            gate_proj=nn.Linear(width, v.projector_dim, bias=v.projector_bias),
+            down_proj=nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias),
+            activation=nn.GELU(),
+        )
+    return PatchMerger(
+        v.merge,
+        mlp,
+        norm=None if deep else _norm(v.merge_norm, v.embed_dim, v.merge_norm_eps),
+        merged_norm=_norm(v.merge_norm, v.merged_dim, v.merge_norm_eps) if deep else None,
+        reduce=nn.Linear(v.merged_dim, v.embed_dim, bias=False) if v.merge_reduces else None,
+        channels_first=v.merge_channels_first,
+    )

@@ -1,0 +1,194 @@
+"""Read and write the ``config.json`` of text decoders with image tokens."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, is_whole
+from torchtune.models._vision_description import ImageTextDescription, VisionDescription, text_fields
+
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ROPES = ("rope_parameters", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class ImageTextFormat:
+    """Mapping between an :class:`ImageTextDescription` and the ``config.json`` of a Hugging Face architecture.
+
+    Attributes:
+        architecture: entry of ``architectures``.
+        model_type: value of ``model_type``.
+        text: format of ``text_config``.
+        sizes: fields of ``vision_config`` with sizes: (their name, our name, default of ``transformers``).
+        vision_type: ``model_type`` of ``vision_config``.
+        tokens: fields with ids of placeholders, and their defaults.
+        read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values) -> values``.
+        write_vision: inverse of ``read_vision``.
+        sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without M-RoPE.
+        interleaved: whether the pairs of rows and columns take turns with those of time, or come after them.
+    """
+
+    architecture: str
+    model_type: str
+    text: HFFormat
+    vision_type: str
+    sizes: tuple[tuple[str, str, int], ...]
+    tokens: tuple[tuple[str, int], ...]
+    read_vision: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    write_vision: Callable[[VisionDescription], dict[str, Any]]
+    sections: tuple[int, ...] = ()
+    interleaved: bool = True
+
+    def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
+        """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
+
+        Raises:
+            ModelError: a field is missing, or its value has no equivalent in a description. The message names it.
+        """
+        inner = {name: config.get(name) for name in ("text_config", "vision_config")}
+        for name, part in inner.items():
+            if not isinstance(part, Mapping):
+                raise ModelError(f"config.json of {self.architecture} lacks the object '{name}': download it again.")
+        ignored = {*ignore_fields, *inner, "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings"}
+        fields = Fields(config, self.architecture, ignored)
+        tokens = tuple(read_whole(fields, name, default) for name, default in self.tokens)
+        fields.refuse_rest()
+        tie = {"tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
+        text = self.text.read({**inner["text_config"], **tie}, ignore_fields)
+        vision = Fields(dict(inner["vision_config"]), f"{self.architecture} (vision_config)", set(ignore_fields))
+        values: dict[str, Any] = {ours: read_whole(vision, name, default) for name, ours, default in self.sizes}
+        tower = VisionDescription(**{**values, **self.read_vision(vision, values)})
+        vision.refuse_rest()
+        own = {**text_fields(text), "rope_axes": self._axes(inner["text_config"], text)}
+        return ImageTextDescription(**own, vision=tower, image_tokens=tokens)
+
+    def _axes(self, config: Mapping[str, Any], text: Description) -> tuple[int, ...]:
+        if not self.sections:
+            return ()
+        rope = next((config[name] for name in _ROPES if isinstance(config.get(name), Mapping)), {})
+        sections = rope.get("mrope_section", self.sections)
+        pairs = text.rope_dim // 2
+        valid = isinstance(sections, list | tuple) and all(is_whole(size, pairs) for size in sections)
+        if not valid or len(sections) != 3 or sum(sections) != pairs:
+            raise ModelError(
+                f"config.json of {self.architecture} has mrope_section = {sections}, which are not three numbers with "
+                f"the sum {pairs}."
+            )
+        if not self.interleaved:
+            return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+        return tuple(pair % 3 if pair % 3 and pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+
+    def write(self, d: ImageTextDescription) -> dict[str, Any]:
+        """Make the ``config.json`` from which ``transformers`` builds the same model.
+
+        Raises:
+            ModelError: a ``config.json`` cannot express the description.
+        """
+        text = self.text.write(replace(d.text, rope_axes=()))
+        text.pop("architectures")
+        if self.sections:
+            rope = {"rope_type": "default", **(text.get("rope_scaling") or {})}
+            rope |= {"mrope_section": [d.rope_axes.count(axis) for axis in range(3)]}
+            text["rope_scaling"] = {**rope, "mrope_interleaved": True} if self.interleaved else rope
+        vision = {name: getattr(d.vision, ours) for name, ours, _ in self.sizes}
+        config = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{name: token for (name, _), token in zip(self.tokens, d.image_tokens, strict=True)},
+            "tie_word_embeddings": d.tie_word_embeddings,
+            "text_config": text,
+            "vision_config": {"model_type": self.vision_type, **vision, **self.write_vision(d.vision)},
+        }
+        if (again := self.read(config)) != d:
+            raise ModelError(f"A config.json of {self.architecture} cannot express {d}, only {again}.")
+        return config
+
+
+def read_whole(fields: Fields, name: str, default: int) -> int:
+    """Read a whole number of ``vision_config``, or the first of two equal ones."""
+    value = fields.take(name, default)
+    if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        value = value[0]
+    if not is_whole(value, 2**22):
+        raise fields.refusal(name, value)
+    return int(value)
+
+
+def read_layers(fields: Fields, name: str, default: list[int]) -> tuple[int, ...]:
+    """Read a list of layers of ``vision_config``."""
+    found = fields.list_of(name, 2**12, int)
+    return tuple(default if found is None else found)
+
+
+def read_activation(fields: Fields, default: str) -> str:
+    """Read ``hidden_act`` of ``vision_config``; return our name of it."""
+    return fields.choice("hidden_act", _ACTIVATIONS, default)
+
+
+def activation_name(activation: str) -> str:
+    """Return the name of an activation in ``config.json``."""
+    return next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation)
+
+
+# Sizes of Qwen's towers: their name, our name, default.
+_QWEN_SIZES = (
+    ("depth", "num_layers", 27),
+    ("hidden_size", "embed_dim", 1152),
+    ("intermediate_size", "intermediate_dim", 4304),
+    ("num_heads", "num_heads", 16),
+    ("in_channels", "num_channels", 3),
+    ("patch_size", "patch_size", 16),
+    ("temporal_patch_size", "frames_per_patch", 2),
+    ("spatial_merge_size", "merge", 2),
+    ("out_hidden_size", "output_dim", 3584),
+)
+
+
+def _read_qwen(fields: Fields, values: dict[str, Any], deep_layers: list[int]) -> dict[str, Any]:
+    table = read_whole(fields, "num_position_embeddings", 2304)
+    side = round(table**0.5)
+    if side * side != table:
+        raise fields.refusal("num_position_embeddings", table)
+    rope = dict(fields.take("rope_parameters", None) or {})
+    return {
+        "activation": read_activation(fields, "gelu_pytorch_tanh"),
+        "positions": "interpolated",
+        "positions_side": side,
+        "rope": "axial",
+        "rope_base": float(rope.get("rope_theta", 10_000.0)),
+        "merge_norm": "layer",
+        "projector_dim": values["embed_dim"] * values["merge"] ** 2,
+        "deep_layers": read_layers(fields, "deepstack_visual_indexes", deep_layers),
+    }
+
+
+def _write_qwen(v: VisionDescription) -> dict[str, Any]:
+    return {
+        "hidden_act": activation_name(v.activation),
+        "num_position_embeddings": v.positions_side**2,
+        "deepstack_visual_indexes": list(v.deep_layers),
+    }
+
+
+def qwen_format(
+    architecture: str, model_type: str, text: HFFormat, deep_layers: list[int], **more: Any
+) -> ImageTextFormat:
+    """Make the format of Qwen 3-VL and Qwen 3.5.
+
+    Args:
+        architecture: as in :class:`ImageTextFormat`; likewise ``model_type``, ``text`` and ``more``.
+        deep_layers: default of ``deepstack_visual_indexes``.
+    """
+    return ImageTextFormat(
+        architecture,
+        model_type,
+        text,
+        vision_type=f"{model_type}_vision",
+        sizes=_QWEN_SIZES,
+        read_vision=partial(_read_qwen, deep_layers=deep_layers),
+        write_vision=_write_qwen,
+        **more,
+    )

@@ -1,0 +1,156 @@
+"""Descriptions of vision towers, and of text decoders with image tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from torchtune.models._description import Description, ModelError
+
+_SIZES = ("patch_size", "num_layers", "embed_dim", "intermediate_dim", "num_heads", "output_dim", "merge")
+_MOST = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionDescription:
+    """Complete description of a vision tower and its projector.
+
+    The meaning of fields does not depend on the model family, as in :class:`Description`.
+
+    Raises:
+        ModelError: a field is invalid, or fields are inconsistent.
+
+    Example:
+        >>> tower = torchtune.models.VisionDescription(
+        ...     patch_size=14, num_layers=2, embed_dim=32, intermediate_dim=64, num_heads=4, output_dim=48
+        ... )
+        >>> tower.head_dim, tower.patch_values
+        (8, 588)
+    """
+
+    # Patches
+    patch_size: int
+    frames_per_patch: int = 1
+    num_channels: int = 3
+    patch_bias: bool = True
+
+    # Layers
+    num_layers: int
+    embed_dim: int
+    intermediate_dim: int
+    num_heads: int
+    attn_bias: bool = True  # of queries, keys and values
+    attn_output_bias: bool = True
+    mlp_bias: bool = True
+    mlp_gated: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-6
+    first_norm: bool = False  # norm before the layers
+    last_norm: bool = False  # norm after the layers
+    window: int = 0  # rows and columns of tokens in an attention window; 0: none
+    full_layers: tuple[int, ...] = ()  # layers without the window
+
+    # Positions
+    positions: Literal["none", "interpolated", "buckets"] = "none"  # use of the learned table
+    positions_side: int = 0  # rows and columns of the table
+    rope: Literal["none", "axial", "alternating"] = "none"  # 2-D; frequencies of rows and columns: equal or in turn
+    rope_base: float = 10_000.0
+
+    # Projector
+    merge: int = 1  # rows and columns of patches that become one token
+    output_dim: int  # width of the text decoder
+    merge_channels_first: bool = False
+    merge_norm: Literal["none", "layer", "rms"] = "none"  # norm of a patch before the merge
+    merge_norm_eps: float = 1e-6
+    merge_reduces: bool = False  # a projection of the merged patches to the width of one
+    projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer
+    projector_bias: bool = True
+    deep_layers: tuple[int, ...] = ()  # layers whose outputs are projected for the decoder's first layers (DeepStack)
+
+    def __post_init__(self) -> None:
+        for field in _SIZES:
+            if not 1 <= getattr(self, field) <= _MOST:
+                raise ModelError(f"vision: {field} must be from 1 to {_MOST:,}, got {getattr(self, field):,}.")
+        if self.embed_dim % self.num_heads or self.head_dim % 4:
+            raise ModelError(
+                f"vision: embed_dim ({self.embed_dim}) must be num_heads ({self.num_heads}) times a multiple of 4."
+            )
+        for field in ("deep_layers", "full_layers"):
+            if not all(0 <= layer < self.num_layers for layer in getattr(self, field)):
+                raise ModelError(f"vision: {field} must be layers of the tower, got {list(getattr(self, field))}.")
+        if bool(self.positions_side) != (self.positions != "none"):
+            raise ModelError(f"vision: positions ('{self.positions}') and positions_side go together.")
+        if self.full_layers and not self.window:
+            raise ModelError("vision: full_layers needs window.")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Number of values of a patch."""
+        return self.num_channels * self.frames_per_patch * self.patch_size**2
+
+    @property
+    def merged_dim(self) -> int:
+        """Width of merged patches."""
+        return self.embed_dim * self.merge**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTextDescription(Description):
+    """Description of a text decoder with the tokens of a vision tower among its own.
+
+    Raises:
+        ModelError: a field is invalid, or fields are inconsistent.
+    """
+
+    vision: VisionDescription
+    image_tokens: tuple[int, ...]  # ids of the placeholders of images and videos
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vision.output_dim != self.embed_dim:
+            raise ModelError(
+                f"vision: output_dim ({self.vision.output_dim}) must be embed_dim of the text ({self.embed_dim})."
+            )
+        if len(self.vision.deep_layers) > self.num_layers:
+            raise ModelError(f"vision: the text has fewer layers ({self.num_layers}) than deep_layers.")
+        if not self.image_tokens or not all(0 <= token < self.vocab_size for token in self.image_tokens):
+            raise ModelError(f"image_tokens {list(self.image_tokens)} must be tokens of the vocabulary.")
+
+    @property
+    def text(self) -> Description:
+        """Description of the text decoder."""
+        return Description(**text_fields(self))
+
+    # Numbers and conditions of weight maps.
+
+    @property
+    def num_vision_layers(self) -> int:
+        """Number of layers of the tower."""
+        return self.vision.num_layers
+
+    @property
+    def num_deep_layers(self) -> int:
+        """Number of layers whose outputs the decoder adds."""
+        return len(self.vision.deep_layers)
+
+    @property
+    def vision_dim(self) -> int:
+        """Width of the tower."""
+        return self.vision.embed_dim
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch in convolutions of checkpoints: channels, frames (unless 1), rows, columns."""
+        v = self.vision
+        frames = (v.frames_per_patch,) if v.frames_per_patch > 1 else ()
+        return (v.num_channels, *frames, v.patch_size, v.patch_size)
+
+
+def text_fields(description: Description) -> Mapping[str, Any]:
+    """Return the fields of the text decoder's description by name."""
+    return {field.name: getattr(description, field.name) for field in fields(Description)}

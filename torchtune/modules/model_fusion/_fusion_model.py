@@ -1,0 +1,102 @@
+"""Base class of models of a text decoder and an encoder of images."""
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.modules.transformer import TransformerDecoder
+
+
+class FusionModel(nn.Module):
+    """Text decoder and image encoder.
+
+    Args:
+        decoder: text decoder.
+        encoder: encoder of images.
+
+    Attributes:
+        description: the description of the model, set by its builder.
+        spec: the model family, set by its builder.
+    """
+
+    def __init__(self, decoder: TransformerDecoder, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self.description = None
+        self.spec = None
+
+    @property
+    def text(self) -> TransformerDecoder:
+        """The text decoder."""
+        return self.decoder
+
+    @property
+    def output(self) -> nn.Module:
+        """The output projection."""
+        return self.decoder.output
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        """The token embedding."""
+        return self.decoder.tok_embeddings
+
+    @property
+    def decoder_max_cache_seq_len(self) -> int | None:
+        """Capacity of the text KV caches in positions; None without caches."""
+        return self.decoder.decoder_max_cache_seq_len
+
+    @property
+    def max_seq_len(self) -> int:
+        """Maximum text length in tokens."""
+        return self.decoder.max_seq_len
+
+    @property
+    def skip_output_layer(self) -> bool:
+        """Whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only."""
+        return self.decoder.skip_output_layer
+
+    @skip_output_layer.setter
+    def skip_output_layer(self, skip: bool) -> None:
+        self.decoder.skip_output_layer = skip
+
+    def set_num_output_chunks(self, num_output_chunks: int) -> None:
+        """See :meth:`torchtune.modules.TransformerDecoder.set_num_output_chunks`."""
+        self.decoder.set_num_output_chunks(num_output_chunks)
+
+    def setup_caches(
+        self,
+        batch_size: int,
+        dtype: torch.dtype,
+        *,
+        encoder_max_seq_len: int | None = None,
+        decoder_max_seq_len: int | None = None,
+    ) -> None:
+        """See :meth:`torchtune.modules.TransformerDecoder.setup_caches`; only the first call encodes images."""
+        self.decoder.setup_caches(
+            batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
+        )
+
+    def caches_are_setup(self) -> bool:
+        """Return whether the layers have caches."""
+        return self.decoder.caches_are_setup()
+
+    def caches_are_enabled(self) -> bool:
+        """Return whether the caches are enabled."""
+        return self.decoder.caches_are_enabled()
+
+    def reset_caches(self) -> None:
+        """Empty the caches of text and images. Raises ``RuntimeError`` if there are none."""
+        self.decoder.reset_caches()
+
+    def invalidates_caches(self, input_pos: Tensor) -> bool:
+        """See :meth:`torchtune.modules.TransformerDecoder.invalidates_caches`."""
+        return self.decoder.invalidates_caches(input_pos)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is sharded, so that its forward pass has all-gathers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+    return any(isinstance(part, FSDPModule) for part in module.modules())

@@ -1,0 +1,134 @@
+"""Model with image tokens among those of the text."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtune.data import DataError, Documents, Images, check_placeholders, grid_positions, token_counts
+from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.model_fusion._fusion_model import FusionModel, is_sharded
+from torchtune.modules.transformer import TransformerDecoder
+from torchtune.modules.vision_tower import VisionTower
+
+
+class ImageTextModel(FusionModel):
+    """Text decoder in which tokens of a vision tower replace the embeddings of placeholder tokens.
+
+    Args:
+        decoder: text decoder.
+        encoder: vision tower.
+        image_tokens: ids of the placeholder tokens.
+        grid_positions: whether tokens have positions in time, rows and columns (M-RoPE), instead of one position.
+    """
+
+    def __init__(
+        self,
+        decoder: TransformerDecoder,
+        encoder: VisionTower,
+        image_tokens: Collection[int],
+        *,
+        grid_positions: bool = False,
+    ) -> None:
+        super().__init__(decoder, encoder)
+        self.image_tokens = tuple(image_tokens)
+        self.grid_positions = grid_positions
+        self._offsets: Tensor | None = None  # [b, 1], of the positions that follow the images in the caches
+
+    def prefix_obstacle(self) -> str:
+        """Return why documents cannot share a prefix in this model."""
+        return "it has images among its tokens, whose positions depend on the document"
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        mask: _MaskType | None = None,
+        documents: Documents | None = None,
+        input_pos: Tensor | None = None,
+        encoder_input: Mapping[str, Any] | None = None,
+        output: Literal["logits", "hidden"] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: int64 ``[b, s]``, with a placeholder for each token of an image.
+            mask: see :meth:`torchtune.modules.TransformerDecoder.forward`.
+            documents: see there.
+            input_pos: see there.
+            encoder_input: ``images``, the :class:`torchtune.data.Images` of all rows in order. With caches, the first
+                call has the images.
+            output: see there.
+
+        Returns:
+            See :meth:`torchtune.modules.TransformerDecoder.forward`.
+
+        Raises:
+            DataError: the placeholders do not fit the images.
+        """
+        images = None if encoder_input is None else encoder_input["images"]
+        h = self.decoder.embed(tokens)
+        positions = deep = None
+        if images is None or not images.grids:
+            if self._offsets is not None and self.caches_are_enabled():
+                positions = (input_pos + self._offsets).expand(3, *tokens.shape)
+            elif is_sharded(self.encoder):  # the other ranks may have images, and all must join the all-gathers
+                h = h + self._blank(h)
+        else:
+            images = self._placed(images, tokens, documents)
+            features, *deep = self.encoder(images)
+            h = h.flatten(0, 1).index_copy(0, images.places, features.to(h.dtype)).view_as(h)
+            deep = (images.places, deep) if deep else None
+            positions = images.positions
+        return self.decoder(
+            None,
+            input_embeds=h,
+            mask=mask,
+            documents=documents,
+            input_pos=input_pos,
+            rope_pos=positions,
+            added=deep,
+            output=output,
+        )
+
+    def reset_caches(self) -> None:
+        """Empty the caches of the text. Raises ``RuntimeError`` if there are none."""
+        self._offsets = None
+        super().reset_caches()
+
+    def _placed(self, images: Images, tokens: Tensor, documents: Documents | None) -> Images:
+        """Return the images with places, and with positions if the model needs them."""
+        if images.places is None:
+            check_placeholders(tokens.flatten().tolist(), self.image_tokens, images.grids, self.encoder.merge)
+            found = torch.isin(tokens.flatten(), torch.tensor(self.image_tokens, device=tokens.device))
+            images = replace(images, places=found.nonzero()[:, 0])
+        if self.grid_positions and images.positions is None:
+            images = replace(images, positions=self._positions(images, tokens, documents).to(tokens.device))
+        if self.grid_positions and self.caches_are_enabled():
+            self._offsets = images.positions.amax((0, 2))[:, None] + 1 - tokens.shape[1]
+        return images
+
+    def _positions(self, images: Images, tokens: Tensor, documents: Documents | None) -> Tensor:
+        """Compute the positions ``[3, b, s]`` of every document; reads the tokens on the host."""
+        lengths = [tokens.shape[1]] * tokens.shape[0] if documents is None else documents.lengths
+        rows, merge = tokens.flatten().cpu().split(list(lengths)), self.encoder.merge
+        grids, parts = list(images.grids), []
+        for row in rows:
+            own, missing = 0, int(np.isin(row.numpy(), self.image_tokens).sum())
+            while missing > 0 and own < len(grids):
+                missing -= token_counts(grids[own : own + 1], merge)[0]
+                own += 1
+            parts.append(torch.from_numpy(grid_positions(row.numpy(), self.image_tokens, grids[:own], merge)))
+            grids = grids[own:]
+        if grids:
+            raise DataError(f"The batch has {len(grids)} image(s) more than its placeholders.")
+        return torch.cat(parts, dim=1).view(3, *tokens.shape)
+
+    def _blank(self, h: Tensor) -> Tensor:
+        """Return zero that depends on the tower's output for a blank image."""
+        merge, width = self.encoder.merge, self.encoder.patch_embed.in_features
+        blank = Images(torch.zeros(merge**2, width, device=h.device), ((1, merge, merge),))
+        return sum(part.sum() for part in self.encoder(blank)).to(h.dtype) * 0

@@ -1,0 +1,199 @@
+"""Vision tower over a ragged list of patches: embedding, layers, and projection to tokens of a text decoder."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.data import Documents, Grid, Images
+from torchtune.modules._document_attention import Boundaries
+from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
+
+
+def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
+    """Return row and column of every patch, and height and width of its image: int64 ``[4, p]``.
+
+    Patches are ordered by frame, then by block of ``merge`` x ``merge``, then by row and column in the block.
+    """
+    places = []
+    for frames, height, width in grids:
+        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        blocks = torch.stack([row, column]).view(2, height // merge, merge, width // merge, merge)
+        size = torch.tensor([[height], [width]]).expand(2, height * width)
+        places.append(torch.cat([blocks.transpose(2, 3).flatten(1), size]).repeat(1, frames))
+    return torch.cat(places, dim=1)
+
+
+class InterpolatedPositions(nn.Module):
+    """Learned position embeddings: a square table that is interpolated bilinearly to the grid of each image.
+
+    The corners of the table are those of the image.
+
+    Args:
+        side: rows and columns of the table.
+        embed_dim: d.
+    """
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__()
+        self.side = side
+        self.table = nn.Embedding(side * side, embed_dim)
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
+        at = places[:2].float() * (self.side - 1) / (places[2:] - 1).clamp(min=1)
+        first = at.floor().long()
+        share = at - first
+        total = 0.0
+        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            row, column = (first[0] + down).clamp(max=self.side - 1), (first[1] + right).clamp(max=self.side - 1)
+            weight = (share[0] if down else 1 - share[0]) * (share[1] if right else 1 - share[1])
+            total = total + self.table(row * self.side + column) * weight[:, None]
+        return total.to(self.table.weight.dtype)
+
+
+class BucketPositions(nn.Module):
+    """Learned position embeddings: a square table, of which each image uses evenly spaced rows and columns.
+
+    Args:
+        side: rows and columns of the table.
+        embed_dim: d.
+    """
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__()
+        self.side = side
+        self.table = nn.Embedding(side * side, embed_dim)
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
+        row, column = places[:2] * self.side // places[2:]
+        return self.table(row * self.side + column)
+
+
+class PatchMerger(nn.Module):
+    """Projector that makes one token of a block of patches.
+
+    Args:
+        merge: rows and columns of patches in a block.
+        mlp: projection of the merged block ``merge² * d -> width of the decoder``.
+        norm: norm of a patch; by default none.
+        merged_norm: norm of the merged block; by default none.
+        reduce: projection of the merged block before ``mlp``; by default none.
+        channels_first: whether a block is merged channel by channel, instead of patch by patch.
+    """
+
+    def __init__(
+        self,
+        merge: int,
+        mlp: nn.Module,
+        *,
+        norm: nn.Module | None = None,
+        merged_norm: nn.Module | None = None,
+        reduce: nn.Module | None = None,
+        channels_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.merge = merge
+        self.channels_first = channels_first
+        self.norm = norm or nn.Identity()
+        self.merged_norm = merged_norm or nn.Identity()
+        self.reduce = reduce or nn.Identity()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
+        blocks = self.norm(x).unflatten(0, (-1, self.merge**2))
+        merged = (blocks.transpose(1, 2) if self.channels_first else blocks).flatten(1)
+        return self.mlp(self.reduce(self.merged_norm(merged)))
+
+
+class VisionTower(nn.Module):
+    """Vision transformer for images of any size; attention stays within a frame of an image.
+
+    Args:
+        patch_embed: embedding of a patch, ``patch values -> d``.
+        layers: transformer layers with attention that is not causal.
+        projector: projection of the output to tokens.
+        merge: rows and columns of patches that become one token.
+        positions: position embeddings that are added to the patches; by default none.
+        rope: rotary embedding of the layers; by default none.
+        first_norm: norm before the layers; by default none.
+        norm: norm after the layers; by default none.
+        deep_projectors: layer -> projection of its output to tokens, which the decoder adds after its first layers
+            (DeepStack, arXiv:2406.04334).
+        window: rows and columns of tokens in an attention window; 0: none.
+        full_layers: layers without the window.
+    """
+
+    def __init__(
+        self,
+        *,
+        patch_embed: nn.Module,
+        layers: Sequence[nn.Module],
+        projector: nn.Module,
+        merge: int,
+        positions: nn.Module | None = None,
+        rope: GridRotaryPositionalEmbeddings | None = None,
+        first_norm: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        deep_projectors: Mapping[int, nn.Module] | None = None,
+        window: int = 0,
+        full_layers: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.merge = merge
+        self.window = window
+        self.full_layers = frozenset(full_layers)
+        self.deep_layers = tuple(deep_projectors or ())
+        self.patch_embed = patch_embed
+        self.positions = positions
+        self.rope = rope
+        self.first_norm = first_norm or nn.Identity()
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm or nn.Identity()
+        self.projector = projector
+        self.deep_projectors = nn.ModuleList((deep_projectors or {}).values())
+
+    def forward(self, images: Images) -> list[Tensor]:
+        """Encode images.
+
+        Returns:
+            Tokens ``[n, width of the decoder]`` of all images, then, for each layer of ``deep_projectors``, tokens of
+            the same shape.
+        """
+        device, dtype = images.patches.device, self.patch_embed.weight.dtype
+        places = patch_places(images.grids, self.merge)
+        x = self.patch_embed(images.patches.to(dtype))
+        if self.positions is not None:
+            x = x + self.positions(places.to(device))
+        lengths = images.frame_lengths
+        order = None
+        if self.window:
+            order, lengths_of_windows = self._windows(images.grids)
+            x, places = x[order.to(device)], places[:, order]
+            windows = Boundaries.of(Documents.from_lengths(lengths_of_windows, device))
+        frames = Boundaries.of(Documents.from_lengths(lengths, device))
+        rope = None if self.rope is None else self.rope.cos_sin(places[:2, None].to(device))
+        x = self.first_norm(x)[None]
+        deep = []
+        for index, layer in enumerate(self.layers):
+            inside = frames if not self.window or index in self.full_layers else windows
+            x = layer(x, documents=inside, rope=rope)
+            if index in self.deep_layers:
+                deep.append(self.deep_projectors[self.deep_layers.index(index)](x[0]))
+        tokens = self.projector(self.norm(x[0]))
+        if order is not None:
+            tokens = tokens[order[:: self.merge**2].argsort().to(device)]
+        return [tokens, *deep]
+
+    def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
+        """Return the order of patches by window, and the number of patches of each window."""
+        orders, lengths, start, block = [], [], 0, self.merge**2
+        for height, width in [(h // self.merge, w // self.merge) for t, h, w in grids for _ in range(t)]:
+            blocks = torch.arange(start, start + height * width * block).view(height, width, block)
+            parts = [part for row in blocks.split(self.window) for part in row.split(self.window, dim=1)]
+            orders += [part.flatten() for part in parts]
+            lengths += [part.numel() for part in parts]
+            start += height * width * block
+        return torch.cat(orders), lengths
