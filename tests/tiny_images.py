@@ -1,18 +1,21 @@
 """Random models of ``transformers`` with image tokens, small enough to compare in a moment."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-IMAGE, VIDEO, START, END = 308, 309, 310, 311
+from tests.tiny import write_tokenizer
+
+IMAGE, VIDEO, START, END = 316, 317, 318, 319  # after the tokens of the text
 
 
 def qwen3_vl_config() -> Any:
     from transformers import Qwen3VLConfig
 
     text = {
-        "vocab_size": 316,
+        "vocab_size": 320,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 4,
@@ -51,6 +54,68 @@ def image_text_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
+CHAT_TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for item in message.content -%}
+{%- if item.type == "image" -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- else -%}
+{{ item.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 256, "longest_edge": 4096},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
 def write_image_checkpoint(model: Any, folder: Path) -> Path:
+    """Save a model with image tokens, its tokenizer and its image processor."""
+    from tokenizers import Tokenizer
+
     model.save_pretrained(folder)
+    size = write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert IMAGE <= size < VIDEO + 8
+    tokenizer.add_special_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+    assert [tokenizer.token_to_id(text) for text in ("<|image_pad|>", "<|vision_end|>")] == [IMAGE, END]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return folder
+
+
+def write_pictures(folder: Path, count: int = 12, times: int = 1) -> dict[str, Any]:
+    """Write pictures of one color and questions about it; return the settings of a recipe that reads them."""
+    from PIL import Image
+
+    rows = []
+    for i in range(count):
+        answer, color = [("r", "red"), ("g", "lime"), ("b", "blue")][i % 3]
+        Image.new("RGB", (20 + 3 * i, 50 - 3 * i), color).save(folder / f"{i}.png")
+        turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": answer}]
+        rows.append({"image": f"{i}.png", "conversations": turns})
+    (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * times))
+    return {
+        "tokenizer": {"_component_": "torchtune.models.image_text_transform", "path": str(folder / "checkpoint")},
+        "dataset": {
+            "_component_": "torchtune.datasets.multimodal.multimodal_chat_dataset",
+            "source": str(folder / "pictures.jsonl"),
+            "image_dir": str(folder),
+            "image_tag": "<image>",
+        },
+    }

@@ -17,7 +17,7 @@ from torchtune.checkpoints import (
     adapter_conversion,
     adapter_folder,
 )
-from torchtune.models import from_hf_config, stored_dtype
+from torchtune.models import from_hf_config, image_text_transform, stored_dtype
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
@@ -52,7 +52,8 @@ def load(
         device: device of the model; by default the best one.
 
     Returns:
-        The model and the tokenizer, with the checkpoint's chat template: the adapter's if its folder has one.
+        The model and the tokenizer, with the checkpoint's chat template: the adapter's if its folder has one. For a
+        model with image tokens it is a :class:`torchtune.models.ImageTextTransform`, which also processes images.
 
     Raises:
         UserError: there is no such folder or repository, the architecture or the quantization of the weights is
@@ -93,9 +94,9 @@ def load(
         ModelWeights(model).check_names(exported=True)
     where = None if adapter_dir is None else str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
-    tokenizer = hf_tokenizer(
-        str(adapter_dir if adapter_dir is not None and (adapter_dir / "tokenizer.json").is_file() else folder)
-    )
+    with_tokenizer = adapter_dir if adapter_dir is not None and (adapter_dir / "tokenizer.json").is_file() else folder
+    is_text = model.spec.image_processor is None
+    tokenizer = hf_tokenizer(str(with_tokenizer)) if is_text else image_text_transform(str(folder))
     CheckpointStore({"policy": source}).load_model(
         model, device=chosen, whole=adapter_dir is not None or not conversions
     )

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtune.data._batch import Batch
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber, check_shifted
 from torchtune.data._documents import Documents
+from torchtune.data._ragged_images import Images, join_images
 
 Document = Mapping[str, Any]
 # A document, or a pack (a list of documents).
@@ -45,8 +46,8 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         tokens. ``input_pos`` restarts at 0 in every document. A mixture's batch has :attr:`Batch.sources`.
 
     Raises:
-        DataError: an example has other entries than tokens and labels (images), their lengths differ, or the labels
-            are not shifted.
+        DataError: an example has other entries than tokens, labels and :class:`Images`, their lengths differ, or the
+            labels are not shifted.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
@@ -58,20 +59,29 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     tokens = [_as_int_tensor(document["tokens"]) for document in documents]
     labels = [_as_int_tensor(document["labels"]) for document in documents]
     for document, row, label in zip(documents, tokens, labels, strict=True):
-        if extra := document.keys() - {"tokens", "labels", "mask", "source"}:
+        known = {"tokens", "labels", "mask", "source"} | ({"encoder_input"} if _images(document) else set())
+        if extra := document.keys() - known:
             raise DataError(
-                f"collate_documents takes text only, not '{min(extra)}': set collate_fn to one that batches it."
+                f"collate_documents takes text and Images, not '{min(extra)}': set collate_fn to one that batches it."
             )
         if len(row) != len(label):
             raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
     out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
     check_shifted(out.tokens, out.labels, boundaries.lengths)
+    if (images := join_images(list(map(_images, documents)), boundaries.lengths)) is not None:
+        out.inputs["encoder_input"] = {"images": images}
     sources = [document.get("source") for document in documents]
     if not all(isinstance(source, SourceNumber) for source in sources):
         return out
     numbers = np.repeat(np.array(sources, np.int64), boundaries.lengths)
     return replace(out, per_token={"source": torch.from_numpy(numbers)[None]}, sources=sources[0].names)
+
+
+def _images(document: Document) -> Images | None:
+    inputs = document.get("encoder_input")
+    images = inputs.get("images") if isinstance(inputs, Mapping) else None
+    return images if isinstance(images, Images) else None
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,29 @@ class Images:
     def _map(self, function: Any) -> "Images":
         values = {name: getattr(self, name) for name in ("patches", "places", "positions")}
         return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
+
+
+def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> Images | None:
+    """Join the images of documents that are concatenated; None if there are none.
+
+    Args:
+        documents: images of each document, as :class:`torchtune.models.ImageTextTransform` gives them.
+        lengths: length of each document.
+    """
+    found = [images for images in documents if images is not None]
+    if not found:
+        return None
+    starts = [0, *accumulate(lengths)]
+    places = [images.places + start for images, start in zip(documents, starts, strict=False) if images is not None]
+    positions = None
+    if found[0].positions is not None:
+        rows = [
+            torch.arange(length).expand(3, 1, length) if images is None else images.positions
+            for images, length in zip(documents, lengths, strict=True)
+        ]
+        positions = torch.cat(rows, dim=2)
+    grids = tuple(grid for images in found for grid in images.grids)
+    return Images(torch.cat([images.patches for images in found]), grids, torch.cat(places), positions)
 
 
 def token_counts(grids: Sequence[Grid], merge: int) -> list[int]:

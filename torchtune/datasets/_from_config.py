@@ -7,7 +7,13 @@ from typing import Any
 
 from torchtune import config
 from torchtune.config import locate
-from torchtune.data import Batch, DataError, collate_documents, padded_collate_sft
+from torchtune.data import (
+    Batch,
+    DataError,
+    collate_documents,
+    padded_collate_sft,
+    padded_collate_tiled_images_and_mask,
+)
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._foreign import CheckedDataset, checked_collate, is_own
 from torchtune.utils import doing
@@ -61,10 +67,11 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if getattr(collate, "__name__", "") == "left_pad_sequence":
         raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
-    if getattr(tokenizer, "takes_images", False) and collate in (collate_documents, padded_collate_sft):
+    wanted = collate_documents if getattr(tokenizer, "gives_patches", False) else padded_collate_tiled_images_and_mask
+    if getattr(tokenizer, "takes_images", False) and collate in {collate_documents, padded_collate_sft} - {wanted}:
         raise DataError(
-            f"collate_fn: {collate.__name__} takes text only, but the tokenizer gives images: set "
-            "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask."
+            f"collate_fn: {collate.__name__} does not take the images of the tokenizer: set "
+            f"collate_fn=torchtune.data.{wanted.__name__}."
         )
     signature, own = inspect.signature(collate), is_own(collate)
     if own and signature.return_annotation is Batch:

@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import torchtune
-from tests.tiny import write_tokenizer
-from tests.tiny_images import END, IMAGE, START, VIDEO, image_text_model, qwen3_vl_config
+from tests.tiny_images import END, IMAGE, START, VIDEO, image_text_model, qwen3_vl_config, write_image_checkpoint
 from torchtune.data import DataError, Documents, Images, grid_positions
 from torchtune.training import ModelSource
 
@@ -37,9 +36,7 @@ def theirs(request):
 
 @pytest.fixture(scope="module")
 def folder(theirs, tmp_path_factory):
-    theirs.save_pretrained(path := tmp_path_factory.mktemp("images"))
-    write_tokenizer(path)
-    return path
+    return write_image_checkpoint(theirs, tmp_path_factory.mktemp("images"))
 
 
 def read(folder):

@@ -3,6 +3,7 @@
 from torchtune.models._build_vision import build_image_text
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_vision import qwen_format
+from torchtune.models._image_processors import QwenImages
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_names import image_text_names, qwen_tower
 from torchtune.models._weight_names import HF_HALF
@@ -40,4 +41,5 @@ SPEC = ModelSpec(
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": image_text_names(HF_HALF, {"model.": "model.language_model."}, qwen_tower())},
     builder=build_image_text,
+    image_processor=QwenImages.from_config,
 )

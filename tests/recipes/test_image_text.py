@@ -1,0 +1,125 @@
+"""Supervised recipes with a model of image tokens."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+import torchtune
+from tests.recipes.runs import Run, start
+from tests.tiny_images import IMAGE, image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
+from torchtune.data import Message
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.models.lora_image_text_model"}
+LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 2}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("images")
+    write_image_checkpoint(image_text_model(qwen3_vl_config()), path / "checkpoint")
+    return path
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def run(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> Run:
+    model = {"_component_": BUILDERS[kind], "checkpoint_dir": str(folder / "checkpoint"), **parts}
+    if kind == "lora":
+        model |= LORA
+        settings["model_converters"] = []
+    settings = {"batch_size": 3, "lr_scheduler": None, "collate_fn": "torchtune.data.collate_documents", **settings}
+    return start(f"{kind}_finetune_single_device", folder, model=model, **write_pictures(folder), **settings)
+
+
+def compare(model: Any, reference: Any, transform: Any, folder: Path) -> None:
+    """Logits of a conversation about two pictures, against ``transformers``."""
+    content = [{"type": "image", "content": str(folder / f"{i}.png")} for i in (1, 4)]
+    messages = [Message("user", [*content, {"type": "text", "content": "?"}]), Message("assistant", "r")]
+    row = transform({"messages": messages})
+    images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
+    inputs = {"image_grid_thw": torch.tensor(images.grids), "mm_token_type_ids": (tokens == IMAGE).long()}
+    with torch.no_grad():
+        wanted = reference.eval()(input_ids=tokens, pixel_values=images.patches, **inputs).logits
+        found = model.eval()(tokens, encoder_input=row["encoder_input"])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(folder):
+    settings = {"epochs": 1, "save_every_n_steps": 2, "checkpointer__keep_last_n_checkpoints": 9}
+    settings |= {"enable_activation_checkpointing": True}
+    parts = {"vision_tower": "full"}
+    whole = run("full", folder, parts, **settings)
+    assert len(whole.losses) == 4
+    output_dir = folder / "resumed"
+    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
+    (output_dir / "logs").mkdir()
+    again = run("full", folder, parts, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+    assert again.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert all(torch.equal(value, again.trained[name]) for name, value in whole.trained.items())
+    last = whole.output_dir / "step_4"
+    before = load_file(folder / "checkpoint" / "model.safetensors")
+    after = load_file(last / "model.safetensors")
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert still == set()
+    model, transform = torchtune.load(last, device="cpu")
+    compare(model, AutoModelForImageTextToText.from_pretrained(last), transform, folder)
+    kept = (folder / "checkpoint" / "preprocessor_config.json").read_bytes()
+    assert (last / "preprocessor_config.json").read_bytes() == kept
+
+
+def test_adapters_of_all_parts_are_those_of_peft(folder):
+    done = run("lora", folder, {"vision_tower": "lora", "projector": "lora"}, epochs=1)
+    adapter = done.output_dir / "epoch_0" / "adapter"
+    names = load_file(adapter / "adapter_model.safetensors").keys()
+    assert any(".visual.blocks.0.attn.qkv.lora_A" in name for name in names)
+    assert any(".visual.deepstack_merger_list.1.linear_fc2.lora_B" in name for name in names)
+    model, transform = torchtune.load(folder / "checkpoint", adapter=adapter, device="cpu")
+    plain = AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
+    compare(model, PeftModel.from_pretrained(plain, adapter), transform, folder)
+
+
+PARTS = {"language_model": "model.language_model.", "projector": "model.visual.", "vision_tower": "model.visual."}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_frozen_parts_stay_as_they_were(part, folder):
+    parts = {name: "full" if name == part else "frozen" for name in PARTS}
+    done = run("full", folder, parts, max_steps_per_epoch=1, epochs=1)
+    before, after = (load_file(at / "model.safetensors") for at in (folder / "checkpoint", done.output_dir / "epoch_0"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    of_projector = {name for name in before if "merger" in name}
+    wanted = {name for name in before if name.startswith(PARTS[part])}
+    wanted = wanted & of_projector if part == "projector" else wanted - of_projector
+    assert changed == wanted
+
+
+WRONG = {
+    "a row too long": ({"tokenizer__max_seq_len": 12}, "row 0: max_seq_len=12 would cut"),
+    "no place for images": (
+        {"collate_fn": "torchtune.data.padded_collate_sft"},
+        "padded_collate_sft does not take the images of the tokenizer",
+    ),
+    "adapters of a part": (
+        {"model__vision_tower": "lora"},
+        "vision_tower is 'lora': choose 'full' or 'frozen'",
+    ),
+    "nothing": ({"model__projector": "frozen", "model__language_model": "frozen"}, "nothing would be trained"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_said_before_training(name, folder):
+    settings, message = WRONG[name]
+    with pytest.raises(torchtune.utils.UserError, match=message):
+        run("full", folder, {}, **settings)

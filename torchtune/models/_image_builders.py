@@ -1,0 +1,119 @@
+"""Builders of models with image tokens from a checkpoint's ``config.json``, with the parts that are trained."""
+
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from torchtune.models._builders import LoraAttnModules
+from torchtune.models._description import ModelError
+from torchtune.models._from_hf_config import from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.low_precision import QuantizeBase
+from torchtune.modules.model_fusion import ImageTextModel
+from torchtune.modules.peft import LoRA
+
+Part = Literal["frozen", "lora", "full"]
+
+
+def image_part(path: str) -> str:
+    """Return the part of a model that a parameter or module belongs to, from its dotted path."""
+    if path.startswith("decoder."):
+        return "language_model"
+    return "projector" if "projector" in path else "vision_tower"
+
+
+def image_text_model(
+    checkpoint_dir: str | Path,
+    vision_tower: Part = "frozen",
+    projector: Part = "full",
+    language_model: Part = "full",
+) -> ImageTextModel:
+    """Build a model with image tokens from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint.
+        vision_tower: ``"full"`` trains the vision tower, ``"frozen"`` does not.
+        projector: the same for the projection of its output to tokens, including DeepStack's.
+        language_model: the same for the text decoder.
+
+    Raises:
+        ModelError: see :func:`from_hf_config`; also if the model is a text model, a part is ``"lora"``, or all are
+            frozen.
+    """
+    model = _build(checkpoint_dir)
+    parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
+    _check(parts, "full", "lora_image_text_model has adapters")
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(parts[image_part(path)] == "full")
+    return model
+
+
+def lora_image_text_model(
+    checkpoint_dir: str | Path,
+    lora_attn_modules: LoraAttnModules,
+    vision_tower: Part = "frozen",
+    projector: Part = "frozen",
+    language_model: Part = "lora",
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> ImageTextModel:
+    """Build a model with image tokens and LoRA adapters from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint.
+        lora_attn_modules: attention projections with an adapter, in the tower and in the text decoder.
+        vision_tower: ``"lora"``: the vision tower has adapters; ``"frozen"``: it has none.
+        projector: the same for all linear layers of the projector.
+        language_model: the same for the text decoder.
+        apply_lora_to_mlp: whether the feed-forward projections have an adapter.
+        apply_lora_to_output: whether the output projection has one; it must not be tied to the embeddings.
+        lora_rank: rank of the adapters.
+        lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
+        lora_dropout: dropout probability of the adapters' input.
+        use_dora: train the magnitude of the adapted weights separately (DoRA).
+        quantize_base: quantize the frozen base weights to NF4.
+
+    Raises:
+        ModelError: see :func:`from_hf_config`; also if the model is a text model, a part is ``"full"``, which adapter
+            files cannot store, or all are frozen.
+    """
+    model = _build(checkpoint_dir)
+    parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
+    _check(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
+    ends = [f"attn.{name}" for name in lora_attn_modules]
+    ends += ["mlp.w1", "mlp.w2", "mlp.w3"] if apply_lora_to_mlp else []
+    ends += ["decoder.output"] if apply_lora_to_output else []
+    targets = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and parts[image_part(path)] == "lora"
+        and (path.endswith(tuple(ends)) or image_part(path) == "projector")
+    ]
+    if not targets:
+        raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")
+    lora = LoRA(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, use_dora=use_dora, target_modules=targets)
+    apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
+    return model
+
+
+def _build(checkpoint_dir: str | Path) -> ImageTextModel:
+    model = from_hf_config(checkpoint_dir)
+    if not isinstance(model, ImageTextModel):
+        raise ModelError(f"{checkpoint_dir} has a model of text: use from_hf_config, or the builder of its size.")
+    return model
+
+
+def _check(parts: dict[str, Part], trains: Part, otherwise: str) -> None:
+    for part, way in parts.items():
+        if way not in ("frozen", trains):
+            hint = f" ({otherwise})" if way in ("lora", "full") else ""
+            raise ModelError(f"{part} is {way!r}: choose '{trains}' or 'frozen'{hint}.")
+    if trains not in parts.values():
+        raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trains}' for one.")

@@ -1,0 +1,174 @@
+"""Transform of models with image tokens: text and images of a conversation to tokens and patches."""
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtune.data import (
+    DataError,
+    Images,
+    Message,
+    MessageLike,
+    as_messages,
+    check_placeholders,
+    grid_positions,
+    open_image,
+    truncate_row,
+)
+from torchtune.models._description import ModelError
+from torchtune.models._hf_fields import architecture_of
+from torchtune.models._spec import spec_for_architecture
+from torchtune.models._vision_description import ImageTextDescription
+from torchtune.tokenizers import HuggingFaceModelTokenizer
+from torchtune.utils import read_json
+
+_UNLIMITED = 2**62
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class ImageTextTransform(HuggingFaceModelTokenizer):
+    """Tokenizer of a checkpoint with image tokens, which also processes the images of conversations.
+
+    The chat template writes a placeholder for each image. It is replaced by as many tokens as the image has, which are
+    never trained on. A row is refused if ``max_seq_len`` would cut an image.
+
+    Args:
+        tokenizer_json_path: ``tokenizer.json``.
+        description: description of the model.
+        processor: image processor of the family.
+        **options: see :class:`~torchtune.tokenizers.HuggingFaceModelTokenizer`.
+
+    Raises:
+        DataError: a file is missing or broken, or the tokenizer lacks the placeholder.
+    """
+
+    takes_images = True
+    gives_patches = True  # collate_documents batches its rows
+
+    def __init__(
+        self, tokenizer_json_path: str, description: ImageTextDescription, processor: Any, **options: Any
+    ) -> None:
+        super().__init__(tokenizer_json_path, **options)
+        self.image_tokens, self._merge = description.image_tokens, description.vision.merge
+        self._has_grid_positions = bool(description.rope_axes)
+        self.processor = processor
+        self._placeholder = self.special_tokens.get(processor.token)
+        if self._placeholder not in self.image_tokens:
+            raise DataError(
+                f"{tokenizer_json_path}: '{processor.token}' is {self._placeholder}, but config.json has "
+                f"{list(self.image_tokens)} as image tokens: they are of different models."
+            )
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` by tokens and images.
+
+        Args:
+            sample: sample with ``messages``; an image is a Pillow image, a path, or the bytes of a file.
+            inference: leave the last turn open, for a model to continue.
+
+        Returns:
+            The sample with ``tokens`` and ``mask`` and, if there are images, ``encoder_input`` with ``images``, the
+            :class:`torchtune.data.Images` of the row.
+
+        Raises:
+            DataError: the messages do not fit the chat template, an image cannot be read, or ``max_seq_len`` would cut
+                an image.
+        """
+        sample = dict(sample)
+        messages = as_messages(sample.pop("messages"))
+        tokens, mask = self.tokenize_messages(messages, not inference, tools=sample.pop("tools", None))
+        sample |= {"tokens": tokens, "mask": mask}
+        pictures = [open_image(image) for message in messages for image in message.get_media()]
+        if not pictures:
+            return sample
+        grids = tuple(self.processor.plan(picture.size).grid for picture in pictures)
+        patches = torch.from_numpy(np.concatenate([self.processor.patches(picture) for picture in pictures]))
+        check_placeholders(tokens, self.image_tokens, grids, self._merge)
+        places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
+        positions = None
+        if self._has_grid_positions:
+            found = grid_positions(tokens, self.image_tokens, grids, self._merge)
+            positions = torch.from_numpy(found)[:, None]
+        return {**sample, "encoder_input": {"images": Images(patches, grids, places, positions)}}
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        if not message.contains_media:
+            return super()._turn(message)
+        if message.role == "assistant":
+            raise DataError("a turn of the assistant holds an image, which the model cannot write: move it to the user")
+        parts = [
+            {"type": "image"} if item["type"] == "image" else {"type": "text", "text": item["content"]}
+            for item in message.content
+        ]
+        role = "tool" if message.role == "ipython" else message.role
+        return {"role": role, "content": self._guard.hide(parts), **self._guard.hide(message.extra)}
+
+    def _tokenized(
+        self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
+    ) -> tuple[Any, Any]:
+        messages = [_masked(message) if message.contains_media else message for message in as_messages(messages)]
+        tokens, mask = super()._tokenized(messages, closed, _UNLIMITED, tools)
+        images = [image for message in messages for image in message.get_media()]
+        plans = iter([self.processor.plan(open_image(image, decode=False).size) for image in images])
+        found = sum(token == self._placeholder for token in tokens)
+        if found != len(images):
+            raise DataError(f"the chat template writes {found} placeholders for {len(images)} image(s)")
+        pairs = list(self._expanded(tokens, mask, plans))
+        row, row_mask = array("i", (token for token, _ in pairs)), bytearray(masked for _, masked in pairs)
+        limit, eos_id = max_seq_len or self.max_seq_len, self.eos_id if closed else None
+        cut, cut_mask = truncate_row(row, row_mask, limit, self.truncation_type, eos_id, self._ends_turn)
+        if lost := sum(row.count(token) - cut.count(token) for token in self.image_tokens):
+            raise DataError(f"max_seq_len={limit} would cut {lost} tokens of images off a row of {len(row)}: raise it")
+        return cut, cut_mask
+
+    def _expanded(self, tokens: Sequence[int], mask: Sequence[int], plans: Iterator[Any]) -> Iterator[tuple[int, int]]:
+        """Yield (token, whether it is masked), with the tokens of an image in the place of its placeholder."""
+        for token, masked in zip(tokens, mask, strict=True):
+            if token != self._placeholder:
+                yield token, masked
+                continue
+            for part in self.encode(self.processor.layout(next(plans).grid), add_bos=False, add_eos=False):
+                yield part, True
+
+
+def _masked(message: Message) -> Message:
+    """Return a copy of a turn that is not trained on."""
+    message = copy(message)
+    message.masked = True
+    return message
+
+
+def image_text_transform(path: str, max_seq_len: int | None = None, **options: Any) -> ImageTextTransform:
+    """Load tokenizer, chat template and image processor of a Hugging Face checkpoint with image tokens.
+
+    Args:
+        path: folder of the checkpoint.
+        max_seq_len: maximum row length in tokens; rows of which it would cut an image are refused.
+        **options: see :class:`~torchtune.tokenizers.HuggingFaceModelTokenizer`.
+
+    Raises:
+        DataError: a file is missing or broken, or the model is a text model.
+    """
+    folder = Path(path).expanduser()
+    config = read_json(folder / "config.json", DataError)
+    try:
+        spec = spec_for_architecture(architecture_of(config) or "")
+        description = spec.from_hf_config(config)
+    except ModelError as error:
+        raise DataError(f"{folder}: {error}") from error
+    if spec.image_processor is None:
+        raise DataError(f"{folder} has a model of text ({spec.name}): use torchtune.tokenizers.hf_tokenizer.")
+    files = [folder / name for name in _PROCESSOR_FILES if (folder / name).is_file()]
+    if not files:
+        raise DataError(f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized: download it again.")
+    settings = read_json(files[0], DataError)
+    processor = spec.image_processor(settings.get("image_processor", settings))
+    if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:
+        raise DataError(f"{folder}: {files[0].name} and config.json have patches of different sizes.")
+    path = str(folder / "tokenizer.json")
+    return ImageTextTransform(path, description, processor, max_seq_len=max_seq_len, **options)
