@@ -167,7 +167,7 @@ def test_split_rows_in_a_dataset(folder, tmp_path):
         dataset(folder, rows)
     prepared = dataset(folder, rows, prepared=str(tmp_path / "prepared"))
     assert [prepared[i] for i in range(6)] == [data[i] for i in range(6)]
-    with pytest.raises(DataError, match="they were made with .*reasoning"):
+    with pytest.raises(DataError, match=r"they were made with .*reasoning"):
         dataset(folder, rows, policy="keep", prepared=str(tmp_path / "prepared"))
     packed = dataset(folder, rows, packed=True)
     assert isinstance(packed, PackedDataset)
