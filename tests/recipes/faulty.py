@@ -21,7 +21,7 @@ class _InfiniteGradient(torch.autograd.Function):
 
 
 class FaultyLoss(LinearCrossEntropyLoss):
-    """On one rank, the loss of some calls is NaN, or its gradient is infinite, or it is multiplied by 100.
+    """On one rank, the loss of some training calls is NaN, or its gradient is infinite, or it is multiplied by 100.
 
     Args:
         rank: where it goes wrong.
@@ -46,9 +46,9 @@ class FaultyLoss(LinearCrossEntropyLoss):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss, or what became of it."""
-        self.calls += 1
+        self.calls += torch.is_grad_enabled()
         loss = super().forward(*args, **kwargs)
-        if not self.here:
+        if not self.here or not torch.is_grad_enabled():
             return loss
         if self.calls in self.nan:
             return loss * float("nan")
