@@ -119,7 +119,7 @@ def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, 
     errors = re.findall(r"^error: (.*)", screen, re.MULTILINE)
     assert errors, screen
     assert all(
-        re.match(rf"(Ranks? {lost} on machine {lost} \(|Machine 0, |{machines.endpoint} does not)", error)
+        re.match(rf"(Ranks? {lost} on machine {lost} \(|Machine 0, |{machines.endpoint} has stopped)", error)
         for error in errors
     ), screen
     assert all("resume_from_checkpoint=True" in error for error in errors), screen

@@ -62,6 +62,12 @@ class Check:
     layer: float = 0.0
     base: Comparison | None = None
 
+    def verdict(self) -> str:
+        """Return the result in one sentence."""
+        if self.comparison is None:
+            return f"not checked {self.library}"
+        return f"read by {self.library}, with the logits of the trained model: {_words(self.comparison)}"
+
     def lines(self) -> list[str]:
         """Return the result in words."""
         if self.comparison is None:

@@ -6,9 +6,10 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtune._cli._export_check import check_export
+from torchtune._cli._export_check import Check, check_export
 from torchtune._cli._export_files import Trained, find_trained, write_files
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
+from torchtune.reports import RunFolder, model_card
 from torchtune.utils import UserError, atomic_directory, read_json, write_json
 
 # Record of an export and its check, in its folder.
@@ -36,12 +37,23 @@ def export(args: argparse.Namespace) -> None:
         shutil.rmtree(aside / "base", ignore_errors=True)
         record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": asdict(check)}
         write_json(files / RECORD, record)
+        _write_card(trained, args.to, check, files / "README.md")
         for path in list(files.iterdir()):
             path.rename(aside / path.name)
         files.rmdir()
     print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
     if args.push:
         _push(output, args.push, upload=args.yes)
+
+
+def _write_card(trained: Trained, to: str, check: Check, path: Path) -> None:
+    """Write the model card of a checkpoint in the folder of a run; of others, the README of their folder stays."""
+    try:
+        run = RunFolder(trained.checkpoint.resolve().parent)
+    except UserError:
+        return
+    card = model_card(run, check=check.verdict(), library="peft" if to == "adapter" else "transformers")
+    path.write_text(card, encoding="utf-8")
 
 
 def _check_format(trained: Trained, to: str) -> None:

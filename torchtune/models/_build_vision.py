@@ -18,7 +18,12 @@ _POSITIONS = {"interpolated": InterpolatedPositions, "buckets": BucketPositions}
 
 
 def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> ImageTextModel:
-    """Build a text decoder with image tokens, on the default device and in the default dtype."""
+    """Build a text decoder with image tokens, on the default device and in the default dtype.
+
+    Args:
+        d: the description of the model.
+        spec: the model family; checkpoints read it from the model.
+    """
     model = ImageTextModel(build(d.text), build_tower(d.vision), d.image_tokens, grid_positions=bool(d.rope_axes))
     model.description, model.spec = d, spec
     return model

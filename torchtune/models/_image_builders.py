@@ -40,6 +40,12 @@ def image_text_model(
     Raises:
         ModelError: see :func:`from_hf_config`; also if the model is a text model, a part is ``"lora"``, or all are
             frozen.
+
+    Example:
+        >>> torchtune.models.image_text_model(checkpoint)
+        Traceback (most recent call last):
+        ...
+        torchtune.models._description.ModelError: ... has a model of text: use from_hf_config, or ...
     """
     model = _build(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}

@@ -45,6 +45,10 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
 
     Raises:
         DataError: a file is missing or broken, or the tokenizer lacks the placeholder.
+
+    Example:
+        >>> isinstance(tokenizer, torchtune.models.ImageTextTransform)
+        False
     """
 
     takes_images = True

@@ -105,6 +105,10 @@ class ImageTextDescription(Description):
 
     Raises:
         ModelError: a field is invalid, or fields are inconsistent.
+
+    Example:
+        >>> isinstance(model.description, torchtune.models.ImageTextDescription)
+        False
     """
 
     vision: VisionDescription

@@ -494,9 +494,8 @@ def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
 def _peft_row_of_fused_experts(row: Row) -> Row:
     """Adapter of a parameter of all experts; peft wraps them in the order in which the module has them."""
     names = [name.rpartition(".") for name in _templates(row.tune)]
-    block = _templates(row.external)[0].replace(".{expert}", "").removesuffix(".weight").rpartition(".")[0]
-    path = f"{_PEFT_PREFIX}{block.removesuffix('.experts')}.experts"
-    path += "" if names[0][2] == "down_proj" else ".base_layer"
-    theirs = tuple(f"{path}.lora_{side}.weight" for side in "AB")
+    block = _templates(row.external)[0].replace(".{expert}", "").removesuffix(".weight").rpartition(".")[0].removesuffix(".experts")
+    block += ".experts" if names[0][2] == "down_proj" else ".experts.base_layer"
+    theirs = tuple(f"{_PEFT_PREFIX}{block}.lora_{side}.weight" for side in "AB")
     ours = tuple(f"{path}.lora_{name.removesuffix('_proj')}_{side}" for side in "ab" for path, _, name in names)
     return Row(theirs, ours, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)

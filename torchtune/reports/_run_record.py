@@ -36,6 +36,7 @@ def describe_start(recipe: Any) -> dict[str, Any]:
     """Return step, code, machine and settings at the start of a process of the run."""
     source, is_cuda = Path(type(recipe).setup.__code__.co_filename), recipe.device.type == "cuda"
     config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve() if "--config" in sys.argv else None
+    config = None if config is None or not config.is_file() else config
     shipped = config is not None and config.is_relative_to(CONFIGS)
     return {
         "step": recipe.global_step,

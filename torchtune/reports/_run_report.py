@@ -40,7 +40,7 @@ from torchtune.supervision import (
 )
 from torchtune.training import RecipeSettingsError, SettingsView
 from torchtune.training.parallel import ParallelDims
-from torchtune.utils import UserError, get_logger, log_rank_zero
+from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero
 
 
 @torch.no_grad()
@@ -117,9 +117,9 @@ class RunReport:
         if short is not None:
             rows = rows_per_step(self._cfg, recipe.dims.data_size)
             log_rank_zero(get_logger(), f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
-        if recipe.dims.is_main:
+        self._probe = None if is_simulated() else Probe(recipe)
+        if recipe.dims.is_main and self._probe is not None:
             append_record(self._folder, "start", describe_start(recipe) | self._describe_model_and_data())
-        self._probe = Probe(recipe)
         if not recipe.global_step:
             self._measure("before")
 
@@ -144,7 +144,9 @@ class RunReport:
         return trained, sum(map(math.prod, full_shapes(model).values()))
 
     def _measure(self, when: str) -> None:
-        """Measure the model and record the result. A collective."""
+        """Measure the model and record the result; nothing in a simulation. A collective."""
+        if self._probe is None:
+            return
         found = self._probe.measure()
         if self._recipe.dims.is_main:
             append_record(self._folder, "measured", {"when": when, "step": self._recipe.global_step, **found})
@@ -152,7 +154,7 @@ class RunReport:
     def _write_report(self, state: str, **facts: Any) -> None:
         """Record the end, write the report and log the verdict, on the main rank; errors are only logged."""
         self._has_ended = True
-        if not self._recipe.dims.is_main:
+        if not self._recipe.dims.is_main or self._probe is None:
             return
         seconds = time.monotonic() - self._started
         append_record(

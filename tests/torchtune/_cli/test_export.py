@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import torchtune
@@ -55,6 +56,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "torchtune_export.json").read_text())["check"]
+
+
+def test_the_model_card_has_the_verdict_of_the_check(runs: Path, tmp_path: Path, tune: Tune) -> None:
+    assert tune("export", str(runs / "full"), "--to", "hf", "--output", str(tmp_path / "out")).code == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "torchtune" in card.data.tags
+    assert "Exported files: read by transformers " in card.text
+    assert "greedy tokens equal" in card.text
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,19 @@ class ImageTextModel(FusionModel):
         encoder: vision tower.
         image_tokens: ids of the placeholder tokens.
         grid_positions: whether tokens have positions in time, rows and columns (M-RoPE), instead of one position.
+
+    Example:
+        >>> tower = torchtune.models.VisionDescription(
+        ...     patch_size=2, merge=2, num_layers=1, embed_dim=8, intermediate_dim=8, num_heads=2, output_dim=8
+        ... )
+        >>> text = {"vocab_size": 9, "num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 99}
+        >>> description = torchtune.models.ImageTextDescription(
+        ...     **text, num_heads=2, num_kv_heads=2, vision=tower, image_tokens=(7,)
+        ... )
+        >>> model = torchtune.models.build(description, torchtune.models.qwen3_vl.SPEC)
+        >>> images = torchtune.data.Images(torch.ones(8, 12), ((1, 2, 4),))  # 8 patches become 2 tokens
+        >>> model(torch.tensor([[1, 7, 7, 3]]), encoder_input={"images": images}).shape
+        torch.Size([1, 4, 9])
     """
 
     def __init__(
