@@ -491,11 +491,10 @@ def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
     return [*each, _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=ungated))]
 
 
-def _peft_row_of_fused_experts(row: Row) -> Row:
-    """Adapter of a parameter of all experts; peft wraps them in the order in which the module has them."""
+def _peft_row_of_fused_experts(row: Row) -> Row:  # peft wraps parameters in the order in which the module has them
     names = [name.rpartition(".") for name in _templates(row.tune)]
-    block = _templates(row.external)[0].replace(".{expert}", "").removesuffix(".weight").rpartition(".")[0].removesuffix(".experts")
-    block += ".experts" if names[0][2] == "down_proj" else ".experts.base_layer"
-    theirs = tuple(f"{_PEFT_PREFIX}{block}.lora_{side}.weight" for side in "AB")
+    block = _templates(row.external)[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
+    inside = "experts" if names[0][2] == "down_proj" else "experts.base_layer"
+    theirs = tuple(f"{_PEFT_PREFIX}{block.rpartition('.')[0]}.{inside}.lora_{side}.weight" for side in "AB")
     ours = tuple(f"{path}.lora_{name.removesuffix('_proj')}_{side}" for side in "ab" for path, _, name in names)
     return Row(theirs, ours, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)

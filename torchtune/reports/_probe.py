@@ -42,7 +42,10 @@ class Probe:
         # KTO compares an answer with that of another row.
         self._group = 2 if isinstance(getattr(recipe, "loss_fn", None), KTOLoss) else 1
         self._indices: list[int] = []  # none of data that is only read while the run trains
-        if not getattr(self._loader.dataset, "is_stream", False) and hasattr(recipe, "compute_loss"):
+        # A rank has the teacher's cached outputs of its own rows only.
+        has_others = recipe.dims.world_size > 1 and getattr(recipe.cfg, "teacher_cache", None) is not None
+        is_stream = getattr(self._loader.dataset, "is_stream", False)
+        if not is_stream and not has_others and hasattr(recipe, "compute_loss"):
             in_run = recipe.total_steps * recipe.loader.examples_per_step
             count, every = min(_ROWS, max(_FEWEST, in_run // 20)), recipe.dims.data_size * self._group
             count = min(max(count, every), len(self._loader.dataset)) // every * every  # the same on every rank
