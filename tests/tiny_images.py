@@ -40,6 +40,44 @@ def qwen3_vl_config() -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
+def qwen3_5_config() -> Any:
+    from transformers import Qwen3_5Config
+
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 36,
+    }
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    return Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+
+
 def image_text_model(config: Any, seed: int = 0) -> Any:
     """A random model with weights that are large enough for errors to show."""
     from transformers import AutoModelForImageTextToText
@@ -50,7 +88,7 @@ def image_text_model(config: Any, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name and "weight" in name else 0.15 * noise)
+            parameter.copy_(parameter + 0.3 * noise if "norm" in name and "weight" in name else 0.15 * noise)
     return model
 
 

@@ -159,7 +159,8 @@ def config_of(
     """Return the contents of a ``config.json``; see :func:`config_of_model`."""
     description = replace(description, vocab_size=vocab_size)
     source = None if source_dir is None else source_dir / "config.json"
-    config = text_config(read_json(source)) if source is not None and source.is_file() else {}
+    images = spec.builder is not None
+    config = text_config(read_json(source), images) if source is not None and source.is_file() else {}
     if not _says(config, spec, description):
         # Drop fields with two spellings, which could contradict each other.
         config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}

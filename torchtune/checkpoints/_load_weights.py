@@ -208,7 +208,7 @@ def check_config(model: nn.Module, config_file: Path) -> None:
         return
     spec, _ = identity(model)
     try:
-        config = text_config(read_json(config_file))
+        config = text_config(read_json(config_file), spec.builder is not None)
     except ModelError as error:
         raise CheckpointError(f"{config_file}: {error}") from error
     architecture = next(iter(config.get("architectures") or ()), None)

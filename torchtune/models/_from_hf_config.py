@@ -18,15 +18,18 @@ _STORED = {
 }
 
 
-def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = ()) -> TransformerDecoder:
+def from_hf_config(
+    checkpoint_dir: str | Path, ignore_fields: Collection[str] = (), images: bool = False
+) -> TransformerDecoder:
     """Build a model from the ``config.json`` of a Hugging Face checkpoint, without its weights.
 
-    For a composite model (vision, audio, text), only the text decoder is built. The checkpointer writes the other parts
-    back unchanged.
+    For a composite model (vision, audio, text), only the text decoder is built, unless it cannot be built alone. The
+    checkpointer writes the other parts back unchanged.
 
     Args:
         checkpoint_dir: folder with ``config.json``, or the file itself.
         ignore_fields: fields of the file to skip.
+        images: also build the vision tower of a composite model.
 
     Raises:
         ModelError: the file is missing or unreadable, the architecture is unknown, or a field has no equivalent in a
@@ -42,7 +45,7 @@ def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = 
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ModelError(f"There is no config.json in {checkpoint_dir}: give the folder of the checkpoint.")
-    config = text_config(read_json(path, ModelError))
+    config = text_config(read_json(path, ModelError), images)
     architecture = architecture_of(config)
     if architecture is None:
         raise ModelError(f"{path} names no architecture (field 'architectures'): give the config.json of a checkpoint.")

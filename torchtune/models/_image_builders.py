@@ -110,7 +110,7 @@ def lora_image_text_model(
 
 
 def _build(checkpoint_dir: str | Path) -> ImageTextModel:
-    model = from_hf_config(checkpoint_dir)
+    model = from_hf_config(checkpoint_dir, images=True)
     if not isinstance(model, ImageTextModel):
         raise ModelError(f"{checkpoint_dir} has a model of text: use from_hf_config, or the builder of its size.")
     return model

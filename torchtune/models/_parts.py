@@ -74,15 +74,19 @@ def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     return name if found is None else prefixes[found] + name.removeprefix(found)
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, Any]:
     """Return the config of the model to build: ``text_config`` of a composite ``config``, else ``config`` itself.
+
+    Args:
+        config: contents of a ``config.json``.
+        images: whether a composite model is built completely, also if its text decoder can be built alone.
 
     Raises:
         ModelError: the text decoder is not supported, or ``architectures`` is not a list of names.
     """
     architecture = architecture_of(config)
     inner, quantization = config.get("text_config"), config.get("quantization_config")
-    if not isinstance(inner, Mapping) or architecture in _WHOLE:
+    if not isinstance(inner, Mapping) or images or architecture in _WHOLE:
         return {key: value for key, value in config.items() if key != "quantization_config" or not _is_readable(value)}
     if str(inner.get("model_type")) not in _TEXT_ARCHITECTURES:
         raise ModelError(

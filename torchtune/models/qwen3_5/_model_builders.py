@@ -10,7 +10,7 @@ from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, mixers
 
-_FORMAT = HFFormat(
+FORMAT = HFFormat(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
     "half",
@@ -31,8 +31,8 @@ _FORMAT = HFFormat(
 SPEC = ModelSpec(
     name="qwen3_5",
     architectures=("Qwen3_5ForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
     weight_maps={"hf": mixers(HF_HALF, DeltaNetMixer.names)},
     untrained=("mtp.",),
 )
