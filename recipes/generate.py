@@ -17,7 +17,7 @@ import torch
 
 from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
-from torchtune.data import Batch, Message, padded_collate_tiled_images_and_mask
+from torchtune.data import Message
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
 from torchtune.tokenizers import StreamDecoder, hf_tokenizer
@@ -129,10 +129,7 @@ class InferenceRecipe:
     def generate(self, cfg: Settings) -> str:
         """Print the answer as it is generated and return it."""
         row = self.prompt_row(cfg.prompt)
-        tokens, images = row["tokens"], {}
-        if cfg.prompt.get("image"):
-            batch = padded_collate_tiled_images_and_mask([row], pad_direction="left")
-            images = Batch.from_dict(batch).to(self.device).inputs
+        tokens = row["tokens"]
         limit = generation.answer_limit(self.model, tokens, cfg.max_new_tokens, "prompt")
         started = time.perf_counter()
         pieces: list[str] = []
@@ -145,7 +142,7 @@ class InferenceRecipe:
             top_k=cfg.top_k,
             stop_tokens=self.tokenizer.stop_tokens,
             use_cache=cfg.enable_kv_cache,
-            **images,
+            **generation.images_of_row(row, self.device),
         ):
             pieces.append(decoder.put(token))
             print(pieces[-1], end="", flush=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -14,6 +15,7 @@ import torchtune
 from tests.recipes.runs import Run, start
 from tests.tiny_images import IMAGE, image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
 from torchtune.data import Message
+from torchtune.generation import images_of_row, stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.models.lora_image_text_model"}
@@ -123,3 +125,20 @@ def test_mistakes_are_said_before_training(name, folder):
     settings, message = WRONG[name]
     with pytest.raises(torchtune.utils.UserError, match=message):
         run("full", folder, {}, **settings)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_question_about_a_picture_is_answered_as_by_transformers(use_cache, base, tmp_path):
+    model, transform = torchtune.load(base / "checkpoint", device="cpu")
+    Image.new("RGB", (30, 40), "red").save(tmp_path / "red.png")
+    content = [{"type": "image", "content": str(tmp_path / "red.png")}, {"type": "text", "content": "What?"}]
+    row = transform({"messages": [Message("user", content)]}, inference=True)
+    images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
+    given = {"pixel_values": images.patches, "image_grid_thw": torch.tensor(images.grids)}
+    given |= {"mm_token_type_ids": (tokens == IMAGE).long(), "attention_mask": torch.ones_like(tokens)}
+    reference = AutoModelForImageTextToText.from_pretrained(base / "checkpoint").eval()
+    wanted = reference.generate(input_ids=tokens, **given, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    more = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
+    with torch.no_grad():
+        found = list(stream(model, tokens[0], **more, **images_of_row(row, torch.device("cpu"))))
+    assert found == wanted[0, tokens.shape[1] :].tolist()

@@ -18,6 +18,7 @@ __getattr__, __dir__, __all__ = attach(
         "generate_tokens": "_tokens",
         "get_causal_mask_from_padding_mask": "_masks",
         "get_position_ids_from_padding_mask": "_masks",
+        "images_of_row": "_prompt_images",
         "model_digest": "_answer_prompts",
         "prompt_row": "_answer_prompts",
         "prompt_tokens": "_answer_prompts",
@@ -28,7 +29,6 @@ __getattr__, __dir__, __all__ = attach(
     },
     between_rooms={
         "finite_steps": "_tokens",
-        "images_of_row": "_prompt_images",
         "to_be_answered": "_prompt_file",
         "uncompiled": "_uncompiled",
     },

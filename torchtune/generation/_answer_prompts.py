@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError, Images, Message
 from torchtune.datasets import Fingerprint
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
@@ -176,9 +176,9 @@ def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -
         raise GenerationError(f"{where}: {str(error).rstrip('.')}: correct the line.") from error
 
 
-def _pixel_digest(images: Sequence[Tensor]) -> str:
+def _pixel_digest(images: Sequence[Tensor] | Images) -> str:
     found = hashlib.sha256()
-    for image in images:
+    for image in [images.patches] if isinstance(images, Images) else images:
         found.update(repr(list(image.shape)).encode() + image.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
