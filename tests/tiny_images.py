@@ -78,6 +78,34 @@ def qwen3_5_config() -> Any:
     return Qwen3_5Config(text_config=text, vision_config=vision, **ids)
 
 
+def qwen2_5_vl_config() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,  # two tokens a side
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    }
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+
+
 def image_text_model(config: Any, seed: int = 0) -> Any:
     """A random model with weights that are large enough for errors to show."""
     from transformers import AutoModelForImageTextToText

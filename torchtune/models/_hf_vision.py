@@ -48,11 +48,14 @@ class ImageTextFormat:
         Raises:
             ModelError: a field is missing, or its value has no equivalent in a description. The message names it.
         """
+        if "text_config" not in config:  # files before transformers 5 have its fields beside the tower's
+            config = self._nested(config)
         inner = {name: config.get(name) for name in ("text_config", "vision_config")}
         for name, part in inner.items():
             if not isinstance(part, Mapping):
                 raise ModelError(f"config.json of {self.architecture} lacks the object '{name}': download it again.")
-        ignored = {*ignore_fields, *inner, "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings"}
+        ignored = {*ignore_fields, *inner, "tie_word_embeddings"}
+        ignored |= {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
         fields = Fields(config, self.architecture, ignored)
         tokens = tuple(read_whole(fields, name, default) for name, default in self.tokens)
         fields.refuse_rest()
@@ -64,6 +67,12 @@ class ImageTextFormat:
         vision.refuse_rest()
         own = {**text_fields(text), "rope_axes": self._axes(inner["text_config"], text)}
         return ImageTextDescription(**own, vision=tower, image_tokens=tokens)
+
+    def _nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings", *(n for n, _ in self.tokens)}
+        outside |= {name for name in config if name.endswith("_token_id")}
+        whole = {name: value for name, value in config.items() if name in outside}
+        return {**whole, "text_config": {name: value for name, value in config.items() if name not in outside}}
 
     def _axes(self, config: Mapping[str, Any], text: Description) -> tuple[int, ...]:
         if not self.sections:
@@ -134,7 +143,7 @@ def activation_name(activation: str) -> str:
 
 
 # Sizes of Qwen's towers: their name, our name, default.
-_QWEN_SIZES = (
+QWEN_SIZES = (
     ("depth", "num_layers", 27),
     ("hidden_size", "embed_dim", 1152),
     ("intermediate_size", "intermediate_dim", 4304),
@@ -187,7 +196,7 @@ def qwen_format(
         model_type,
         text,
         vision_type=f"{model_type}_vision",
-        sizes=_QWEN_SIZES,
+        sizes=QWEN_SIZES,
         read_vision=partial(_read_qwen, deep_layers=deep_layers),
         write_vision=_write_qwen,
         **more,

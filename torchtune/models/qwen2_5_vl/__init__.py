@@ -1,0 +1,5 @@
+"""Qwen 2.5-VL: text and images."""
+
+from torchtune._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, {"SPEC": "_model_builders"})

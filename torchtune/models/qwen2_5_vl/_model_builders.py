@@ -1,0 +1,99 @@
+"""Qwen 2.5-VL: Qwen 2.5 with a tower whose attention is in windows, for images (not videos)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._build_vision import build_image_text
+from torchtune.models._hf_config import QWEN2
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import (
+    QWEN_SIZES,
+    ImageTextFormat,
+    activation_name,
+    read_activation,
+    read_layers,
+    read_whole,
+)
+from torchtune.models._image_processors import QwenImages
+from torchtune.models._spec import ModelSpec
+from torchtune.models._vision_description import VisionDescription
+from torchtune.models._vision_names import image_text_names, qwen_windowed_tower
+from torchtune.models._weight_names import HF_HALF
+
+_ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+
+
+def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace the old RoPE type "mrope", which only says that there are sections."""
+    rope = config.get("rope_scaling")
+    if not isinstance(rope, Mapping) or "mrope" not in (rope.get("type"), rope.get("rope_type")):
+        return config
+    return {**config, "rope_scaling": {**rope, "type": "default", "rope_type": "default"}}
+
+
+def _read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
+    fields.take("tokens_per_second", None)  # of videos
+    window = read_whole(fields, "window_size", 112)
+    rope = dict(fields.take("rope_parameters", None) or {})
+    return {
+        "patch_bias": False,
+        "mlp_gated": True,
+        "activation": read_activation(fields, "silu"),
+        "norm": "rms",
+        "rope": "axial",
+        "rope_base": float(rope.get("rope_theta", 10_000.0)),
+        "window": window // values["patch_size"] // values["merge"],
+        "full_layers": read_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31]),
+        "merge_norm": "rms",
+        "projector_dim": values["embed_dim"] * values["merge"] ** 2,
+    }
+
+
+def _write(v: VisionDescription) -> dict[str, Any]:
+    window = {"window_size": v.window * v.patch_size * v.merge, "fullatt_block_indexes": list(v.full_layers)}
+    return {"hidden_act": activation_name(v.activation), **window}
+
+
+_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14}
+_FORMAT = ImageTextFormat(
+    _ARCHITECTURE,
+    "qwen2_5_vl",
+    replace(
+        QWEN2,
+        architecture=_ARCHITECTURE,
+        model_type="qwen2_5_vl_text",
+        ropes=("sections",),
+        prepare=_without_mrope,
+        defaults=(
+            ("num_key_value_heads", 8),
+            ("max_position_embeddings", 32_768),
+            ("sliding_window", 4096),
+            ("max_window_layers", 80),
+            ("rms_norm_eps", 1e-5),
+            ("rope_theta", 1_000_000.0),
+        ),
+    ),
+    vision_type="qwen2_5_vl_vision",
+    sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in QWEN_SIZES),
+    tokens=(("image_token_id", 151_655),),
+    read_vision=_read,
+    write_vision=_write,
+    sections=(16, 24, 24),
+    interleaved=False,
+)
+_NAMES = image_text_names(HF_HALF, {}, qwen_windowed_tower("visual."))
+# transformers can save tensors under its module names.
+_NESTED = image_text_names(HF_HALF, {"model.": "model.language_model."}, qwen_windowed_tower("model.visual."))
+SPEC = ModelSpec(
+    name="qwen2_5_vl",
+    architectures=(_ARCHITECTURE,),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={
+        "hf": replace(_NAMES, modules=(("model.", "model.language_model."), ("visual.", "model.visual."))),
+        "hf_modules": _NESTED,
+    },
+    builder=build_image_text,
+    image_processor=QwenImages.from_config,
+)
