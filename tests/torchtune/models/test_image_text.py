@@ -233,3 +233,13 @@ def test_placeholders_that_do_not_fit_are_refused(name):
     tokens, grids, message = WRONG[name]
     with pytest.raises(DataError, match=message):
         grid_positions(tokens, [IMAGE], grids, 2)
+
+
+def test_a_flat_config_describes_the_same_model(ours, folder):
+    """Files of 2025 have the fields of the text beside those of the images."""
+    config = json.loads((folder / "config.json").read_text())
+    inner = {name: value for name, value in config.pop("text_config").items() if name not in config}
+    rope = inner.pop("rope_parameters")
+    base, share = rope.pop("rope_theta"), {k: rope.pop(k) for k in ("partial_rotary_factor",) if k in rope}
+    flat = {**inner, **config, **share, "rope_theta": base, "rope_scaling": rope}
+    assert ours.spec.from_hf_config(flat) == ours.description
