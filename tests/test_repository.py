@@ -28,7 +28,7 @@ FILE_BUDGET = {"torchtune": 500, "recipes": 420, "tools": 400, "examples": 400, 
 # Tokens of a room, in which a docstring counts as one. A raise takes as much from another room.
 ROOM_BUDGET = {
     "torchtune/modules": 79_300,
-    "torchtune/models": 73_900,
+    "torchtune/models": 74_900,
     "torchtune/checkpoints": 43_100,
     "torchtune/datasets": 35_850,
     "torchtune/rlhf": 30_550,

@@ -81,9 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tied:
-    """Tied tensor that other formats may store as a copy.
-
-    Reading skips the copy after checking that it equals its source. Writing adds it if ``write`` is True.
+    """Tied tensor that other formats may store as a copy, which must equal its source.
 
     Attributes:
         external: external name, for example ``lm_head.weight``.
