@@ -42,6 +42,10 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None) -> Path
 
     Raises:
         UserError: the files cannot be written.
+
+    Example:
+        >>> torchtune.reports.write_report(torchtune.reports.RunFolder("/tmp/run")).name  # doctest: +SKIP
+        'report.html'
     """
     verdict, names = judge(run), {name: None for values in run.steps.values() for name in values}
     before, after = run.measured("before"), run.measured("after")
