@@ -101,6 +101,16 @@ def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
     simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
 
 
+def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
+    """Run in this process, as ``python recipe.py --config …`` does; the recipe's decorator checks the config."""
+    sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
+    if recipe.path is not None:
+        sys.path.insert(0, str(recipe.path.parent))
+        runpy.run_path(str(recipe.path), run_name="__main__")
+    else:
+        runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
+
+
 def _former_name(command: Command, config: Path) -> str | None:
     """Return the recipe's former name if the command has one: it may require more than the config, as qat_* does.
 
@@ -175,7 +185,8 @@ class Run(Subcommand):
         elif command.torchrun:
             self._run_distributed(recipe, config, command)
         else:
-            self._run_here(recipe, config, command.overrides)
+            self._check_distributed(recipe, wanted=False)
+            run_here(recipe, config, command.overrides)
 
     def _print_settings(self, recipe: RecipeTarget) -> None:
         from torchtune.config import describe_settings, settings_of
@@ -190,16 +201,6 @@ class Run(Subcommand):
         self._check_distributed(recipe, wanted=bool(command.torchrun))
         main = recipe.load_main()
         dry_run(main, load_and_check(config, command.overrides, main), count_processes(command.torchrun))
-
-    def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
-        """Run in this process, as ``python recipe.py --config …`` does; the recipe's decorator checks the config."""
-        self._check_distributed(recipe, wanted=False)
-        sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
-        if recipe.path is not None:
-            sys.path.insert(0, str(recipe.path.parent))
-            runpy.run_path(str(recipe.path), run_name="__main__")
-        else:
-            runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
 
     def _run_distributed(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Check the config once, then start one process per device with torchrun."""

@@ -20,13 +20,14 @@ from torchtune._cli.import_config import Import
 from torchtune._cli.ls import List
 from torchtune._cli.report import Report
 from torchtune._cli.run import Run
+from torchtune._cli.selfcheck import Selfcheck
 from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits, reduce_garbage_collection, restore_garbage_collection
 
 _SUBCOMMANDS = (
     *(Download, List, Copy, Data, Run, Report, Compare, Estimate, Validate, Cat, Chat),
-    *(Eval, Export, Checkpoint, Doctor, Import),
+    *(Eval, Export, Checkpoint, Selfcheck, Doctor, Import),
 )
 
 

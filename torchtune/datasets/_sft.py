@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -249,10 +248,12 @@ class SFTDataset(Dataset):
             raise row_error(error, self.source, row, self._rows, self._skips) from error
 
     def conversations(self) -> Iterator[list[Message]]:
-        """Yield the messages of each row of the source, except rows that the message transform rejects."""
+        """Yield the messages of each row of the source; none for a row that the message transform rejects."""
         for row in self._found.rows():
-            with suppress(DataError):
+            try:
                 yield self._transform.messages(row)["messages"]
+            except DataError:
+                yield []
 
     def images(self, index: int) -> list[Any]:
         """Return the images of a row as they are stored: paths, URLs, bytes or images."""

@@ -1,0 +1,179 @@
+"""``tune selfcheck`` passes a sound run, and every check of it fails for the fault that it is for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import RECIPES, write_config
+from torchtune._cli._selfchecks import NotChecked, _Checks, selfcheck
+from torchtune._cli._target import RecipeTarget
+from torchtune.data import collate_documents
+from torchtune.tokenizers import HuggingFaceModelTokenizer
+from torchtune.utils import UserError
+
+LORA = "lora_finetune_single_device"
+DIVISION = "loss = self.compute_loss(batch) / max(step.num_terms, 1)"
+SAVE = "        self.checkpointer.save(\n"
+BATCHES = "                for batch in step.batches:\n"
+STATE = "            self.checkpointer.resume(self.resume_point, self.model, state)\n"
+# Faults of copied recipes: old text -> new text.
+FAULTS = {
+    "gradients summed over micro-batches": {"loss.backward()": "(loss * len(step.batches)).backward()"},
+    "mean of the means of micro-batches": {
+        DIVISION: "loss = self.compute_loss(batch) / batch.num_labels / len(step.batches)"
+    },
+    "optimizer without its state": {STATE: f"{STATE}            self.optimizer.state.clear()\n"},
+    "another model saved than trained": {
+        SAVE: f"        self.model.norm.scale.data.mul_(1.5)\n{SAVE}",
+        BATCHES: f"                self.model.norm.scale.data.div_(1.5 if self.global_step else 1)\n{BATCHES}",
+    },
+}
+
+
+def leaky_collate(batch: list[Any]) -> Any:
+    """Collate packs as if each were one document."""
+    for pack in batch:
+        if isinstance(pack, list):
+            first, *rest = pack
+            for key in first:
+                first[key] = first[key].new_tensor([value for part in (first, *rest) for value in part[key].tolist()])
+            pack[:] = [first]
+    return collate_documents(batch)
+
+
+class _Masked(HuggingFaceModelTokenizer):
+    """Tokenizer that changes the mask of a conversation."""
+
+    def tokenize_messages(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
+        tokens, mask = super().tokenize_messages(*args, **kwargs)
+        return tokens, self.changed(mask)
+
+
+class TrainsQuestions(_Masked):
+    """The questions are trained, too."""
+
+    changed = staticmethod(lambda mask: [False] * len(mask))
+
+
+class MasksEnds(_Masked):
+    """The last token of each answer, which ends the turn, is masked."""
+
+    changed = staticmethod(lambda mask: [now or after for now, after in zip(mask, [*mask[1:], True], strict=True)])
+
+
+class OtherPrompt(HuggingFaceModelTokenizer):
+    """The prompt of generation is not that of training."""
+
+    def tokenize_messages(self, messages: Any, add_end_tokens: bool = True, **kwargs: Any) -> Any:
+        tokens, mask = super().tokenize_messages(messages, add_end_tokens, **kwargs)
+        return (tokens, mask) if add_end_tokens else ([*tokens, tokens[0]], [*mask, True])
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the checkpoint and the data of all runs."""
+    folder = tmp_path_factory.mktemp("selfcheck")
+    write_config(LORA, folder, folder / "output")
+    return folder
+
+
+def checks(shared: Path, folder: Path, fault: str | None = None, name: str = LORA, **settings: Any) -> _Checks:
+    text = (RECIPES / f"{name}.py").read_text()
+    for old, new in FAULTS.get(fault, {}).items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "mine.py").write_text(text)
+    config = write_config(name, shared, folder / "output", **settings)
+    (folder / "runs").mkdir()
+    return _Checks(RecipeTarget("mine", path=folder / "mine.py"), config, [], folder / "runs")
+
+
+def tokenizer(shared: Path, component: str) -> dict[str, Any]:
+    where = str(shared / "checkpoint" / "tokenizer.json")
+    return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": where, "max_seq_len": 128}
+
+
+@pytest.mark.parametrize("name", [LORA, "full_finetune_distributed"])
+def test_a_sound_run_passes(shared, tmp_path, name):
+    config = write_config(name, shared, tmp_path / "output", clip_grad_norm=0.5)
+    target = RecipeTarget(name, path=RECIPES / f"{name}.py")
+    verdicts = list(selfcheck(target, config, ["epochs=7"], tmp_path))
+    assert [(verdict.name, verdict.state) for verdict in verdicts] == [
+        (check, "passed") for check in ("accumulation", "packing", "resume", "save and load", "labels", "end of turn")
+    ], verdicts
+    assert "logits as in transformers" in verdicts[3].reason
+    assert verdicts[4].reason == "24 rows are prompt and answer"
+
+
+@pytest.mark.parametrize("fault", list(FAULTS)[:2])
+def test_a_wrong_division_under_accumulation(shared, tmp_path, fault):
+    found = checks(shared, tmp_path, fault)
+    with pytest.raises(UserError, match=r"with 4 micro-batches"):
+        found.accumulation()
+
+
+def test_packs_whose_documents_see_each_other(shared, tmp_path):
+    found = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
+    with pytest.raises(UserError, match=r"the loss of the same rows is .* with packs"):
+        found.packing()
+    found.accumulation()
+
+
+def test_a_resume_that_forgets(shared, tmp_path):
+    with pytest.raises(UserError, match=r"the losses are \[.*\] instead of|has other bits"):
+        checks(shared, tmp_path, "optimizer without its state").resume()
+
+
+def test_a_checkpoint_of_another_model(shared, tmp_path):
+    with pytest.raises(UserError, match=r"the saved model's loss is .*, and the run continues with"):
+        checks(shared, tmp_path, "another model saved than trained").load()
+
+
+@pytest.mark.parametrize(
+    ("component", "said"),
+    [("TrainsQuestions", r"\(user\) is trained"), ("OtherPrompt", "does not begin with the prompt")],
+)
+def test_wrong_label_masks(shared, tmp_path, component, said):
+    found = checks(shared, tmp_path, tokenizer=tokenizer(shared, component))
+    with pytest.raises(UserError, match=rf"row 0 of .*: .*{said}"):
+        found.labels()
+
+
+def test_an_end_of_turn_that_is_masked(shared, tmp_path):
+    with pytest.raises(UserError, match="example 0: no stop token is trained"):
+        checks(shared, tmp_path, tokenizer=tokenizer(shared, "MasksEnds")).end_of_turn()
+
+
+def test_a_run_that_fails_is_a_failed_check(shared, tmp_path):
+    found = checks(shared, tmp_path, checkpointer__checkpoint_dir=str(tmp_path / "none"))
+    with pytest.raises(UserError, match=rf"the run 'uninterrupted' ends with exit code 2: .*{tmp_path / 'none'}"):
+        found.resume()
+
+
+def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
+    config = write_config(LORA, shared, tmp_path / "output", epochz=1)
+    result = tune("selfcheck", "--config", str(config))
+    assert result.code == 2
+    assert "did you mean 'epochs'" in result.err
+    assert not result.out
+
+
+def test_checks_that_do_not_apply(shared, tmp_path):
+    found = checks(shared, tmp_path, name="dpo")
+    for check in (found.packing, found.labels, found.end_of_turn):
+        with pytest.raises(NotChecked):
+            check()
+    assert found.accumulation()
+
+
+def test_the_command(tune, shared, tmp_path, monkeypatch):
+    config = write_config(LORA, shared, tmp_path / "output", tokenizer=tokenizer(shared, "TrainsQuestions"))
+    monkeypatch.setattr(_Checks, "_train", lambda *_, **__: {1: 1.0, 2: 0.5})  # runs are tested above
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = tune("selfcheck", "--config", str(config), "batch_size=1")
+    assert result.code == 1
+    labels = next(line for line in result.out.splitlines() if line.startswith("labels"))
+    assert labels.split()[1] == "failed"
+    assert f"to see more: tune data show {config} batch_size=1 --examples 4" in result.out
+    assert tune("selfcheck").out.startswith("usage: tune selfcheck")

@@ -1,0 +1,335 @@
+"""Checks of ``tune selfcheck``: short runs of a recipe that must agree, and labels that must fit the conversations."""
+
+import dataclasses
+import inspect
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+import torchtune
+from torchtune._cli._target import RecipeTarget
+from torchtune._cli.run import run_here
+from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets import instantiate_dataset
+from torchtune.evaluation import EvaluationError, compare_models, logits_of, missing_packages, read_with_transformers
+from torchtune.utils import UserError
+
+_ROWS = 4  # rows of a run, from each dataset
+_LABEL_ROWS = 64
+_HEADER = 16  # maximum number of tokens before an answer that a layout trains with it
+_DEGREES = ("tensor_parallel_dim", "context_parallel_dim", "expert_parallel_dim", "data_parallel_replicate_dim")
+# Settings of all runs that the recipe has.
+_SHORT = {
+    **dict.fromkeys(_DEGREES, 1),
+    **dict.fromkeys(("dataset_val", "run_val_every_n_steps", "keep_best", "early_stopping_patience", "profiler")),
+    **dict.fromkeys(("compile", "enable_async_checkpointing", "save_adapter_weights_only"), False),
+    **{"resume_from_checkpoint": False, "log_every_n_steps": 1, "log_level": "ERROR", "seed": 1, "shuffle": False},
+    **{"save_every_n_steps": None, "save_every_n_minutes": None, "gradient_accumulation_steps": 1},
+}
+# Plain SGD shows a gradient of another scale.
+_PLAIN = {
+    **{"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}, "lr_scheduler": None, "clip_grad_norm": None},
+    **{"optimizer_in_bwd": False, "epochs": 2, "max_steps_per_epoch": 1},
+}
+
+
+class CheckFailed(UserError):
+    """Raised by a check that fails."""
+
+
+class NotChecked(UserError):
+    """Raised by a check that does not apply."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Verdict of a check: ``passed``, ``failed`` or ``not checked``, the reason, and where to see more."""
+
+    name: str
+    state: str
+    reason: str
+    more: str
+
+
+def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> Iterator[Verdict]:
+    """Yield the verdicts of all checks.
+
+    Args:
+        recipe: the recipe.
+        config: its config.
+        overrides: settings that replace the config's.
+        folder: empty folder of the runs.
+
+    Raises:
+        ConfigError: the config has mistakes.
+    """
+    checks = _Checks(recipe, config, overrides, folder)
+    show = f"tune data show {' '.join([str(config), *overrides])} --examples {_ROWS}"
+    for name, check, more in (
+        ("accumulation", checks.accumulation, f"{folder}/whole.log, accumulated.log and the configs beside them"),
+        ("packing", checks.packing, f"{folder}/whole.log, packed.log and the configs beside them"),
+        ("resume", checks.resume, f"{folder}/uninterrupted.log, resumed.log and the configs beside them"),
+        ("save and load", checks.load, f"{folder}/whole/epoch_0, and the log {folder}/whole.log"),
+        ("labels", checks.labels, show),
+        ("end of turn", checks.end_of_turn, show),
+    ):
+        try:
+            state, reason = "passed", check()
+        except NotChecked as error:
+            state, reason = "not checked", str(error)
+        except UserError as error:
+            state, reason = "failed", str(error)
+        yield Verdict(name, state, reason, more)
+
+
+class _Checks:
+    """The checks; each returns what it saw, or raises."""
+
+    def __init__(self, recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> None:
+        main, document = recipe.load_main(), read_document(config)
+        load_and_check(config, overrides, main)
+        apply_overrides(document, overrides)
+        self._recipe, self._folder, self._data = recipe, folder, document.data
+        settings = settings_of(main)
+        fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+        self._known = {field.name for field in fields} or {*self._data}
+        if not any(text.startswith("dtype=") for text in overrides):
+            self._data["dtype"] = "fp32"
+        self._tolerance = 1e-5 if self._data["dtype"] == "fp32" else 1e-2
+        if "max_seq_len" in _arguments(self._data["tokenizer"]) and not self._data["tokenizer"].get("max_seq_len"):
+            self._data["tokenizer"]["max_seq_len"] = 1024
+        self._rows = _ROWS * len(self._nodes(self._data))
+
+    @staticmethod
+    def _nodes(data: dict[str, Any]) -> list[dict[str, Any]]:
+        return data["dataset"] if isinstance(data["dataset"], list) else [data["dataset"]]
+
+    def _limited(self, rows: int, packed: bool = False) -> dict[str, Any]:
+        """Return the config with the first rows of each dataset that has splits."""
+        data = deepcopy(self._data)
+        for node in self._nodes(data):
+            takes = _arguments(node)
+            if "split" in takes and "[" not in str(node.get("split")) and not node.get("streaming"):
+                node["split"] = f"{node.get('split', 'train')}[:{rows}]"
+            if "packed" in takes:
+                node["packed"] = packed
+        return data
+
+    def _train(self, name: str, packed: bool = False, **changes: Any) -> dict[int, float]:
+        """Run the recipe and return the loss of each step.
+
+        Raises:
+            CheckFailed: the run fails.
+        """
+        output, data = self._folder / name, self._limited(_ROWS, packed)
+        logger = "torchtune.training.metric_logging.DiskLogger"
+        file = {"log_dir": str(output / "logs"), "output_fmt": "jsonl", "filename": "log.jsonl"}
+        data |= {key: value for key, value in {**_SHORT, **changes}.items() if key in self._known}
+        if changes.keys() >= _PLAIN.keys():  # dropout differs between the two ways
+            _set_everywhere(data, ("lora_dropout", "dropout", "attn_dropout"), 0.0)
+        data |= {"output_dir": str(output), "metric_logger": {"_component_": logger, **file}}
+        data["checkpointer"] = {**data["checkpointer"], "output_dir": str(output)}
+        data["checkpointer"].pop("keep_last_n_checkpoints", None)
+        config = output.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        argv, path = sys.argv, [*sys.path]
+        with output.with_suffix(".log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+            try:
+                run_here(self._recipe, config, [])
+                reason = None
+            except SystemExit as stop:
+                reason = f"exit code {stop.code}" if stop.code else None
+            except Exception as error:  # noqa: BLE001  (of a recipe of the user's own)
+                reason = f"{type(error).__name__}: {error}"
+            finally:
+                sys.argv, sys.path[:] = argv, path
+        if reason is not None:
+            said = output.with_suffix(".log").read_text().rpartition("error: ")[2]
+            raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(said.split())[:400]}")
+        records = [json.loads(line) for line in (output / "logs" / "log.jsonl").read_text().splitlines()]
+        return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+    @cached_property
+    def _whole(self) -> dict[int, float]:
+        return self._train("whole", **_PLAIN, batch_size=self._rows)
+
+    def _compare(self, other: dict[int, float], how: str) -> str:
+        """Compare two steps of a run with those of the plain one: the loss, and its change by a step."""
+        one, tolerance = self._whole, self._tolerance
+        losses = [f"{first:.6f} and {second:.6f}" for first, second in zip(one.values(), other.values(), strict=False)]
+        if one.keys() != other.keys() or len(one) != 2:
+            raise CheckFailed(f"{len(one)} and {len(other)} steps instead of 2 with {how}: rows are left out")
+        if not abs(one[1] - other[1]) <= tolerance * max(1.0, abs(one[1])):
+            raise CheckFailed(f"the loss of the same rows is {losses[0]} with {how}")
+        change, other_change = one[2] - one[1], other[2] - other[1]
+        if not abs(change - other_change) <= 0.02 * abs(change) + tolerance:
+            raise CheckFailed(f"the loss after a step is {losses[1]} with {how}: the gradients differ")
+        return f"losses {losses[0]}, after a step {losses[1]}"
+
+    def accumulation(self) -> str:
+        """Rows at once, or one by one with gradient accumulation."""
+        if "gradient_accumulation_steps" not in self._known:
+            raise NotChecked("the recipe has no gradient_accumulation_steps")
+        split = {"batch_size": 1, "gradient_accumulation_steps": self._rows}
+        return self._compare(self._train("accumulated", **{**_PLAIN, **split}), f"{self._rows} micro-batches")
+
+    def packing(self) -> str:
+        """Rows alone, or in packs."""
+        if not all({"packed", "split"} <= _arguments(node).keys() for node in self._nodes(self._data)):
+            raise NotChecked("the dataset has no argument packed")
+        return self._compare(self._train("packed", packed=True, **_PLAIN, batch_size=self._rows), "packs")
+
+    def resume(self) -> str:
+        """A run that is resumed half-way ends with the same bits."""
+        if not {"save_every_n_steps", "resume_from_checkpoint"} <= self._known:
+            raise NotChecked("the recipe has no save_every_n_steps or resume_from_checkpoint")
+        steps = {"batch_size": 1, "epochs": 1, "max_steps_per_epoch": _ROWS, "save_every_n_steps": _ROWS // 2}
+        steps["shuffle"] = self._data.get("shuffle", True)
+        whole, name = self._train("uninterrupted", **steps), f"step_{_ROWS // 2}"
+        if len(whole) < _ROWS:
+            raise NotChecked(f"{_ROWS} rows are needed, and the dataset has {len(whole)}")
+        shutil.copytree(self._folder / "uninterrupted" / name, self._folder / "resumed" / name)
+        resumed = self._train("resumed", **{**steps, "resume_from_checkpoint": True})
+        expected = {step: loss for step, loss in whole.items() if step > _ROWS // 2}
+        if resumed != expected:
+            raise CheckFailed(f"the losses are {[*resumed.values()]} instead of {[*expected.values()]}")
+        files = sorted((self._folder / "uninterrupted" / f"step_{_ROWS}").rglob("*.safetensors"))
+        for file in files:
+            copy = self._folder / "resumed" / file.relative_to(self._folder / "uninterrupted")
+            if not copy.is_file() or file.read_bytes() != copy.read_bytes():
+                raise CheckFailed(f"{file.relative_to(self._folder)} has other bits than in the resumed run")
+        return f"steps {min(resumed)} to {max(resumed)} and {len(files)} files are the same, bit for bit"
+
+    def load(self) -> str:
+        """A checkpoint, loaded alone, has the loss that the run has behind it."""
+        saved, rows = self._folder / "whole" / "epoch_0", self._examples(_ROWS)[: self._rows]
+        expected = self._whole[2]
+        if not rows or "labels" not in rows[0]:
+            raise NotChecked("the rows have no labels of their own")
+        model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
+        logits, ids = logits_of(model), [torch.as_tensor(row["tokens"]) for row in rows]
+        targets = [torch.as_tensor(row["labels"]) for row in rows]
+        cross_entropy = torch.nn.functional.cross_entropy
+        with torch.no_grad():
+            total = sum(cross_entropy(logits(x), y, reduction="sum").item() for x, y in zip(ids, targets, strict=True))
+        loss = total / sum(int((y != CROSS_ENTROPY_IGNORE_IDX).sum()) for y in targets)
+        if not abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
+            raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
+        return f"loss {loss:.6f}, as the run continues{self._read_elsewhere(saved, logits, ids)}"
+
+    def _read_elsewhere(self, saved: Path, logits: Callable[..., Any], ids: list[torch.Tensor]) -> str:
+        """Compare with transformers, if it is installed and knows the architecture."""
+        if missing_packages("transformers"):
+            return "; transformers is not installed"
+        try:
+            other = read_with_transformers(saved, torch.device("cpu"))
+        except EvaluationError as error:
+            return f"; not compared with transformers: {error}"
+        found = compare_models(logits, other.logits, ids)
+        if other.unread or not found.max_difference <= 100 * self._tolerance * max(1.0, found.spread):
+            raise CheckFailed(f"{other.library}: logits differ by {found.max_difference:.2g}; unread: {other.unread}")
+        return f"; logits as in {other.library}"
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return instantiate(self._data["tokenizer"])
+
+    def _dataset(self, rows: int) -> Any:
+        return instantiate_dataset(self._limited(rows)["dataset"], self._tokenizer)
+
+    def _examples(self, rows: int) -> list[dict[str, Any]]:
+        dataset = self._dataset(rows)
+        return [dataset[i] for i in range(min(len(dataset), rows * len(self._nodes(self._data))))]
+
+    def _is_whole(self, tokens: Any) -> bool:
+        limit = getattr(self._tokenizer, "max_seq_len", None)
+        return limit is None or len(tokens) < limit
+
+    def labels(self) -> str:
+        """The training row is the prompt of generation and the answer; only answers are labels."""
+        dataset = self._dataset(_LABEL_ROWS)
+        parts = getattr(dataset, "_datasets", [dataset])
+        if not all(hasattr(part, "conversations") for part in parts) or not hasattr(self._tokenizer, "decode"):
+            raise NotChecked("the dataset has no conversations")
+        checked, header = 0, 0
+        for part in parts:
+            conversations = list(part.conversations())
+            for index in range(len(part)):
+                row, number = part[index], part.origins(index)[0]["row"]
+                split = getattr(self._tokenizer, "conversations", lambda messages: [messages])(conversations[number])
+                if len(split) == 1 and self._is_whole(row["tokens"]):
+                    try:
+                        header = max(header, self._check_row(row, split[0]))
+                    except CheckFailed as error:
+                        raise CheckFailed(f"row {number} of {part.source}: {error}") from None
+                    checked += 1
+        if not checked:
+            raise NotChecked("all rows are cut to max_seq_len or split into turns")
+        trained = f"; the layout trains {header} tokens of the header" if header else ""
+        return f"{checked} rows are prompt and answer{trained}"
+
+    def _check_row(self, row: dict[str, Any], messages: list[Any]) -> int:
+        """Check the row of a conversation; return the number of trained tokens at the end of its prompt."""
+        tokens, trained = np.asarray(row["tokens"]), _trained(row)
+        texts = [self._tokenizer.decode(tokens[mask].tolist()) for mask in (trained, ~trained)]
+        for message in messages:
+            text = message.text_content.rpartition("</think>")[2].strip()
+            if message.role in ("user", "assistant") and text and text not in texts[message.masked]:
+                what = "is trained" if message.masked else "is not trained"
+                raise CheckFailed(f"'{text[:40]}' ({message.role}) {what}, wholly or in part")
+        if messages[-1].role != "assistant" or messages[-1].masked:
+            return 0
+        prompt, _ = self._tokenizer.tokenize_messages(messages[:-1], add_end_tokens=False)
+        if tokens[: len(prompt)].tolist() != list(prompt):
+            raise CheckFailed("it does not begin with the prompt that generation has for its last answer")
+        before = np.flatnonzero(~trained[: len(prompt)])
+        header = len(prompt) - 1 - int(before[-1]) if len(before) else len(prompt)
+        if header > _HEADER:
+            raise CheckFailed(f"the last {header} tokens of the prompt are trained")
+        return header
+
+    def end_of_turn(self) -> str:
+        """Every trained passage ends with the token that ends the turn."""
+        rows = [row for row in self._examples(_LABEL_ROWS) if "labels" in row]
+        special = getattr(self._tokenizer, "special_tokens", {})
+        stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
+        if not rows or not stops:
+            raise NotChecked("the rows have no labels, or the tokenizer has no stop_tokens")
+        count = 0
+        for number, row in enumerate(rows):
+            trained = [False, *_trained(row).tolist(), False]
+            ends = [i for i, (now, after) in enumerate(pairwise(trained[1:])) if now and not after]
+            for end in ends if self._is_whole(row["tokens"]) else ():
+                if int(row["tokens"][end]) not in stops:
+                    raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
+            count += len(ends)
+        return f"{count} trained passages end with a stop token"
+
+
+def _trained(row: dict[str, Any]) -> np.ndarray:
+    """Return which tokens are trained, bool ``[s]``; a label stands one position before its token."""
+    return np.concatenate([[False], np.asarray(row["labels"])[:-1] != CROSS_ENTROPY_IGNORE_IDX])
+
+
+def _arguments(node: Any) -> dict[str, Any]:
+    return dict(inspect.signature(locate(node["_component_"])).parameters)
+
+
+def _set_everywhere(value: Any, names: tuple[str, ...], new: Any) -> None:
+    """Set existing keys of these names, at any depth."""
+    if isinstance(value, dict):
+        value.update({key: new for key in names if key in value})
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _set_everywhere(inner, names, new)
