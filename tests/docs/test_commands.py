@@ -132,7 +132,7 @@ class Page:
             assert fits, f"$ {command.text}\nshown:\n{expected}\nprinted (exit code {code}):\n{output}"
 
     def _in_process(self, words: list[str]) -> tuple[int, str]:
-        tiny = words[:2] == ["tune", "run"] and not {"--dry-run", "--help"} & set(words)
+        tiny = words[1] in ("run", "selfcheck") and not {"--dry-run", "--help"} & set(words)
         arguments = [self._argument(word, before, tiny) for before, word in pairwise(words)]
         output, code, argv = io.StringIO(), 0, sys.argv
         handler = logging.StreamHandler(output)

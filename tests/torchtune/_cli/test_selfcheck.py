@@ -9,6 +9,7 @@ from tests.recipes.runs import RECIPES, write_config
 from torchtune._cli._selfchecks import NotChecked, _Checks, selfcheck
 from torchtune._cli._target import RecipeTarget
 from torchtune.data import collate_documents
+from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.utils import UserError
 
@@ -106,16 +107,16 @@ def test_a_sound_run_passes(shared, tmp_path, name):
     assert verdicts[4].reason == "24 rows are prompt and answer"
 
 
-@pytest.mark.parametrize("fault", list(FAULTS)[:2])
-def test_a_wrong_division_under_accumulation(shared, tmp_path, fault):
+@pytest.mark.parametrize(("fault", "metric"), [*zip(list(FAULTS)[:2], ("grad_norm", "loss"), strict=True)])
+def test_a_wrong_division_under_accumulation(shared, tmp_path, fault, metric):
     found = checks(shared, tmp_path, fault)
-    with pytest.raises(UserError, match=r"with 4 micro-batches"):
+    with pytest.raises(UserError, match=rf"{metric} .* with 4 micro-batches, in step 1"):
         found.accumulation()
 
 
 def test_packs_whose_documents_see_each_other(shared, tmp_path):
     found = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
-    with pytest.raises(UserError, match=r"the loss of the same rows is .* with packs"):
+    with pytest.raises(UserError, match=r"loss .* for the same rows with packs, in step 1"):
         found.packing()
     found.accumulation()
 
@@ -123,6 +124,19 @@ def test_packs_whose_documents_see_each_other(shared, tmp_path):
 def test_a_resume_that_forgets(shared, tmp_path):
     with pytest.raises(UserError, match=r"the losses are \[.*\] instead of|has other bits"):
         checks(shared, tmp_path, "optimizer without its state").resume()
+
+
+class HalfLoss(LinearCrossEntropyLoss):
+    """A loss of the user's own."""
+
+    def sum_and_count(self, *args: Any, **kwargs: Any) -> Any:
+        total, count = super().sum_and_count(*args, **kwargs)
+        return total / 2, count
+
+
+def test_a_checkpoint_is_measured_by_the_loss_of_the_config(shared, tmp_path):
+    found = checks(shared, tmp_path, loss={"_component_": f"{__name__}.HalfLoss"})
+    assert "as the run continues" in found.load()
 
 
 def test_a_checkpoint_of_another_model(shared, tmp_path):
@@ -169,7 +183,9 @@ def test_checks_that_do_not_apply(shared, tmp_path):
 
 def test_the_command(tune, shared, tmp_path, monkeypatch):
     config = write_config(LORA, shared, tmp_path / "output", tokenizer=tokenizer(shared, "TrainsQuestions"))
-    monkeypatch.setattr(_Checks, "_train", lambda *_, **__: {1: 1.0, 2: 0.5})  # runs are tested above
+    monkeypatch.setattr(
+        _Checks, "_train", lambda *_, **__: {1: {"loss": 1.0}, 2: {"loss": 0.5}}
+    )  # runs are tested above
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = tune("selfcheck", "--config", str(config), "batch_size=1")
     assert result.code == 1
