@@ -222,15 +222,15 @@ class _Checks:
         """A checkpoint, loaded alone, has the loss with which the run continues."""
         saved, rows = self._folder / "whole" / "epoch_0", self._examples(_ROWS)[: self._rows]
         expected = self._whole[2]["loss"]
-        if not all("labels" in row for row in rows):
+        if not rows:
             raise NotChecked("the rows have no labels of their own")
         model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)
-        batches = [collate_documents([row]).to(next(model.parameters()).device) for row in rows]
+        batch = collate_documents(rows).to(next(model.parameters()).device)
         with torch.no_grad():
-            hidden = [model(**batch.model_inputs(), output="hidden") for batch in batches]
-            pairs = [loss_fn.sum_and_count(h, b.labels, model.output) for h, b in zip(hidden, batches, strict=True)]
-        loss = sum(float(total) for total, _ in pairs) / sum(int(count) for _, count in pairs)
+            hidden = model(**batch.model_inputs(), output="hidden")
+            total, count = loss_fn.sum_and_count(hidden, batch.labels, model.output)
+        loss = float(total) / int(count)
         if not abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
             raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
         ids = [torch.as_tensor(row["tokens"]) for row in rows]
@@ -257,8 +257,10 @@ class _Checks:
         return instantiate_dataset(self._limited(rows)["dataset"], self._tokenizer)
 
     def _examples(self, rows: int) -> list[dict[str, Any]]:
+        """Return the first examples that have labels; prompts for generation have a number and no real labels."""
         dataset = self._dataset(rows)
-        return [dataset[i] for i in range(min(len(dataset), rows * len(self._nodes(self._data))))]
+        examples = [dataset[i] for i in range(min(len(dataset), rows * len(self._nodes(self._data))))]
+        return [row for row in examples if "labels" in row and "number" not in row]
 
     def _is_whole(self, tokens: Any) -> bool:
         limit = getattr(self._tokenizer, "max_seq_len", None)
@@ -309,7 +311,7 @@ class _Checks:
 
     def end_of_turn(self) -> str:
         """Every trained passage ends with the token that ends the turn."""
-        rows = [row for row in self._examples(_LABEL_ROWS) if "labels" in row]
+        rows = self._examples(_LABEL_ROWS)
         special = getattr(self._tokenizer, "special_tokens", {})
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
         if not rows or not stops:

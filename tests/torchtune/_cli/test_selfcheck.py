@@ -173,9 +173,10 @@ def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
     assert not result.out
 
 
-def test_checks_that_do_not_apply(shared, tmp_path):
-    found = checks(shared, tmp_path, name="dpo")
-    for check in (found.packing, found.labels, found.end_of_turn):
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_checks_that_do_not_apply(shared, tmp_path, name):
+    found = checks(shared, tmp_path, name=name)
+    for check in (found.packing, found.load, found.labels, found.end_of_turn):
         with pytest.raises(NotChecked):
             check()
     assert found.accumulation()
