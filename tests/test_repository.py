@@ -38,7 +38,7 @@ ROOM_BUDGET = {
     "torchtune/estimate": 19_050,
     "torchtune/data": 18_400,
     "torchtune/supervision": 15_350,
-    "torchtune/_cli": 22_600,
+    "torchtune/_cli": 26_000,
     "torchtune/reports": 10_350,
     "torchtune/generation": 10_800,
     "torchtune/utils": 7_500,
