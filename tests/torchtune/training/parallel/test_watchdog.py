@@ -1,16 +1,11 @@
 """Runs that stand still are ended, and say who keeps the others waiting."""
 
 import json
-import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.recipes.killing import launch
-from tests.tiny import write_tokenizer
 from tests.torchtune.training.parallel.hangs import RUNS
 from torchtune import training
 from torchtune.supervision._heartbeats import Beat, describe_stall, list_ranks
@@ -29,39 +24,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_process_that_can_ends_and_says_who_is_behind(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
-
-
-# Renders the second row for longer than anybody waits, without output that could be bounded.
-ENDLESS = """{% for message in messages %}{% if message.content == "second" %}
-{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}
-{% endif %}{{ message.content }}{% endfor %}"""
-HANGING = """
-import sys
-from torchtune.datasets import chat_dataset
-from torchtune.supervision import watched
-from torchtune.tokenizers import hf_tokenizer
-
-folder = sys.argv[1]
-tokenizer = hf_tokenizer(folder, chat_template=folder + "/endless.jinja", max_seq_len=64)
-
-@watched
-def prepare(settings):
-    rows = folder + "/rows.jsonl"
-    chat_dataset(tokenizer, source=rows, conversation_column="messages", conversation_style="openai", packed=True)
-
-prepare({"hang_timeout_minutes": 0.1})
-"""
-
-
-def test_a_row_whose_template_does_not_end_is_named(tmp_path: Path):
-    write_tokenizer(tmp_path)
-    (tmp_path / "endless.jinja").write_text(ENDLESS)
-    turns = ({"role": "user", "content": text} for text in ("first", "second", "third"))
-    rows = [{"messages": [turn, {"role": "assistant", "content": "yes"}]} for turn in turns]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ended = subprocess.run([sys.executable, "-c", HANGING, tmp_path], capture_output=True, text=True)
-    assert ended.returncode == training.HANG_EXIT_CODE, ended.stderr
-    assert re.search(r"Rank 0 has not moved for \d+ s, set-up, at row 1, ", ended.stderr), ended.stderr
 
 
 def test_ranks_in_words():
