@@ -225,7 +225,6 @@ class Saver:
         return buffer.copy_(data, non_blocking=data.is_cuda)
 
     def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
-        self._ranks.run_on_rank_0(self._lock.check)  # a run without the lock must stop
         try:
             self._write_or_fail(job, rounds, failure)
         except (UserError, OSError) as error:

@@ -114,25 +114,12 @@ class FolderLock:
     def held(self, waiting: str | None = None) -> Iterator[bool]:
         """Hold the lock inside the block, see :meth:`acquire`; yield whether the file system supports locks."""
         was_held = self.is_held
-        self.check()
         self.acquire(waiting)
         try:
             yield self._lock.is_locked
         finally:
             if not was_held:
                 self.release()
-
-    def check(self) -> None:
-        """Take a held lock again if its file was removed. Raises ``UserError`` if another process has it by now."""
-        if not self.is_held or not self._lock.is_locked or self._read_lock() == self._describe_process:
-            return
-        gone = "" if self.folder.is_dir() else ", with everything in it,"
-        get_logger().warning(
-            f"{self._key}: {self.path if not gone else self.folder} was removed{gone} under the running run, which "
-            "goes on and makes it again: what was saved there before is gone unless you have moved it."
-        )
-        self.release()
-        self.acquire()
 
     def release(self) -> None:
         """Release the lock; do nothing if it is not held."""

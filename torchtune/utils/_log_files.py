@@ -8,10 +8,10 @@ import sys
 import traceback
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtune.utils._appended import AppendedFile
 from torchtune.utils._logging import SCREEN_FORMAT, get_logger, get_rank
 
 LOG_DIR = "logs"
@@ -25,70 +25,63 @@ _MARKER_PREFIX = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-class LogFile(logging.Handler):
-    """Log handler that appends every record to a file; if the file cannot be written, it warns once.
+class LogFile(logging.FileHandler):
+    """Log handler that appends to a file; if the file cannot be written, it warns once.
 
-    The file is created with the first record, and again if it is deleted. Each record is one appending write:
-    nothing is lost in a buffer when the process is killed, and lines of several processes do not mix. Crashes in C
-    code write their stack traces to it, too.
+    The file is created with the first record. Crashes in C code write their stack traces to it, too.
 
     Args:
         path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
+        super().__init__(path, delay=True, encoding="utf-8", errors="backslashreplace")
         self.path = path
-        self._file: AppendedFile | None = None
-        self._warned = False
-        self._has_partial_line = False
+        self._has_warned = False
         self._handles_crashes = False
         self.setFormatter(logging.Formatter(_FORMAT))
 
     @property
     def descriptor(self) -> int | None:
         """File descriptor, or ``None`` before the first record."""
-        return None if self._file is None else self._file.descriptor
+        return None if self.stream is None else self.stream.fileno()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            if self._file is None:
-                self._open(record)
-            self._write(self.format(record))
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                get_logger().warning(f"{self.path} cannot be written ({error.strerror}): the run goes on without it.")
+            if self.stream is None:
+                self._start()
+        except OSError:
+            self.handleError(record)
+        else:
+            super().emit(record)
 
-    def _open(self, record: logging.LogRecord) -> None:
-        self._file = AppendedFile(self.path)
+    def _start(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.stream = self._open()
         self._handles_crashes = not faulthandler.is_enabled()
         if self._handles_crashes:
             faulthandler.enable(self.descriptor)
         size = os.environ.get("WORLD_SIZE", "1")
         text = f"Rank {get_rank()} of {size} starts: process {os.getpid()} on {platform.node()}."
-        first = logging.LogRecord(record.name, logging.INFO, "", 0, text, None, None)
-        first.created, first.msecs = record.created, record.msecs
-        self._write(self.format(first))
+        super().emit(logging.LogRecord("torchtune", logging.INFO, "", 0, text, None, None))
 
-    def _write(self, line: str) -> None:
-        data = (("\n" if self._has_partial_line else "") + line + "\n").encode(errors="backslashreplace")
-        written = self._file.write(data)  # a full disk may take only a part
-        self._has_partial_line = written < len(data)
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (a method of logging.Handler)
+        """Warn about a file that cannot be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_warned:
+            self._has_warned = True
+            get_logger().warning(f"{self.path} cannot be written ({error.strerror}): the run goes on without it.")
 
     def close(self) -> None:
         """Close the file."""
         if self._handles_crashes:
             faulthandler.disable()
             self._handles_crashes = False
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                get_logger().warning(f"{self.path} is lost, it was removed and cannot be made again ({error}).")
-        super().close()
+        with suppress(OSError):  # a full disk
+            super().close()
 
 
 _file: LogFile | None = None

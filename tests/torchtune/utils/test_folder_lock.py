@@ -126,24 +126,6 @@ def test_a_link_or_a_folder_is_not_opened(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_removed_and_taken(hold: Callable, tmp_path: Path, said: list[str]) -> None:
-    """Whoever removes the folder under a run is told so; who takes it over ends the run that stood still."""
-    folder = tmp_path / "run"
-    lock = FolderLock(folder)
-    lock.acquire()
-    (folder / ".run.lock").unlink()
-    folder.rmdir()
-    lock.check()
-    assert (folder / ".run.lock").exists()
-    assert any("was removed, with everything in it, under the running run" in text for text in said), said
-    (folder / ".run.lock").unlink()
-    other = hold()
-    with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on "):
-        lock.check()
-    lock.release()
-    assert (folder / ".run.lock").exists(), "it is somebody else's"
-
-
 def test_a_block(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     with lock.held() as is_locked, lock.held():
@@ -196,6 +178,5 @@ def test_a_file_system_without_locks(
     lock = FolderLock(tmp_path)
     with lock.held() as is_locked:
         assert not is_locked
-        lock.check()
     assert any(f"has no locks ({os.strerror(number)})" in text for text in said), said
     assert list(tmp_path.iterdir()) == []
