@@ -3,7 +3,7 @@
 import inspect
 from typing import Annotated, Any
 
-from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, _distance, join_key, nearest
+from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, join_key, nearest
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._locate import locate
 from torchtune.config._reader import Document
@@ -28,7 +28,7 @@ class Checker:
         self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
         self.known: dict[str, list[str]] = {}  # schema name -> dotted paths that accept it
-        self.unknown: list[tuple[KeyPath, list[str], list[str], str]] = []
+        self.unknown: list[tuple[KeyPath, list[str], str]] = []  # with the valid names beside it, and the reason
         self.missing: list[tuple[KeyPath, str]] = []
 
     def check_fields(
@@ -42,8 +42,7 @@ class Checker:
             if key in accepted:
                 continue
             if key not in found:
-                unused = [name for name in found if name not in data]
-                self.unknown.append(((*path, key), unused, list(found), "there is no such setting"))
+                self.unknown.append(((*path, key), list(found), "there is no such setting"))
             elif value == "???":
                 self.document.add((*path, key), "must be given: ??? stands for a value that you fill in")
             else:
@@ -143,8 +142,7 @@ class Checker:
                     here, f"is where {name} gets the {taken[key]} of the recipe: let it take that first, or remove this"
                 )
             elif key not in signature.named and not signature.open:
-                unused = [known for known in signature.named if known not in node and known not in taken]
-                self.unknown.append((here, unused, list(signature.named), f"{name} takes no argument '{key}'"))
+                self.unknown.append((here, list(signature.named), f"{name} takes no argument '{key}'"))
                 visit_components(here, value, self)
             else:
                 annotation = signature.named.get(str(key), Argument()).annotation
@@ -165,21 +163,15 @@ class Checker:
         A required key that an unknown key is a misspelling of is not also reported as missing.
         """
         meant: set[KeyPath] = set()
-        for path, unused, local_names, reason in self.unknown[:MAX_MISTAKES]:
+        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
-            local, other = nearest(key, unused), nearest(key, local_names)
-            if local is None or (other and _distance(key, other) < _distance(key, local)):
-                local = other  # a present key that is closer: this is a misspelt duplicate of it
             elsewhere = [full for full in self.known.get(key, []) if full != join_key(path)]
-            if local and (not elsewhere or _distance(key, local) == 1):
-                hint = f"; did you mean '{local}'?"
+            local = None if elsewhere else nearest(key, local_names)
+            far = None if elsewhere or local else nearest(key, self.known)
+            if local:
                 meant.add((*path[:-1], local))
-            elif elsewhere:
-                hint = f"; did you mean '{elsewhere[0]}'?"
-            else:
-                far = nearest(key, self.known)
-                hint = f"; did you mean '{self.known[far][0]}'?" if far else ""
-            self.document.add(path, reason + hint)
+            found = local or next(iter(elsewhere), None) or (self.known[far][0] if far else None)
+            self.document.add(path, reason + (f"; did you mean '{found}'?" if found else ""))
         for path, reason in self.missing:
             if path not in meant:
                 self.document.add(path, reason, at=path[:-1])

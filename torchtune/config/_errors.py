@@ -8,7 +8,7 @@ from torchtune.utils import UserError
 
 KeyPath = tuple[str | int, ...]
 MAX_MISTAKES = 50  # reported at once
-_LONGEST = 100  # characters; longer names get no suggestion
+_LONGEST = 100  # characters of a name to compare
 
 
 @dataclass(frozen=True)
@@ -56,41 +56,11 @@ def truncate_text(text: str, width: int = 60) -> str:
     return line if len(line) <= width and len(text) <= 4 * width else f"{line[:width]}…"
 
 
-def _distance(left: str, right: str) -> int:
-    """Return the edit distance (insert, delete, replace, swap of adjacent letters) of two words."""
-    before: list[int] = []
-    row = list(range(len(right) + 1))
-    for i, a in enumerate(left, 1):
-        before, row, above = row, [i], before
-        for j, b in enumerate(right, 1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b)))
-            if i > 1 and j > 1 and a == right[j - 2] and b == left[i - 2]:
-                row[j] = min(row[j], above[j - 2] + 1)
-    return row[-1]
-
-
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that ``name`` most likely means, or ``None`` if none is close.
-
-    Candidates within an edit distance of a third of the letters come first, then similar sequences of letters.
-    """
-    if len(name) > _LONGEST:
-        return None
-    pool = sorted({candidate for candidate in candidates if len(candidate) <= _LONGEST} - {name})
-    word = name.lower()
-
-    edits = {candidate: _distance(word, candidate.lower()) for candidate in pool}
-
-    # An equal first letter breaks ties: most typos are in the middle of a word.
-    def rank(candidate: str) -> tuple[int, bool, float]:
-        ratio = difflib.SequenceMatcher(None, word, candidate.lower()).ratio()
-        return edits[candidate], candidate[:1].lower() != word[:1], -ratio
-
-    close = [c for c in pool if edits[c] <= max(1, min(len(c), len(name)) // 3)]
-    if close:
-        return min(close, key=rank)
-    similar = difflib.get_close_matches(name, pool, n=1, cutoff=0.7)
-    return similar[0] if similar else None
+    """Return the candidate that ``name`` most likely means, or ``None`` if none is close."""
+    pool = {candidate.lower(): candidate for candidate in candidates if candidate != name}
+    close = difflib.get_close_matches(name[:_LONGEST].lower(), pool, n=1, cutoff=0.65)
+    return pool[close[0]] if close else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 import yaml
 
 from torchtune.config._errors import KeyPath, did_you_mean, join_key, truncate_text
-from torchtune.config._limits import MAX_DEPTH, TooLarge
 from torchtune.config._reader import BadValue, Document, Place, read_value, syntax_reason
 from torchtune.config._secrets import REDACTED, is_secret, redact_secrets
 from torchtune.config._values import format_value, is_component
@@ -30,8 +29,6 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
                 raise _InvalidOverride("is not an option of a recipe: settings are written key=value")
             if not token.isascii() and token.encode(errors="ignore").decode() != token:
                 raise _InvalidOverride("is not UTF-8 text")
-            if len(keys) > MAX_DEPTH:
-                raise _InvalidOverride(f"nests more than {MAX_DEPTH} levels deep")
             if not all(keys):
                 raise _InvalidOverride("needs a key: write key=value or section.key=value")
             if token.startswith("~"):
@@ -63,7 +60,7 @@ def _convert_key(node: Any, key: str, so_far: KeyPath) -> str | int:
 def _assign(document: Document, keys: list[str], text: str, place: Place) -> None:
     try:
         value = text if "max_filename" in keys[-1] else read_value(text)
-    except (TooLarge, BadValue) as error:
+    except BadValue as error:
         raise _InvalidOverride(syntax_reason(error)) from error
     except yaml.YAMLError as error:
         quoted = REDACTED if is_secret(keys[-1]) else f"'{truncate_text(redact_secrets(text))}'"

@@ -1,7 +1,6 @@
 """Read YAML into plain values, with the file and line of every key."""
 
 import functools
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any
 import yaml
 
 from torchtune.config._errors import MAX_MISTAKES, ConfigError, KeyPath, Mistake, join_key, truncate_text
-from torchtune.config._limits import MAX_BYTES, TooLarge, check_size
 from torchtune.config._secrets import redact_secrets
 
 
@@ -33,11 +31,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 _MERGE = "tag:yaml.org,2002:merge"
 _CORE = "tag:yaml.org,2002:"
 _SCALARS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null")}
-_MAX_INT = 2**63  # limit of torch and of JSON readers
+# Limits of a file; the largest shipped config has about a hundred values. Aliases are expanded.
+_MAX_BYTES, _MAX_VALUES = 2**20, 20_000
 
 
 class BadValue(yaml.MarkedYAMLError):
-    """Scalar that does not match the type of its form or tag."""
+    """Value that is valid YAML, but not valid in a config."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,15 @@ class _Builder:
 
     def __init__(self, loader: _Loader, document: Document) -> None:
         self.loader, self.document, self.open = loader, document, set()
+        self.count = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         if node in self.open:
             self.document.add(path, "contains itself through a YAML alias")
             return None
+        self.count += 1
+        if self.count > _MAX_VALUES:
+            raise BadValue(problem=f"holds more than {_MAX_VALUES:,} values", problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode):
             return _convert_scalar(self.loader, node)
         if node.tag not in (f"{_CORE}seq", f"{_CORE}map"):
@@ -166,23 +169,15 @@ def _unknown_tag_error(node: yaml.Node) -> yaml.YAMLError:
 
 
 def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    """Convert a scalar of a plain type. Raises ``BadValue`` if a number does not fit 64 bits."""
+    """Convert a scalar of a plain type. Raises ``BadValue`` if it does not match its tag."""
     if node.tag not in _SCALARS:
         raise _unknown_tag_error(node)
-    kind = node.tag.removeprefix(_CORE)
-    numeric = kind in ("int", "float")
     try:
-        if numeric and len(node.value) > 100:
-            raise ValueError
-        value = loader.construct_object(node)
-        too_large = kind == "int" and abs(value) >= _MAX_INT
-        if too_large or (kind == "float" and math.isinf(value) and "inf" not in node.value.lower()):
-            raise ValueError
+        return loader.construct_object(node)
     except (ValueError, LookupError) as error:
-        size = " of at most 64 bits" if numeric else ""
-        problem = f"'{truncate_text(redact_secrets(node.value))}' is no {kind}{size}: put quotation marks around text"
+        text, kind = truncate_text(redact_secrets(node.value)), node.tag.removeprefix(_CORE)
+        problem = f"'{text}' is no {kind}: put quotation marks around text"
         raise BadValue(problem=problem, problem_mark=node.start_mark) from error
-    return value
 
 
 def _parse(text: str, document: Document) -> Any:
@@ -191,10 +186,12 @@ def _parse(text: str, document: Document) -> Any:
     Raises:
         yaml.YAMLError: it cannot be parsed.
     """
-    check_size(text, _Loader(text))
     loader = _Loader(text)
-    node = loader.get_single_node()
-    return None if node is None else _Builder(loader, document).build(node, ())
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _Builder(loader, document).build(node, ())
+    except RecursionError as error:
+        raise BadValue(problem="nests too deep") from error
 
 
 def read_document(path: str | Path) -> Document:
@@ -203,11 +200,14 @@ def read_document(path: str | Path) -> Document:
     document = Document({}, name, {(): Place(f"{name}:1", 1)})
     try:
         with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1).decode("utf-8-sig")
+            content = file.read(_MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([Mistake(name, "", f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Mistake(name, "", f"is not UTF-8 text (byte {error.start})")]) from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError([Mistake(name, "", "is longer than 1 MiB: a config is a page of settings")])
     try:
         data = _parse(text, document)
     except yaml.YAMLError as error:
@@ -227,7 +227,7 @@ def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
 def syntax_reason(error: yaml.YAMLError) -> str:
     """Return the reason of a YAML error as one sentence without its position."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    if isinstance(error, (TooLarge, BadValue)):
+    if isinstance(error, BadValue):
         return problem
     context = getattr(error, "context", None)
     return f"is not valid YAML: {problem}{f' ({context})' if context else ''}"
@@ -236,7 +236,7 @@ def syntax_reason(error: yaml.YAMLError) -> str:
 def read_value(text: str) -> Any:
     """Parse the value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
 
-    Raises ``yaml.YAMLError`` for an unclosed list or mapping, a value over the size limits, and a duplicate key.
+    Raises ``yaml.YAMLError`` for an unclosed list or mapping, and a duplicate key.
     """
     stripped = text.strip()
     if stripped in ("", "None"):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import enum
-import functools
-import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import yaml
 
 from torchtune.config._errors import KeyPath
-from torchtune.config._interpolate import texts_from_environment
+from torchtune.config._interpolate import resolve_texts, texts_with_references
 from torchtune.config._reader import Document, iter_scalars
 from torchtune.config._secrets import (
     REDACTED,
@@ -20,7 +18,6 @@ from torchtune.config._secrets import (
     escape,
     is_secret,
     redact_tokens,
-    remember_environment,
 )
 from torchtune.utils import atomic_write, get_logger, log_rank_zero
 
@@ -56,18 +53,6 @@ def keep_references(settings: Any, document: Document) -> None:
         vars(settings)["_from_environment"] = document.environment
 
 
-def _restore_references(value: Any, environment: dict[KeyPath, tuple[str, Any]], path: KeyPath = ()) -> Any:
-    """Replace values from the environment by their references, unless they have changed since."""
-    text, resolved = environment.get(path, (None, None))
-    if text is not None and (value == resolved or str(value) == str(resolved)):
-        return _Reference(text)
-    if isinstance(value, dict):
-        return {key: _restore_references(item, environment, (*path, key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_restore_references(item, environment, (*path, index)) for index, item in enumerate(value)]
-    return value
-
-
 def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
@@ -84,18 +69,28 @@ def _to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _redact(value: Any, secret: bool = False) -> Any:
-    """Replace secrets in ``value``; every text below a secret's name is one. References to the environment stay."""
+def _redact(
+    value: Any, environment: dict[KeyPath, tuple[str, Any]], path: KeyPath = (), is_secret_key: bool = False
+) -> Any:
+    """Replace secrets in ``value``; every text below a secret's name is one.
+
+    Values from the environment become references, unless they have changed since.
+    """
+    text, resolved = environment.get(path, (None, None))
+    if text is not None and (value == resolved or str(value) == str(resolved)):
+        return _Reference(text)
     if isinstance(value, dict):
         return {
-            key: item if key == "_component_" else _redact(item, secret or is_secret(str(key), _deciding_scalar(item)))
+            key: _redact(item, environment, (*path, key), is_secret_key or is_secret(str(key), _deciding_scalar(item)))
+            if key != "_component_"
+            else item
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_redact(item, secret) for item in value]
-    if isinstance(value, _Reference) or value in ("", "???"):
+        return [_redact(item, environment, (*path, index), is_secret_key) for index, item in enumerate(value)]
+    if value in ("", "???"):
         return value
-    if secret and (isinstance(value, str) or type(value) in (int, float)):
+    if is_secret_key and (isinstance(value, str) or type(value) in (int, float)):
         return REDACTED
     if isinstance(value, str) and len(value) >= 6 and (written := environment_reference(value)):
         return _Reference(written)  # settings that were copied or built by hand
@@ -113,10 +108,9 @@ def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
         return getattr(settings, "_from_environment", {})
     from omegaconf import OmegaConf
 
-    raw, resolved = (OmegaConf.to_container(settings, resolve=resolve) for resolve in (False, True))
-    texts = texts_from_environment(raw)
-    remember_environment(texts.values())
-    return {path: (text, functools.reduce(operator.getitem, path, resolved)) for path, text in texts.items()}
+    texts = texts_with_references(OmegaConf.to_container(settings, resolve=False))
+    resolved = resolve_texts(settings, list(texts))
+    return {path: (texts[path], value) for path, value, from_environment in resolved if from_environment}
 
 
 def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
@@ -129,7 +123,7 @@ def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
     values = _to_plain(settings)
     recipe = getattr(settings, "recipe", None) if dataclasses.is_dataclass(settings) else None
     values = {"recipe": recipe, **values} if recipe is not None else values
-    return _redact(_restore_references(values, _environment_of(settings))) if redact else values
+    return _redact(values, _environment_of(settings)) if redact else values
 
 
 def to_yaml(settings: Any, *, sort_keys: bool = False) -> str:

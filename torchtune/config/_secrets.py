@@ -3,7 +3,9 @@
 import itertools
 import os
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -47,18 +49,36 @@ _TOKEN_FORMATS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_ENVIRONMENT_NAME = re.compile(r"oc\.env\s*:\s*['\"]?([^\s'\"{},]+)")
 # Value of each environment variable that a config of this process refers to -> the reference.
 _environment: dict[str, str] = {}
 
 
-def remember_environment(texts: Iterable[str]) -> None:
-    """Record the values of variables that ``texts`` read with ``${oc.env:NAME}``, for ``redact_secrets``."""
-    for text in texts:
-        for name in _ENVIRONMENT_NAME.findall(text):
-            value = os.environ.get(name)
-            if value:
-                _environment[value] = f"${{oc.env:{name}}}"
+@contextmanager
+def record_environment() -> Iterator[set[str]]:
+    """Record which variables ``${oc.env:NAME}`` reads inside the block, and their values for ``redact_secrets``."""
+    from omegaconf.resolvers import oc
+
+    names: set[str] = set()
+
+    def read(name: str, *default: Any) -> Any:
+        names.add(name)
+        if value := os.environ.get(name):
+            _environment[value] = f"${{oc.env:{name}}}"
+        return oc.env(name, *default)
+
+    _register_environment_resolver(read)
+    try:
+        yield names
+    finally:
+        _register_environment_resolver(oc.env)
+
+
+def _register_environment_resolver(read: Callable[..., Any]) -> None:
+    from omegaconf import OmegaConf
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the names oc.* are reserved
+        OmegaConf.register_new_resolver("oc.env", read, replace=True)
 
 
 def is_secret(key: str, value: object = "") -> bool:

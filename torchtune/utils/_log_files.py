@@ -66,7 +66,7 @@ class LogFile(logging.FileHandler):
         text = f"Rank {get_rank()} of {size} starts: process {os.getpid()} on {platform.node()}."
         super().emit(logging.LogRecord("torchtune", logging.INFO, "", 0, text, None, None))
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (a method of logging.Handler)
+    def handleError(self, record: logging.LogRecord) -> None:
         """Warn about a file that cannot be written."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):

@@ -13,7 +13,6 @@ from tests.recipes.runs import RECIPES, load_recipe
 from tests.torchtune.config.assets import typed_recipe
 from torchtune import config
 from torchtune.config import describe_settings, load_and_check, log_config, save_config, settings_of, to_dict
-from torchtune.config._secrets import is_secret
 
 ASSETS = Path(__file__).parent / "assets"
 Check = Callable[..., typed_recipe.Settings]
@@ -87,16 +86,6 @@ def test_secrets_are_not_written(check, tmp_path):
         "logger": {"api_key": "<redacted>", "list": [{"password": "<redacted>"}]},
         "eos_token": "</s>",
     }
-
-
-@pytest.mark.parametrize("key", ["token", "hf_token", "HF_TOKEN", "wandb_api_key", "apikey", "db_password", "client_secret", "auth_token"])  # fmt: skip
-def test_names_of_secrets(key):
-    assert is_secret(key)
-
-
-@pytest.mark.parametrize("key", ["tokenizer", "max_new_tokens", "eos_token", "pad_token_id", "num_tokens", "special_tokens_path"])  # fmt: skip
-def test_names_of_no_secrets(key):
-    assert not is_secret(key)
 
 
 def test_log_config(check, caplog):

@@ -1,17 +1,15 @@
 """Whole configs: those that are shipped are accepted, damaged ones are read or refused."""
 
-import ast
 import functools
 import importlib.util
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.torchtune.config.assets import typed_recipe
 from torchtune import config
-from torchtune.config import ConfigError, _unread
+from torchtune.config import ConfigError
 
 ASSETS = Path(__file__).parent / "assets"
 SEED = 20
@@ -23,22 +21,6 @@ def _shipped() -> list[tuple[Path, str]]:
     from torchtune._recipe_registry import get_all_recipes
 
     return [(each.path, str(recipe.path)) for recipe in get_all_recipes() for each in recipe.configs]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sources_read_once() -> Iterator[None]:
-    """What a recipe's source reads is found out once, not for each of its configs."""
-    known: dict[int, tuple[dict, object]] = {}
-
-    def source(tree: ast.Module, names: dict) -> object:
-        if id(names) not in known:
-            known[id(names)] = (names, original(tree, names))
-        return known[id(names)][1]
-
-    original = _unread._Source
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_unread, "_Source", source)
-        yield
 
 
 @functools.cache

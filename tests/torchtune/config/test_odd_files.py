@@ -1,0 +1,90 @@
+"""Odd files: aliases, tags and references are read, or are one sentence with file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtune.config import ConfigError, load_and_check
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
+ODD = {
+    "billion laughs": (BOMB, "holds more than 20,000 values"),
+    "brackets": ("a: " + "[" * 5000 + "]" * 5000, "nests too deep"),
+    "long text": ("a: " + "x" * 2_000_000, "is longer than 1 MiB"),
+    "circle": ("a: ${b}\nb: ${c}\nc: ${a}\n", "it refers to itself"),
+    "many mistakes": ("".join(f"a{i}: {{_component_: no.such.thing{i}}}\n" for i in range(400)), "50 mistakes or more"),
+    "tagged int": ("a: 1\nb: !!int x", "c.yaml:2: 'x' is no int"),
+    "tagged bool": ("a: !!bool x", "'x' is no bool"),
+    "python object": ("a: !!python/object/apply:os.system ['touch here']", "tag '!!python/object/apply:os.system'"),
+    "binary": ("a: !!binary aGk=", "tag '!!binary'"),
+    "control character": ("a: \x07", "control characters are not allowed"),
+    "no keys": ("[a]: 1", "not a plain name"),
+    "undefined alias": ("a: *x", "found undefined alias"),
+    "other version": ("%YAML 9.9\n---\na: 1", "incompatible YAML document"),
+}
+
+
+def message_of(tmp_path: Path, text: str, *overrides: str) -> str:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_and_check(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_is_one_sentence(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, words = ODD[name]
+    message = message_of(tmp_path, text)
+    assert words in message
+    assert "c.yaml" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("a={x: 1, x: 2}", "command line: a: x: is given twice"),
+        ("a=[!!python/name:os.system ]", "a: '[!!python/name:os.system ]' is not a complete list"),
+        ("a=\udcff", "command line: a: is not UTF-8 text"),
+        ("a..b=1", "command line: a..b: needs a key"),
+        ("~", "command line: ~: needs a key"),
+    ],
+)
+def test_an_odd_override_is_one_sentence(override, words, tmp_path):
+    assert words in message_of(tmp_path, "", override)
+
+
+def test_files_of_other_systems_are_read(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_bytes("\ufeffa: ü\r\nb:\r\n  c: '${a}'\r\n".encode())
+    assert dict(load_and_check(path)) == {"a": "ü", "b": {"c": "ü"}}
+
+
+def test_aliases_of_one_anchor_are_changed_apart(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &x {lr: 1}\nb: *x\n")
+    assert dict(load_and_check(path, ["b.lr=2"])) == {"a": {"lr": 1}, "b": {"lr": 2}}
+
+
+def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIZE", "3")
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "z: ${y}\ny: ${x}/y\nx: ${s.name}\ns: {name: n, same: '${.name}', other: '${..z}'}\nall: ${s}\n"
+        "size: ${oc.decode:${oc.env:SIZE}}\npick: ${s.${which}}\nwhich: other\nname: ${oc.select:nothing,else}\n"
+        "names: ${oc.dict.keys:s}\nrow: [a, '${row2.0}']\nrow2: [b, c]\nitem: ${row2[1]}\nplain: \\${x}\n"
+    )
+    found = load_and_check(path)
+    assert found.z == found.all.other == found.pick == "n/y"
+    assert (found.size, found.name, found.item, found.row[1]) == (3, "else", "c", "b")
+    assert list(found.names) == ["name", "same", "other"]
+    assert found.plain == "${x}"
+
+
+@pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"a: \xff\n"), lambda path: path.mkdir()])
+def test_what_is_no_text_file(tmp_path, write):
+    write(tmp_path / "c.yaml")
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 3\)|there is no such file"):
+        load_and_check(tmp_path / "c.yaml")
