@@ -1,4 +1,4 @@
-# ruff: noqa: E501 (tables stand in one piece)
+
 """Settings written as YAML."""
 
 import logging
