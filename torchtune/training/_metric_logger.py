@@ -1,11 +1,15 @@
-"""Interface of the metric loggers, and the config as they log it."""
+"""Interface and base class of the metric loggers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
+import yaml
+
+from torchtune.utils import require
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -43,13 +47,6 @@ def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> 
     return flat
 
 
-def plain_config(config: Any) -> dict[str, Any]:
-    """Return the settings as plain containers, as saved (resolved, secrets redacted)."""
-    import yaml
-
-    return yaml.safe_load(save_config(config).read_text(encoding="utf-8"))
-
-
 class MetricLoggerInterface(Protocol):
     """Interface of a metric logger."""
 
@@ -61,9 +58,11 @@ class MetricLoggerInterface(Protocol):
             data: its value.
             step: number of the optimizer step.
         """
+        self.log_dict({name: data}, step)
 
     def log_config(self, config: "DictConfig") -> None:
         """Log the resolved config, and write it to ``{config.output_dir}/torchtune_config.yaml``."""
+        save_config(config)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log several scalars of one step."""
@@ -73,3 +72,42 @@ class MetricLoggerInterface(Protocol):
 
     def close(self) -> None:
         """Write pending metrics, and close files and connections."""
+
+
+class TrackingLogger(MetricLoggerInterface):
+    """Base class of the loggers of an optional package, which log on rank 0 only."""
+
+    _package: ClassVar[str]
+    _extra: ClassVar[str]
+    _run: Any = None  # the package's object that logs; None on other ranks and after closing
+
+    @classmethod
+    def check_installed(cls) -> ModuleType:
+        """Return the imported package. Raises ``UserError`` if it is not installed."""
+        return require(cls._package, extra=cls._extra, purpose=cls.__name__)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log several scalars of one step."""
+        if self._run is not None:
+            self._send({name: to_number(data) for name, data in payload.items()}, step)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Log the resolved config, and write it to ``{config.output_dir}/torchtune_config.yaml``."""
+        if self._run is not None:
+            path = save_config(config)
+            self._send_config(yaml.safe_load(path.read_text(encoding="utf-8")), path)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._finish()
+            self._run = None
+
+    def _send(self, numbers: dict[str, int | float], step: int) -> None:
+        raise NotImplementedError
+
+    def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        self._run.finish()

@@ -6,28 +6,37 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchtune.training._metric_logger import (
     MetricLoggerInterface,
     Scalar,
+    TrackingLogger,
     flatten_dict,
-    plain_config,
     save_config,
     to_number,
 )
-from torchtune.utils import AppendedFile, atomic_write, get_logger, get_world_size_and_rank, require, valid_json
+from torchtune.utils import AppendedFile, atomic_write, get_logger, get_world_size_and_rank, valid_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from torchtune.training.parallel._parallel_dims import ParallelDims
 
-__all__ = (
-    "CometLogger DiskLogger MLFlowLogger MetricLoggerInterface SilentLogger StdoutLogger TensorBoardLogger "
-    "TrackioLogger WandBLogger flatten_dict main_process_logger save_config"
-).split()
+__all__ = [
+    "CometLogger",
+    "DiskLogger",
+    "MLFlowLogger",
+    "MetricLoggerInterface",
+    "SilentLogger",
+    "StdoutLogger",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandBLogger",
+    "flatten_dict",
+    "main_process_logger",
+    "save_config",
+]
 
 
 class DiskLogger(MetricLoggerInterface):
@@ -67,14 +76,6 @@ class DiskLogger(MetricLoggerInterface):
         """Return the path of the file."""
         return self._file_name
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Write one scalar as one line."""
-        self.log_dict({name: data}, step)
-
-    def log_config(self, config: "DictConfig") -> None:
-        """Write the config to ``output_dir``."""
-        save_config(config)
-
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Write the scalars of one step as one line."""
         numbers = {name: to_number(data) for name, data in payload.items()}
@@ -102,14 +103,6 @@ class StdoutLogger(MetricLoggerInterface):
         Step 1 | loss:1.5
     """
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Print one scalar."""
-        self.log_dict({name: data}, step)
-
-    def log_config(self, config: "DictConfig") -> None:
-        """Write the config to ``output_dir``."""
-        save_config(config)
-
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Print the scalars of one step in one line."""
         print(f"Step {step} | " + " ".join(f"{name}:{to_number(data)}" for name, data in payload.items()), flush=True)
@@ -119,7 +112,7 @@ class StdoutLogger(MetricLoggerInterface):
         sys.stdout.flush()
 
 
-class WandBLogger(MetricLoggerInterface):
+class WandBLogger(TrackingLogger):
     """Metric logger for Weights & Biases, on rank 0 (``pip install 'torchtune[wandb]'``).
 
     With ``log_dir``, the id of the run is stored there, and a resumed run continues the same curves.
@@ -138,10 +131,7 @@ class WandBLogger(MetricLoggerInterface):
         >>> logger = torchtune.training.metric_logging.WandBLogger(project="mine")  # doctest: +SKIP
     """
 
-    @staticmethod
-    def check_installed() -> ModuleType:
-        """Return the imported package. Raises ``UserError`` if it is not installed."""
-        return require("wandb", extra="wandb", purpose="WandBLogger")
+    _package = _extra = "wandb"
 
     def __init__(
         self,
@@ -152,45 +142,25 @@ class WandBLogger(MetricLoggerInterface):
         **kwargs: Any,
     ) -> None:
         wandb = self.check_installed()
-        self._run = None
-        if get_world_size_and_rank()[1] != 0:
+        if not _is_rank_0():
             return
-        id_file = None
+        if "id" not in kwargs and (stored := _stored_name(log_dir, "wandb_run_id.txt")):
+            kwargs = {"id": stored, "resume": "allow", **kwargs}
         if log_dir is not None:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
-            if "id" not in kwargs:
-                id_file = Path(log_dir) / "wandb_run_id.txt"
-                if id_file.exists():
-                    kwargs = {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "allow", **kwargs}
         self._run = wandb.init(project=project, entity=entity, group=group, dir=log_dir, **kwargs)
-        if id_file is not None:
-            with atomic_write(id_file, "w") as file:
-                file.write(self._run.id)
+        _store_name(log_dir, "wandb_run_id.txt", self._run.id)
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
 
-    def log_config(self, config: "DictConfig") -> None:
-        """Log the config, and write it to ``output_dir``."""
-        if self._run is not None:
-            self._run.config.update(plain_config(config), allow_val_change=True)
+    def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        self._run.config.update(settings, allow_val_change=True)
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Log one scalar."""
-        self.log_dict({name: data}, step)
-
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log the scalars of one step."""
-        if self._run is not None:
-            self._run.log({**{name: to_number(data) for name, data in payload.items()}, "global_step": step})
-
-    def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+    def _send(self, numbers: dict[str, int | float], step: int) -> None:
+        self._run.log({**numbers, "global_step": step})
 
 
-class TensorBoardLogger(MetricLoggerInterface):
+class TensorBoardLogger(TrackingLogger):
     """Metric logger that writes TensorBoard event files, on rank 0 (``pip install 'torchtune[tensorboard]'``).
 
     A resumed run adds an event file to the same folder, which TensorBoard shows as one curve.
@@ -207,45 +177,29 @@ class TensorBoardLogger(MetricLoggerInterface):
         >>> logger = torchtune.training.metric_logging.TensorBoardLogger("/tmp/run/logs")  # doctest: +SKIP
     """
 
-    @staticmethod
-    def check_installed() -> ModuleType:
-        """Return the imported package. Raises ``UserError`` if it is not installed."""
-        return require("tensorboard", extra="tensorboard", purpose="TensorBoardLogger")
+    _package = _extra = "tensorboard"
 
     def __init__(self, log_dir: str, organize_logs: bool = True, **kwargs: Any) -> None:
         self.check_installed()
-        self._writer = None
-        if get_world_size_and_rank()[1] == 0:
+        if _is_rank_0():
             from torch.utils.tensorboard import SummaryWriter
 
             self.log_dir = Path(log_dir) / "run" if organize_logs else Path(log_dir)
-            self._writer = SummaryWriter(log_dir=str(self.log_dir), **kwargs)
+            self._run = SummaryWriter(log_dir=str(self.log_dir), **kwargs)
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Write one scalar."""
-        if self._writer is not None:
-            self._writer.add_scalar(name, to_number(data), global_step=step, new_style=True)
+    def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        self._run.add_text("config", "\n".join("    " + line for line in text.splitlines()))
 
-    def log_config(self, config: "DictConfig") -> None:
-        """Write the config as text, and to ``output_dir``."""
-        path = save_config(config)
-        if self._writer is not None:
-            text = path.read_text(encoding="utf-8")
-            self._writer.add_text("config", "\n".join("    " + line for line in text.splitlines()))
+    def _send(self, numbers: dict[str, int | float], step: int) -> None:
+        for name, number in numbers.items():
+            self._run.add_scalar(name, number, global_step=step, new_style=True)
 
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Write the scalars of one step."""
-        for name, data in payload.items():
-            self.log(name, data, step)
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def _finish(self) -> None:
+        self._run.close()
 
 
-class CometLogger(MetricLoggerInterface):
+class CometLogger(TrackingLogger):
     """Metric logger for Comet, on rank 0 (``pip install 'torchtune[comet]'``).
 
     Args:
@@ -267,10 +221,7 @@ class CometLogger(MetricLoggerInterface):
         >>> logger = torchtune.training.metric_logging.CometLogger(project="mine", online=False)  # doctest: +SKIP
     """
 
-    @staticmethod
-    def check_installed() -> ModuleType:
-        """Return the imported package. Raises ``UserError`` if it is not installed."""
-        return require("comet_ml", extra="comet", purpose="CometLogger")
+    _package, _extra = "comet_ml", "comet"
 
     def __init__(
         self,
@@ -286,44 +237,30 @@ class CometLogger(MetricLoggerInterface):
         **kwargs: Any,
     ) -> None:
         comet_ml = self.check_installed()
-        self._experiment = None
-        if get_world_size_and_rank()[1] == 0:
-            self._experiment = comet_ml.start(
+        if _is_rank_0():
+            options = comet_ml.ExperimentConfig(log_code=log_code, tags=tags, name=experiment_name, **kwargs)
+            self._run = comet_ml.start(
                 api_key=api_key,
                 workspace=workspace,
                 project=project,
                 experiment_key=experiment_key,
                 mode=mode,
                 online=online,
-                experiment_config=comet_ml.ExperimentConfig(
-                    log_code=log_code, tags=tags, name=experiment_name, **kwargs
-                ),
+                experiment_config=options,
             )
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Log one scalar."""
-        if self._experiment is not None:
-            self._experiment.log_metric(name, to_number(data), step=step)
+    def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        self._run.log_parameters(flatten_dict(settings))
+        self._run.log_asset(str(path))
 
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log the scalars of one step."""
-        if self._experiment is not None:
-            self._experiment.log_metrics({name: to_number(data) for name, data in payload.items()}, step=step)
+    def _send(self, numbers: dict[str, int | float], step: int) -> None:
+        self._run.log_metrics(numbers, step=step)
 
-    def log_config(self, config: "DictConfig") -> None:
-        """Log the config, and write it to ``output_dir``."""
-        if self._experiment is not None:
-            self._experiment.log_parameters(flatten_dict(plain_config(config)))
-            self._experiment.log_asset(str(Path(config.output_dir) / "torchtune_config.yaml"))
-
-    def close(self) -> None:
-        """End the experiment."""
-        if self._experiment is not None:
-            self._experiment.end()
-            self._experiment = None
+    def _finish(self) -> None:
+        self._run.end()
 
 
-class MLFlowLogger(MetricLoggerInterface):
+class MLFlowLogger(TrackingLogger):
     """Metric logger for MLflow, on rank 0 (``pip install 'torchtune[mlflow]'``).
 
     Args:
@@ -339,10 +276,7 @@ class MLFlowLogger(MetricLoggerInterface):
         >>> logger = torchtune.training.metric_logging.MLFlowLogger("mine", tracking_uri="mlruns")  # doctest: +SKIP
     """
 
-    @staticmethod
-    def check_installed() -> ModuleType:
-        """Return the imported package. Raises ``UserError`` if it is not installed."""
-        return require("mlflow", extra="mlflow", purpose="MLFlowLogger")
+    _package = _extra = "mlflow"
 
     def __init__(
         self,
@@ -352,16 +286,16 @@ class MLFlowLogger(MetricLoggerInterface):
         run_name: str | None = None,
     ) -> None:
         self._mlflow = self.check_installed()
-        self._run = None
-        if get_world_size_and_rank()[1] == 0:
-            is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
-            if is_folder:  # MLflow writes no files in a folder without a database any more
-                self._use_folder(Path(tracking_uri).absolute(), experiment_name or "Default")
-            elif tracking_uri is not None:
-                self._mlflow.set_tracking_uri(tracking_uri)
-            if experiment_name is not None:
-                self._mlflow.set_experiment(experiment_name)
-            self._run = self._mlflow.start_run(run_id=run_id, run_name=run_name)
+        if not _is_rank_0():
+            return
+        is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
+        if is_folder:  # MLflow writes no files in a folder without a database any more
+            self._use_folder(Path(tracking_uri).absolute(), experiment_name or "Default")
+        elif tracking_uri is not None:
+            self._mlflow.set_tracking_uri(tracking_uri)
+        if experiment_name is not None:
+            self._mlflow.set_experiment(experiment_name)
+        self._run = self._mlflow.start_run(run_id=run_id, run_name=run_name)
 
     def _use_folder(self, folder: Path, experiment_name: str) -> None:
         """Keep metrics and artifacts in ``folder``; without a location, artifacts go to the working directory."""
@@ -370,32 +304,20 @@ class MLFlowLogger(MetricLoggerInterface):
         if self._mlflow.get_experiment_by_name(experiment_name) is None:
             self._mlflow.create_experiment(experiment_name, artifact_location=(folder / "artifacts").as_uri())
 
-    def log_config(self, config: "DictConfig") -> None:
-        """Log the config as parameters and as a file, and write it to ``output_dir``."""
-        if self._run is not None:
-            flat = {key: str(value) for key, value in flatten_dict(plain_config(config)).items()}
-            with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # parameters of a run are immutable
-                self._mlflow.log_params(flat)
-            self._mlflow.log_artifact(str(Path(config.output_dir) / "torchtune_config.yaml"))
+    def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        flat = {key: str(value) for key, value in flatten_dict(settings).items()}
+        with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # parameters of a run are immutable
+            self._mlflow.log_params(flat)
+        self._mlflow.log_artifact(str(path))
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Log one scalar."""
-        if self._run is not None:
-            self._mlflow.log_metric(name, to_number(data), step=step)
+    def _send(self, numbers: dict[str, int | float], step: int) -> None:
+        self._mlflow.log_metrics(numbers, step=step)
 
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log the scalars of one step."""
-        if self._run is not None:
-            self._mlflow.log_metrics({name: to_number(data) for name, data in payload.items()}, step=step)
-
-    def close(self) -> None:
-        """End the run."""
-        if self._run is not None:
-            self._mlflow.end_run()
-            self._run = None
+    def _finish(self) -> None:
+        self._mlflow.end_run()
 
 
-class TrackioLogger(MetricLoggerInterface):
+class TrackioLogger(TrackingLogger):
     """Metric logger for Trackio, on rank 0 (``pip install 'torchtune[trackio]'``); ``trackio show`` opens it.
 
     Sampled answers of GRPO and PPO are logged as traces with their rewards. Metrics that are not finite and skipped
@@ -414,40 +336,22 @@ class TrackioLogger(MetricLoggerInterface):
         >>> logger = torchtune.training.metric_logging.TrackioLogger(project="mine")  # doctest: +SKIP
     """
 
-    @staticmethod
-    def check_installed() -> ModuleType:
-        """Return the imported package. Raises ``UserError`` if it is not installed."""
-        return require("trackio", extra="trackio", purpose="TrackioLogger")
+    _package = _extra = "trackio"
 
     def __init__(
         self, project: str = "torchtune", name: str | None = None, log_dir: str | None = None, **kwargs: Any
     ) -> None:
         self._trackio = self.check_installed()
-        self._run, self._skipped = None, 0
-        if get_world_size_and_rank()[1] != 0:
-            return
-        stored = None if log_dir is None else Path(log_dir) / "trackio_run_name.txt"
-        if name is None and stored is not None and stored.exists():
-            name = stored.read_text(encoding="utf-8")
-        self._run = self._trackio.init(project, name=name, **{"resume": "allow", "embed": False, **kwargs})
-        if stored is not None:
-            with atomic_write(stored, "w") as file:
-                file.write(self._run.name)
+        self._skipped = 0
+        if _is_rank_0():
+            name = name or _stored_name(log_dir, "trackio_run_name.txt")
+            self._run = self._trackio.init(project, name=name, **{"resume": "allow", "embed": False, **kwargs})
+            _store_name(log_dir, "trackio_run_name.txt", self._run.name)
 
-    def log_config(self, config: "DictConfig") -> None:
-        """Log the config, and write it to ``output_dir``."""
-        if self._run is not None:
-            self._run.config.update(plain_config(config))
+    def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        self._run.config.update(settings)
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Log one scalar."""
-        self.log_dict({name: data}, step)
-
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log the scalars of one step, and alert if one is not finite or a step was skipped."""
-        if self._run is None:
-            return
-        numbers = {name: to_number(data) for name, data in payload.items()}
+    def _send(self, numbers: dict[str, int | float], step: int) -> None:
         self._run.log(numbers, step=step)
         wrong = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
         if (skipped := numbers.get("skipped_steps", 0)) > self._skipped:
@@ -467,11 +371,21 @@ class TrackioLogger(MetricLoggerInterface):
             traces.append(self._trackio.Trace([{"role": role, "content": text} for role, text in turns], facts))
         self._run.log({"answers": traces}, step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+
+def _is_rank_0() -> bool:
+    return get_world_size_and_rank()[1] == 0
+
+
+def _stored_name(folder: str | None, file: str) -> str | None:
+    """Return the name of the run that this one continues, if there is one."""
+    path = None if folder is None else Path(folder) / file
+    return path.read_text(encoding="utf-8").strip() if path is not None and path.exists() else None
+
+
+def _store_name(folder: str | None, file: str, name: str) -> None:
+    if folder is not None:
+        with atomic_write(Path(folder) / file, "w") as stored:
+            stored.write(name)
 
 
 class SilentLogger(MetricLoggerInterface):
@@ -481,16 +395,7 @@ class SilentLogger(MetricLoggerInterface):
         >>> torchtune.training.metric_logging.SilentLogger().log("loss", 1.5, step=1)
     """
 
-    def log(self, name: str, data: Scalar, step: int) -> None:
-        """Do nothing."""
-
     def log_config(self, config: "DictConfig") -> None:
-        """Do nothing."""
-
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
         """Do nothing."""
 
 

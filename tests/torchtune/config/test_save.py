@@ -1,4 +1,3 @@
-
 """Settings written as YAML."""
 
 import logging
