@@ -1,7 +1,6 @@
 """Cache of reference log-probs, in one file per dataset and model."""
 
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,30 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from torchtune.data import Batch, BatchLoader
+from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
 from torchtune.supervision import checksum_bits
 from torchtune.training import ParallelDims
-from torchtune.utils import UserError, atomic_write, get_logger, is_simulated, log_rank_zero, sign_of_life
+from torchtune.utils import atomic_write, get_logger, is_simulated, log_rank_zero
 
 _SIDES = ("chosen", "rejected")
-
-
-class CacheError(UserError):
-    """Log-probs that cannot be cached."""
-
-    rank0_only = True  # every rank raises it: rank 0 prints it
-
-
-def create_folder(folder: Path, kind: type[UserError], setting: str) -> None:
-    """Create a folder and raise ``kind`` early if it is not writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError("it may not be written to")
-    except OSError as error:
-        raise kind(f"{setting}: {folder} cannot be written to ({error}): choose another folder.") from error
 
 
 class WithReference:
@@ -59,19 +42,6 @@ class WithReference:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
-
-
-class _RowSubset:
-    """Subset of a dataset with the row number in every example."""
-
-    def __init__(self, dataset: Any, rows: np.ndarray) -> None:
-        self._dataset, self._rows = dataset, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self._dataset[int(self._rows[index])], "row": int(self._rows[index])}
 
 
 @torch.no_grad()
@@ -103,7 +73,7 @@ def cache_log_probs(
             loader.derive(dataset=WithReference(loader.dataset, rows))
             for loader, rows in zip(loaders, zeros, strict=True)
         ]
-    create_folder(Path(folder), CacheError, "reference_cache")
+    create_folder(Path(folder), "reference_cache")
     of_model, found = _fingerprint(parameters, dims), []
     for loader in loaders:
         data = loader.dataset
@@ -158,18 +128,8 @@ def _compute(
     loader: BatchLoader, rows: np.ndarray, score: Callable[[Batch], Tensor], dims: ParallelDims
 ) -> Iterator[tuple[int, list[float]]]:
     """Yield (row, [chosen, rejected]) for all rows, which are split among the ranks."""
-    batches = BatchLoader(
-        _RowSubset(loader.dataset, rows),
-        batch_size=loader.batch_size,
-        collate_fn=loader.collate_fn,
-        shuffle=False,
-        seed=loader.seed,
-        rank=loader.rank,
-        world_size=loader.world_size,
-    )
     mine: dict[int, list[float]] = {}
-    for (batch,) in tqdm(batches, desc="Reference", total=len(batches), disable=None if dims.is_main else True):
-        sign_of_life()
+    for batch in uncached_batches(loader, rows, loader.collate_fn, "Reference", dims):
         numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])
         pairs = torch.stack(batch.chosen_and_rejected(score(batch).cpu().float()), dim=1)
         mine |= dict(zip(numbers.tolist(), pairs.tolist(), strict=True))

@@ -17,20 +17,14 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataError
 from torchtune.modules.loss import LikeliestTokens
-from torchtune.rlhf._reference_cache import create_folder
+from torchtune.rlhf._row_cache import CacheError, WithRowNumbers, create_folder, uncached_batches
 from torchtune.training import ParallelDims
-from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
+from torchtune.utils import FolderLock, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
 
 # Per-token entry: position in the cache.
 CACHE_POSITIONS = "teacher_at"
 _KEY, _ROWS, _TOKENS, _LOG_PROBS = "teacher.json", "rows.npz", "tokens.int32", "log_probs.float32"
 Likeliest = Callable[[Batch], LikeliestTokens]
-
-
-class TeacherCacheError(UserError):
-    """Cache that does not fit the run, or is damaged."""
-
-    rank0_only = True  # every rank raises it: rank 0 prints it
 
 
 class TeacherCache:
@@ -43,13 +37,13 @@ class TeacherCache:
         k: number of tokens per position.
 
     Raises:
-        TeacherCacheError: the data have no fingerprint, the cache is of other data or has another key, or a file is
+        CacheError: the data have no fingerprint, the cache is of other data or has another key, or a file is
             damaged.
     """
 
     def __init__(self, folder: Path, data: Any, key: Mapping[str, Any], k: int) -> None:
         if getattr(data, "fingerprint", None) is None:
-            raise TeacherCacheError(
+            raise CacheError(
                 f"teacher_cache: {type(data).__name__} has no fingerprint, so its rows may change: set it to null."
             )
         self.folder, self._data, self._k = folder, data, k
@@ -66,7 +60,6 @@ class TeacherCache:
                 counts[row], self._row_checksums[row] = _count_and_checksum(data[row])
             self.offsets = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
             self._is_cached, self._value_checksums = np.zeros(len(data), bool), np.zeros(len(data), np.uint32)
-        self._new_rows = np.zeros(0, np.int64)
         self._files: tuple[np.ndarray, np.ndarray] | None = None
 
     def _check_key(self) -> None:
@@ -75,11 +68,11 @@ class TeacherCache:
             found = json.loads(path.read_text(encoding="utf-8"))
             changed = [name for name in self._key if found[name] != self._key[name]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TeacherCacheError(f"{path} is damaged ({error}): delete {self.folder}.") from error
+            raise CacheError(f"{path} is damaged ({error}): delete {self.folder}.") from error
         if changed:
             texts = {name: (str(found[name]), str(self._key[name])) for name in changed}
             shown = [f"{name} (was {was}, is {now})" if len(was) < 20 else name for name, (was, now) in texts.items()]
-            raise TeacherCacheError(
+            raise CacheError(
                 f"teacher_cache: {self.folder} was filled for a run that differs in {', '.join(shown)}: set it to a "
                 "new folder, or delete this one."
             )
@@ -94,10 +87,10 @@ class TeacherCache:
                 )
             sizes = [(self.folder / name).stat().st_size for name in (_TOKENS, _LOG_PROBS)]
         except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile) as error:
-            raise TeacherCacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
+            raise CacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
         last = int(self.offsets[1:][self._is_cached].max(initial=0))
         if len(self._is_cached) != rows or sizes[0] < 4 * last * self._k or sizes[1] < 4 * last * (self._k + 1):
-            raise TeacherCacheError(f"{self.folder}: its files are too short, so a part of it is lost: delete it.")
+            raise CacheError(f"{self.folder}: its files are too short, so a part of it is lost: delete it.")
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows that are not cached yet."""
@@ -108,7 +101,7 @@ class TeacherCache:
 
         Raises:
             DataError: an example has changed.
-            TeacherCacheError: its cached values are damaged.
+            CacheError: its cached values are damaged.
         """
         for row, example in zip(rows, examples, strict=True):
             count, found = _count_and_checksum(example)
@@ -118,7 +111,7 @@ class TeacherCache:
                     "folder, and do not draw examples at random."
                 )
             if self._is_cached[row] and self._checksum_of(row) != self._value_checksums[row]:
-                raise TeacherCacheError(
+                raise CacheError(
                     f"{self.folder}: what is kept of row {row} is damaged, its checksum is another one: delete the "
                     "folder, and it is computed again."
                 )
@@ -131,13 +124,13 @@ class TeacherCache:
         return zlib.crc32(log_probs.tobytes(), zlib.crc32(tokens.tobytes()))
 
     @contextmanager
-    def writing(self) -> Iterator[Callable[[np.ndarray, tuple[np.ndarray, np.ndarray]], None]]:
+    def writing(self, rows: np.ndarray) -> Iterator[Callable[[np.ndarray, tuple[np.ndarray, np.ndarray]], None]]:
         """Context manager that yields a function to write positions [n] with their tokens [n, k] and log-probs [n, k +
         1].
 
-        The rows passed to :meth:`set_new_rows` become valid when the block ends, so a killed run starts over.
+        The rows become valid when the block ends, so a killed run starts over.
         """
-        create_folder(self.folder, TeacherCacheError, "teacher_cache")
+        create_folder(self.folder, "teacher_cache")
         names = [self.folder / name for name in (_TOKENS, _LOG_PROBS)]
         with FolderLock(self.folder, key="teacher_cache").held():
             for path in names:
@@ -157,19 +150,15 @@ class TeacherCache:
                         file.flush()
                         os.fsync(file.fileno())
             except OSError as error:
-                raise TeacherCacheError(f"{self.folder}: it cannot be written to ({error}).") from error
+                raise CacheError(f"{self.folder}: it cannot be written to ({error}).") from error
             self._files = None
-            for row in self._new_rows:
+            for row in rows:
                 self._value_checksums[row] = self._checksum_of(row)
-            self._is_cached[self._new_rows] = True
+            self._is_cached[rows] = True
             with atomic_write(self.folder / _ROWS) as file:
                 arrays = {"offsets": self.offsets, "sums": self._row_checksums, "known": self._is_cached}
                 np.savez(file, **arrays, contents=self._value_checksums)
             write_json(self.folder / _KEY, self._key)
-
-    def set_new_rows(self, rows: np.ndarray) -> None:
-        """Set the rows that become valid when the block of :meth:`writing` ends."""
-        self._new_rows = rows
 
     def reload(self) -> None:
         """Read the files again after another process has written them."""
@@ -184,26 +173,6 @@ class TeacherCache:
                 np.memmap(self.folder / name, dtype, "r").reshape(-1, width) for name, dtype, width in kinds
             )
         return self._files[0][at], self._files[1][at]
-
-
-class _WithRowNumbers:
-    """Dataset with the row number in every example."""
-
-    def __init__(self, dataset: Any, rows: np.ndarray | None = None) -> None:
-        self._dataset, self._rows = dataset, rows
-
-    def __len__(self) -> int:
-        return len(self._dataset) if self._rows is None else len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        row = index if self._rows is None else int(self._rows[index])
-        example = self._dataset[row]
-        if isinstance(example, Mapping):
-            return {**example, "row": row}
-        return [{**document, "row": row} for document in example]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
 
 
 def _split_row_numbers(examples: Sequence[Any]) -> tuple[list[int], list[Any]]:
@@ -257,7 +226,7 @@ def use_cache(
     if dims.any(len(missing) > 0):
         log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
         _compute_missing(loader, cache, missing, dims.collate(with_positions), likeliest, start, dims)
-    return loader.derive(dataset=_WithRowNumbers(loader.dataset), collate_fn=dims.collate(with_positions))
+    return loader.derive(dataset=WithRowNumbers(loader.dataset), collate_fn=dims.collate(with_positions))
 
 
 def _compute_missing(
@@ -270,19 +239,8 @@ def _compute_missing(
     dims: ParallelDims,
 ) -> None:
     """Compute and write some rows, which are split among the ranks."""
-    batches = BatchLoader(
-        _WithRowNumbers(loader.dataset, rows),
-        batch_size=loader.batch_size,
-        collate_fn=collate,
-        shuffle=False,
-        seed=loader.seed,
-        rank=loader.rank,
-        world_size=loader.world_size,
-    )
-
-    with cache.writing() if dims.is_main else nullcontext() as write:
-        for (batch,) in tqdm(batches, desc="Teacher", total=len(batches), disable=None if dims.is_main else True):
-            sign_of_life()
+    with cache.writing(rows) if dims.is_main else nullcontext() as write:
+        for batch in uncached_batches(loader, rows, collate, "Teacher", dims):
             at = (
                 batch.per_token[CACHE_POSITIONS].flatten()[(batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()].numpy()
                 - start
@@ -291,7 +249,6 @@ def _compute_missing(
             for part in dims.gather((at, (tokens.astype(np.int32), log_probs.astype(np.float32)))):
                 if dims.is_main:
                     write(*part)
-        cache.set_new_rows(rows)
     dims.any(False)  # barrier: read only after everything is written
     cache.reload()
 
@@ -324,10 +281,10 @@ class CachedOutputs:
         self._caches, self._at, self.vocab_size, self._temperature = caches, at, vocab_size, temperature
 
     def select(self, index: Tensor, vocab_size: int) -> LikeliestTokens:
-        """Read some positions, int64 [n]. Raises ``TeacherCacheError`` if the batch does not match the cache."""
+        """Read some positions, int64 [n]. Raises ``CacheError`` if the batch does not match the cache."""
         at = self._at.flatten()[index].cpu().numpy()
         if vocab_size != self.vocab_size or (at < 0).any():
-            raise TeacherCacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")
+            raise CacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")
         start, cache = next(one for one in reversed(self._caches) if not len(at) or one[0] <= at[0])
         tokens, log_probs = (torch.from_numpy(array).to(index.device) for array in cache.read(at - start))
         return LikeliestTokens(tokens.long(), log_probs, vocab_size, self._temperature)

@@ -1,0 +1,67 @@
+"""Rows of a dataset whose values are computed once, before training, and cached in a folder."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from torchtune.data import Batch, BatchLoader
+from torchtune.training import ParallelDims
+from torchtune.utils import UserError, sign_of_life
+
+
+class CacheError(UserError):
+    """Cache that does not fit the run, is damaged, or cannot be written."""
+
+    rank0_only = True  # every rank raises it: rank 0 prints it
+
+
+def create_folder(folder: Path, setting: str) -> None:
+    """Create a folder and raise :class:`CacheError` early if it is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it may not be written to")
+    except OSError as error:
+        raise CacheError(f"{setting}: {folder} cannot be written to ({error}): choose another folder.") from error
+
+
+class WithRowNumbers:
+    """Dataset, or some rows of it, with the row number as ``row`` in every document."""
+
+    def __init__(self, dataset: Any, rows: np.ndarray | None = None) -> None:
+        self._dataset, self._rows = dataset, rows
+
+    def __len__(self) -> int:
+        return len(self._dataset) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = index if self._rows is None else int(self._rows[index])
+        example = self._dataset[row]
+        if isinstance(example, Mapping):
+            return {**example, "row": row}
+        return [{**document, "row": row} for document in example]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def uncached_batches(
+    loader: BatchLoader, rows: np.ndarray, collate: Callable[[list[Any]], Batch], title: str, dims: ParallelDims
+) -> Iterator[Batch]:
+    """Yield batches of some rows, which are split among the ranks, with a progress bar on the first."""
+    batches = BatchLoader(
+        WithRowNumbers(loader.dataset, rows),
+        batch_size=loader.batch_size,
+        collate_fn=collate,
+        shuffle=False,
+        seed=loader.seed,
+        rank=loader.rank,
+        world_size=loader.world_size,
+    )
+    for (batch,) in tqdm(batches, desc=title, total=len(batches), disable=None if dims.is_main else True):
+        sign_of_life()
+        yield batch
