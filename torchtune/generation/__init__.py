@@ -28,7 +28,9 @@ __getattr__, __dir__, __all__ = attach(
         "stream_tokens": "_tokens",
     },
     between_rooms={
+        "evaluating": "_decode",
         "finite_steps": "_tokens",
+        "seeded_draws": "_tokens",
         "to_be_answered": "_prompt_file",
         "uncompiled": "_uncompiled",
     },

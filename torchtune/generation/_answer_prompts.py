@@ -17,7 +17,7 @@ from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
 from torchtune.generation._prompt_file import AnswerFile, Prompt
 from torchtune.generation._prompt_images import images_of_prompt, images_of_row
-from torchtune.generation._tokens import TokenStep, finite_steps, stream_tokens
+from torchtune.generation._tokens import TokenStep, finite_steps, seeded_draws, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.supervision import checksum_bits
 
@@ -118,12 +118,14 @@ def answer_prompts(
         **({"images": pixels} if pixels else {}),
     }
     answers = AnswerFile(output, prompts, settings)
+    seed = torch.seed() if seed is None else seed
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for part in _parts(waiting, _PROMPTS_PER_SEQUENCE * max_sequences):
             images = images_of_row(_row(model, tokenizer, part[0], source), device) if part[0].has_images else {}
+            keys = [(seed, prompt.line) for prompt in part]
             steps = stream_tokens(
                 model,
                 [torch.tensor(given[prompt.line], device=device) for prompt in part],
@@ -131,7 +133,7 @@ def answer_prompts(
                 temperature=temperature,
                 top_k=top_k,
                 stop_tokens=list(stop),
-                draws=None if temperature == 0 else _draws(part, max_new_tokens, seed).to(device),
+                draws=None if temperature == 0 else seeded_draws(keys, max_new_tokens, device, np.float32),
                 max_sequences=max_sequences,
             )
             with images_of_prompt(model, **images), closing(finite_steps(steps, model)) as steps:
@@ -249,12 +251,3 @@ def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_token
             f"{model.max_seq_len}: shorten it."
         )
     return min(max_new_tokens, room)
-
-
-def _draws(part: Sequence[Prompt], count: int, seed: int | None) -> Tensor:
-    """Return random numbers ``[prompts, count]`` by seed and line, so that a resumed run gives the same answers."""
-    seed = torch.seed() if seed is None else seed
-    keys = [np.array([seed, prompt.line], np.uint64) for prompt in part]
-    return torch.from_numpy(
-        np.stack([np.random.Generator(np.random.Philox(key=key)).random(count, np.float32) for key in keys])
-    )

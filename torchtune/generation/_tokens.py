@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -205,6 +206,15 @@ def finite_steps(steps: Iterator[TokenStep], model: TransformerDecoder) -> Itera
                     "check that its training did not diverge."
                 )
             yield step
+
+
+def seeded_draws(
+    keys: Sequence[tuple[int, int]], count: int, device: torch.device, dtype: type[np.floating] = np.float64
+) -> Tensor:
+    """Return uniform random numbers ``[keys, count]`` that depend only on the two numbers of each key."""
+    generators = (np.random.Generator(np.random.Philox(key=np.array(key, np.uint64))) for key in keys)
+    draws = torch.from_numpy(np.stack([generator.random(count, dtype) for generator in generators]))
+    return (draws.float() if device.type == "mps" else draws).to(device)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from torchtune.generation import generate_tokens
+from torchtune.generation import generate_tokens, seeded_draws
 from torchtune.rlhf._rollouts import Rollout, RolloutError
 
 
@@ -56,10 +55,8 @@ class LocalSampler:
         device = self.model.tok_embeddings.weight.device
         draws = None
         if seeds is not None:
-            keys = [np.array([seed, number], np.uint64) for seed in seeds for number in range(num_samples)]
-            rows = [np.random.Generator(np.random.Philox(key=key)).random(self.max_new_tokens) for key in keys]
-            draws = torch.from_numpy(np.stack(rows))
-            draws = draws.float() if device.type == "mps" else draws
+            keys = [(seed, number) for seed in seeds for number in range(num_samples)]
+            draws = seeded_draws(keys, self.max_new_tokens, device)
         generated = generate_tokens(
             self.model,
             [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts],
@@ -67,7 +64,7 @@ class LocalSampler:
             num_samples=num_samples,
             temperature=0.0 if seeds is None else self.temperature,
             stop_tokens=self.stop_tokens,
-            draws=None if draws is None else draws.to(device),
+            draws=draws,
             max_sequences=self.max_sequences,
         )
         found = []

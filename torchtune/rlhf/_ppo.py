@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, Message, collate_documents
+from torchtune.generation import evaluating
 from torchtune.modules.loss import Projection, token_log_probs
 from torchtune.rlhf._experience import Prompt, ScoredRollouts
-from torchtune.rlhf._reference import _eval_mode
 from torchtune.rlhf._rollouts import Rollout, RolloutError, blank_batch, collate_rollouts, prompt_seed, texts_of
 from torchtune.rlhf._teacher import check_same_tokenizer
 from torchtune.rlhf.loss.ppo import PPOLoss
@@ -247,7 +247,7 @@ def evaluate_rollouts(
     found: dict[str, list[Tensor]] = {"reference": [], "values": []}
     with ExitStack() as stack:
         for model in (reference, value):
-            stack.enter_context(_eval_mode(model))
+            stack.enter_context(evaluating(model))
         for part in _equal_chunks(rollouts, batch_size, dims):
             batch = collate_rollouts(part, [0.0] * len(part)).to(device)
             lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in part]

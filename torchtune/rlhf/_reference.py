@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Batch, BatchLoader
+from torchtune.generation import evaluating
 from torchtune.modules.loss import LossError
 from torchtune.modules.peft import adapter_modules, disable_adapter
 from torchtune.rlhf._reference_cache import cache_log_probs
@@ -98,7 +99,7 @@ class Reference:
             of_others = None if other is None else _score(self._loss, model, other, self._dims)
         if other is None:
             return ReferenceScores(log_probs)
-        with _eval_mode(self._policy):
+        with evaluating(self._policy):
             ratios = _score(self._loss, self._policy, other, self._dims) - of_others
         total, count = self._dims.exchange([ratios.sum(), len(ratios)])[0]
         return ReferenceScores(log_probs, torch.tensor(total / count, device=ratios.device, dtype=ratios.dtype))
@@ -109,10 +110,10 @@ class Reference:
         if self._second is not None:
             yield self._second
         elif self._initial_weights is None:
-            with _eval_mode(self._policy), disable_adapter(self._policy):
+            with evaluating(self._policy), disable_adapter(self._policy):
                 yield self._policy
         else:
-            with _eval_mode(self._policy):
+            with evaluating(self._policy):
                 self._swap_weights()
                 try:
                     yield self._policy
@@ -251,7 +252,7 @@ def cache_reference(
     model = policy if second is None else second
     frozen_only = second is None and _equals_base(policy, dims)
     device = next(model.parameters()).device
-    with _eval_mode(model):
+    with evaluating(model):
         found = cache_log_probs(
             [loader for loader in loaders if loader is not None],
             lambda batch: _score(loss, model, batch.to(device), dims),
@@ -289,17 +290,6 @@ def _check_batches(loss: AnswerLoss, loader: BatchLoader, name: str) -> None:
 def _score(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims) -> Tensor:
     hidden = model(**batch.model_inputs(), output="hidden")
     return dims.sum_over_sequence(loss.score(hidden, batch, model.output))
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager that sets evaluation mode and restores the previous mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.generation import evaluating
 from torchtune.modules.loss import token_log_probs
 from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
@@ -166,13 +167,9 @@ class ServerSampler:
     def _check_log_probs(self, rollouts: list[Rollout]) -> None:
         """Check that the server has the model's weights, by comparing log-probs."""
         batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             hidden = self.model(**batch.model_inputs(), output="hidden")
             own = token_log_probs(hidden, batch.labels, self.model.output, self.temperature)
-        finally:
-            self.model.train(was_training)
         known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         difference = (own[known] - batch.per_token["sampled"][known]).abs().mean().item()
         with self._ranks.raise_on_all():

@@ -78,13 +78,31 @@ class _RowReward(Reward):
         """Return the reward of one text."""
 
 
+class _ColumnReward(_RowReward):
+    """Base class of rewards that compare an answer with a column of its row.
+
+    Args:
+        column: column of the reference answer.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.column = column
+
+    def reference(self, row: Row) -> Any:
+        """Return the reference answer."""
+        return _column(row, self.column)
+
+
 def _column(row: Row, column: str) -> Any:
     if column not in row:
         raise RolloutError(f"the row has no column '{column}', it has {', '.join(map(str, row)) or 'none'}")
     return row[column]
 
 
-class ExactMatch(_RowReward):
+class ExactMatch(_ColumnReward):
     """Reward 1 if the stripped answer equals a column, else 0.
 
     Args:
@@ -103,13 +121,13 @@ class ExactMatch(_RowReward):
         weight: float = 1.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(weight, name)
-        self.column, self.ignore_case = column, ignore_case
+        super().__init__(column, weight, name)
+        self.ignore_case = ignore_case
         self.pattern = None if pattern is None else _compile_pattern(pattern)
 
     def score(self, row: Row, text: str) -> float:
         """Return 1 or 0."""
-        given, right = _last_match(self.pattern, text.strip()), str(_column(row, self.column)).strip()
+        given, right = _last_match(self.pattern, text.strip()), str(self.reference(row)).strip()
         if given is None:
             return 0.0
         return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
@@ -118,7 +136,7 @@ class ExactMatch(_RowReward):
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # "3-5" ends in 5
 
 
-class NumberMatch(_RowReward):
+class NumberMatch(_ColumnReward):
     """Reward 1 if the last number of the answer equals the last one in a column, else 0; ``1,200.0`` equals ``1.2e3``.
 
     Args:
@@ -127,13 +145,9 @@ class NumberMatch(_RowReward):
         name: see :class:`Reward`.
     """
 
-    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
-        super().__init__(weight, name)
-        self.column = column
-
     def score(self, row: Row, text: str) -> float:
         """Return 1 or 0."""
-        right, given = _last_number(str(_column(row, self.column))), _last_number(text)
+        right, given = _last_number(str(self.reference(row))), _last_number(text)
         if right is None:
             raise RolloutError(f"column '{self.column}' holds no number")
         return float(given == right)
@@ -163,7 +177,7 @@ class RegexMatch(_RowReward):
         return float(bool(self.pattern.fullmatch(text.strip()) if self.whole else self.pattern.search(text)))
 
 
-class JSONFields(_RowReward):
+class JSONFields(_ColumnReward):
     """Share of fields with equal values in the answer and the reference, both JSON objects.
 
     An answer that is not a JSON object gets 0; an extra field counts as a wrong one.
@@ -174,13 +188,9 @@ class JSONFields(_RowReward):
         name: see :class:`Reward`.
     """
 
-    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
-        super().__init__(weight, name)
-        self.column = column
-
     def score(self, row: Row, text: str) -> float:
         """Return the share, from 0 to 1."""
-        right = _column(row, self.column)
+        right = self.reference(row)
         right = right if isinstance(right, Mapping) else _parse_json_object(str(right))
         if right is None:
             raise RolloutError(f"column '{self.column}' is no JSON object")
@@ -213,7 +223,7 @@ class LengthReward(_RowReward):
         return min(1.0, max(0.0, (self.limit - len(text)) / (self.limit - self.target)))
 
 
-class MathReward(_RowReward):
+class MathReward(_ColumnReward):
     """Reward 1 if the answer's last mathematical expression equals the reference (extra ``math``), else 0.
 
     ``None``, which drops the answer, if the reference cannot be parsed.
@@ -225,13 +235,12 @@ class MathReward(_RowReward):
     """
 
     def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
-        super().__init__(weight, name)
-        self.column = column
+        super().__init__(column, weight, name)
         self._math = require("math_verify", extra="math", purpose="MathReward")
 
     def score(self, row: Row, text: str) -> float | None:
         """Return 1, 0 or ``None``."""
-        right = self._math.parse(str(_column(row, self.column)))
+        right = self._math.parse(str(self.reference(row)))
         return float(self._math.verify(right, self._math.parse(text))) if right else None
 
 
