@@ -40,9 +40,33 @@ def qwen3_vl_config() -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
+def qwen3_vl_moe_config() -> Any:
+    from transformers import Qwen3VLMoeConfig
+
+    whole = qwen3_vl_config().to_dict()
+    for part in (whole, whole["text_config"], whole["vision_config"]):
+        del part["model_type"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+    whole["text_config"] = {**whole["text_config"], **experts}
+    return Qwen3VLMoeConfig(**whole)
+
+
 def qwen3_5_config() -> Any:
     from transformers import Qwen3_5Config
 
+    return Qwen3_5Config(**_qwen3_5())
+
+
+def qwen3_5_moe_config() -> Any:
+    from transformers import Qwen3_5MoeConfig
+
+    parts = _qwen3_5()
+    sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    parts["text_config"] = {**parts["text_config"], "num_experts": 4, "num_experts_per_tok": 2, **sizes}
+    return Qwen3_5MoeConfig(**parts)
+
+
+def _qwen3_5() -> dict[str, Any]:
     text = {
         "vocab_size": 320,
         "hidden_size": 32,
@@ -75,7 +99,7 @@ def qwen3_5_config() -> Any:
         "num_position_embeddings": 36,
     }
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-    return Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+    return {"text_config": text, "vision_config": vision, **ids}
 
 
 def qwen2_5_vl_config() -> Any:
@@ -151,9 +175,14 @@ PROCESSOR = {
 
 def write_image_checkpoint(model: Any, folder: Path) -> Path:
     """Save a model with image tokens, its tokenizer and its image processor."""
+    from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer
 
     model.save_pretrained(folder)
+    if model.config.model_type == "qwen3_vl_moe":  # published files have [in, out]
+        tensors = load_file(folder / "model.safetensors")
+        experts = {name: value.transpose(1, 2).contiguous() for name, value in tensors.items() if ".experts." in name}
+        save_file({**tensors, **experts}, folder / "model.safetensors", {"format": "pt"})
     size = write_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert IMAGE <= size < VIDEO + 8

@@ -147,6 +147,7 @@ def _groups(
             raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
         shapes = [source.shape(name) for name in group.external]
+        group = group.for_shapes(shapes)
         specs = group.to_external([weights.spec(name) for name in group.tune])
         for name, shape, wanted in zip(group.external, shapes, specs, strict=True):
             check_shape(source.where(name), name, shape, wanted.shape)

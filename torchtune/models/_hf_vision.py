@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, is_whole
+from torchtune.models._hf_fields import Fields, architecture_of, is_whole
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription, text_fields
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPES = ("rope_parameters", "rope_scaling")
+# Ids of tokens around images, and of other media.
+_OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class ImageTextFormat:
         architecture: entry of ``architectures``.
         model_type: value of ``model_type``.
         text: format of ``text_config``.
-        sizes: fields of ``vision_config`` with sizes: (their name, our name, default of ``transformers``).
         vision_type: ``model_type`` of ``vision_config``.
+        sizes: fields of ``vision_config`` with sizes: (their name, our name, default of ``transformers``).
         tokens: fields with ids of placeholders, and their defaults.
         read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values) -> values``.
         write_vision: inverse of ``read_vision``.
@@ -50,26 +51,25 @@ class ImageTextFormat:
         """
         if "text_config" not in config:  # files before transformers 5 have its fields beside the tower's
             config = self._nested(config)
-        inner = {name: config.get(name) for name in ("text_config", "vision_config")}
-        for name, part in inner.items():
+        parts = {name: config.get(name) for name in ("text_config", "vision_config")}
+        for name, part in parts.items():
             if not isinstance(part, Mapping):
                 raise ModelError(f"config.json of {self.architecture} lacks the object '{name}': download it again.")
-        ignored = {*ignore_fields, *inner, "tie_word_embeddings"}
-        ignored |= {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
-        fields = Fields(config, self.architecture, ignored)
+        fields = Fields(config, self.architecture, {*ignore_fields, *parts, "tie_word_embeddings", *_OTHER_IDS})
         tokens = tuple(read_whole(fields, name, default) for name, default in self.tokens)
         fields.refuse_rest()
         tie = {"tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
-        text = self.text.read({**inner["text_config"], **tie}, ignore_fields)
-        vision = Fields(dict(inner["vision_config"]), f"{self.architecture} (vision_config)", set(ignore_fields))
+        text = self.text.read({**parts["text_config"], **tie}, ignore_fields)
+        vision = Fields(dict(parts["vision_config"]), f"{self.architecture} (vision_config)", set(ignore_fields))
         values: dict[str, Any] = {ours: read_whole(vision, name, default) for name, ours, default in self.sizes}
+        values["rope_base"] = float((vision.take("rope_parameters", None) or {}).get("rope_theta", 10_000.0))
         tower = VisionDescription(**{**values, **self.read_vision(vision, values)})
         vision.refuse_rest()
-        own = {**text_fields(text), "rope_axes": self._axes(inner["text_config"], text)}
+        own = {**text_fields(text), "rope_axes": self._axes(parts["text_config"], text)}
         return ImageTextDescription(**own, vision=tower, image_tokens=tokens)
 
     def _nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings", *(n for n, _ in self.tokens)}
+        outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings"}
         outside |= {name for name in config if name.endswith("_token_id")}
         whole = {name: value for name, value in config.items() if name in outside}
         return {**whole, "text_config": {name: value for name, value in config.items() if name not in outside}}
@@ -116,6 +116,23 @@ class ImageTextFormat:
         return config
 
 
+@dataclass(frozen=True)
+class DenseOrMoE:
+    """Formats of a family's dense models and of its mixtures of experts."""
+
+    dense: ImageTextFormat
+    moe: ImageTextFormat
+
+    def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
+        """Read a ``config.json`` with the format of its architecture."""
+        chosen = self.moe if architecture_of(config) == self.moe.architecture else self.dense
+        return chosen.read(config, ignore_fields)
+
+    def write(self, d: ImageTextDescription) -> dict[str, Any]:
+        """Write the ``config.json`` of a description."""
+        return (self.moe if d.num_experts else self.dense).write(d)
+
+
 def read_whole(fields: Fields, name: str, default: int) -> int:
     """Read a whole number of ``vision_config``, or the first of two equal ones."""
     value = fields.take(name, default)
@@ -140,64 +157,3 @@ def read_activation(fields: Fields, default: str) -> str:
 def activation_name(activation: str) -> str:
     """Return the name of an activation in ``config.json``."""
     return next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation)
-
-
-# Sizes of Qwen's towers: their name, our name, default.
-QWEN_SIZES = (
-    ("depth", "num_layers", 27),
-    ("hidden_size", "embed_dim", 1152),
-    ("intermediate_size", "intermediate_dim", 4304),
-    ("num_heads", "num_heads", 16),
-    ("in_channels", "num_channels", 3),
-    ("patch_size", "patch_size", 16),
-    ("temporal_patch_size", "frames_per_patch", 2),
-    ("spatial_merge_size", "merge", 2),
-    ("out_hidden_size", "output_dim", 3584),
-)
-
-
-def _read_qwen(fields: Fields, values: dict[str, Any], deep_layers: list[int]) -> dict[str, Any]:
-    table = read_whole(fields, "num_position_embeddings", 2304)
-    side = round(table**0.5)
-    if side * side != table:
-        raise fields.refusal("num_position_embeddings", table)
-    rope = dict(fields.take("rope_parameters", None) or {})
-    return {
-        "activation": read_activation(fields, "gelu_pytorch_tanh"),
-        "positions": "interpolated",
-        "positions_side": side,
-        "rope": "axial",
-        "rope_base": float(rope.get("rope_theta", 10_000.0)),
-        "merge_norm": "layer",
-        "projector_dim": values["embed_dim"] * values["merge"] ** 2,
-        "deep_layers": read_layers(fields, "deepstack_visual_indexes", deep_layers),
-    }
-
-
-def _write_qwen(v: VisionDescription) -> dict[str, Any]:
-    return {
-        "hidden_act": activation_name(v.activation),
-        "num_position_embeddings": v.positions_side**2,
-        "deepstack_visual_indexes": list(v.deep_layers),
-    }
-
-
-def qwen_format(
-    architecture: str, model_type: str, text: HFFormat, deep_layers: list[int], **more: Any
-) -> ImageTextFormat:
-    """Make the format of Qwen 3-VL and Qwen 3.5.
-
-    Args:
-        architecture: as in :class:`ImageTextFormat`; likewise ``model_type``, ``text`` and ``more``.
-        deep_layers: default of ``deepstack_visual_indexes``.
-    """
-    return ImageTextFormat(
-        architecture,
-        model_type,
-        text,
-        vision_type=f"{model_type}_vision",
-        sizes=QWEN_SIZES,
-        read_vision=partial(_read_qwen, deep_layers=deep_layers),
-        write_vision=_write_qwen,
-        **more,
-    )

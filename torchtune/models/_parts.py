@@ -22,7 +22,10 @@ _TEXT_ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 # Composite models that are built completely.
-_WHOLE = ("MllamaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+_WHOLE = (
+    *("MllamaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+)
 # Fields of the composite config that also apply to the text decoder.
 _SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 # Layouts: name prefix in a text-only checkpoint -> prefix in the composite checkpoint.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchtune.models._description import Description
 from torchtune.models._weight_map import Row, WeightMap
-from torchtune.models._weight_ops import ExternalSlice, Op, Slices, Split, is_empty
+from torchtune.models._weight_ops import ExternalSlice, Op, Slices, is_empty
 
 
 @dataclass(frozen=True)
@@ -42,58 +42,18 @@ class _Convolution(ExternalSlice):
         ours.copy_(value.flatten(1))
 
 
-# Names of Qwen's tower: ours, theirs, whether there is a bias, op.
-_QKV = tuple(f"attn.{name}_proj" for name in "qkv")
-_QWEN_LAYER = (
-    ("sa_norm", "norm1"),
-    ("mlp_norm", "norm2"),
-    ("attn.output_proj", "attn.proj"),
-    ("mlp.w1", "mlp.linear_fc1"),
-    ("mlp.w2", "mlp.linear_fc2"),
-)
-_QWEN_MERGER = (("mlp.w1", "linear_fc1"), ("mlp.w2", "linear_fc2"))
-_BOTH = ("weight", "bias")
+def renamed_modules(
+    theirs: str, ours: str, modules: Iterable[tuple[str, str]], kinds: Sequence[str] = ("weight", "bias")
+) -> list[Row]:
+    """Make the rows of modules with weight and bias.
 
-
-def _pairs(theirs: str, ours: str, modules: Iterable[tuple[str, str]]) -> list[Row]:
-    """Rows of weight and bias of modules (our name, their name)."""
-    return [Row(f"{theirs}{b}.{kind}", f"{ours}{a}.{kind}") for a, b in modules for kind in _BOTH]
-
-
-def _fused_qkv(layer: str, ours: str) -> list[Row]:
-    return [
-        Row(f"{layer}attn.qkv.{kind}", tuple(f"{ours}{name}.{kind}" for name in _QKV), Split(("vision_dim",) * 3))
-        for kind in _BOTH
-    ]
-
-
-def qwen_tower(start: str = "model.visual.") -> list[Row]:
-    """Make the rows of the tower of Qwen 3-VL and Qwen 3.5."""
-    layer, ours = f"{start}blocks.{{block}}.", "encoder.layers.{block}."
-    merger, deep = [("norm", "norm"), *_QWEN_MERGER], [("merged_norm", "norm"), *_QWEN_MERGER]
-    return [
-        Row(f"{start}patch_embed.proj.weight", "encoder.patch_embed.weight", FlatPatches()),
-        Row(f"{start}patch_embed.proj.bias", "encoder.patch_embed.bias"),
-        Row(f"{start}pos_embed.weight", "encoder.positions.table.weight"),
-        *_fused_qkv(layer, ours),
-        *_pairs(layer, ours, _QWEN_LAYER),
-        *_pairs(f"{start}merger.", "encoder.projector.", merger),
-        *_pairs(f"{start}deepstack_merger_list.{{deep}}.", "encoder.deep_projectors.{deep}.", deep),
-    ]
-
-
-def qwen_windowed_tower(start: str) -> list[Row]:
-    """Make the rows of the tower of Qwen 2.5-VL."""
-    layer, ours = f"{start}blocks.{{block}}.", "encoder.layers.{block}."
-    gated = [("attn.output_proj", "attn.proj"), ("mlp.w1", "mlp.gate_proj"), ("mlp.w2", "mlp.down_proj")]
-    return [
-        Row(f"{start}patch_embed.proj.weight", "encoder.patch_embed.weight", FlatPatches()),
-        *_fused_qkv(layer, ours),
-        *_pairs(layer, ours, [*gated, ("mlp.w3", "mlp.up_proj")]),
-        *(Row(f"{layer}norm{i}.weight", f"{ours}{norm}.scale") for i, norm in enumerate(("sa_norm", "mlp_norm"), 1)),
-        Row(f"{start}merger.ln_q.weight", "encoder.projector.norm.scale"),
-        *_pairs(f"{start}merger.", "encoder.projector.", [("mlp.w1", "mlp.0"), ("mlp.w2", "mlp.2")]),
-    ]
+    Args:
+        theirs: beginning of the external names.
+        ours: beginning of our names.
+        modules: rest of each module's name: (ours, theirs).
+        kinds: parameters of each module.
+    """
+    return [Row(f"{theirs}{b}.{kind}", f"{ours}{a}.{kind}") for a, b in modules for kind in kinds]
 
 
 def image_text_names(text: WeightMap, prefixes: Mapping[str, str], tower: Sequence[Row]) -> WeightMap:

@@ -123,6 +123,10 @@ class Group:
         """Convert our tensors, in the order of ``tune``, to external ones, in the order of ``external``."""
         return self.op.to_external(tensors, self.description)
 
+    def for_shapes(self, shapes: Sequence[Sequence[int]]) -> "Group":
+        """Return the group for a file whose tensors have these shapes, where files of several layouts exist."""
+        return replace(self, op=self.op.for_shapes(shapes, self.description))
+
     def read(
         self,
         name: str,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from torchtune.models._mixers import Names
 from torchtune.models._weight_map import Row, Tied, WeightMap
@@ -137,19 +138,21 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
-def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = True) -> WeightMap:
+def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = True, both: bool = False) -> WeightMap:
     """Convert a weight map with one tensor per expert to checkpoints with two fused tensors per layer.
 
     Args:
         weight_map: Hugging Face map.
         block: external name of the mixture in a layer, the parent of ``experts``.
         transpose: whether the external matrices are ``[out, in]``; else ``[in, out]`` like ours, which peft swaps.
+        both: whether published files have ``[in, out]``, but modules and files of ``transformers`` ``[out, in]``.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
     both = (f"{ours}gate_proj", f"{ours}up_proj")
+    op = partial(FusedExperts, transpose=transpose and not both, peft_swaps=not transpose, both=both)
     for name, tune, parts in (("gate_up_proj", both, 2), ("down_proj", f"{ours}down_proj", 1)):
-        rows.append(Row(f"{theirs}{name}", tune, FusedExperts(parts, transpose, not transpose), "expert_layers"))
+        rows.append(Row(f"{theirs}{name}", tune, op(parts), "expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
 

@@ -69,6 +69,10 @@ class Op(ABC):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert our tensors to external ones."""
 
+    def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> "Op":
+        """Return the op for a file whose tensors have these shapes, where files of several layouts exist."""
+        return self
+
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
@@ -372,11 +376,23 @@ class FusedExperts(Op):
         parts: number of our tensors.
         transpose: if False, the external tensor is ``[experts, in, parts * out]``.
         peft_swaps: see :attr:`ExpertAdapter.swapped`.
+        both: whether files of the other layout exist, too, which are recognized by their shapes.
     """
 
     parts: int = 1
     transpose: bool = True
     peft_swaps: bool = False
+    both: bool = False
+
+    def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> Op:
+        """Return this op for the layout of a file; raises ``ModelError`` if the sizes do not tell it."""
+        inner, outer = description.embed_dim, description.expert_dim
+        inner, outer = (inner, self.parts * outer) if self.parts > 1 else (outer, inner)
+        if not self.both or len(shapes[0]) != 3:
+            return self
+        if inner == outer:
+            raise ModelError(f"Experts of {inner} x {outer} have two layouts in files, which cannot be told apart.")
+        return replace(self, transpose=tuple(shapes[0][1:]) == (outer, inner))
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused tensor into its parts."""

@@ -13,7 +13,7 @@ import torchtune
 from tests.tiny_images import END, IMAGE, PROCESSOR, START, image_text_model, qwen3_vl_config, write_image_checkpoint
 from torchtune.data import DataError, collate_documents
 from torchtune.models import image_text_transform
-from torchtune.models._image_processors import QwenImages
+from torchtune.models.qwen3_vl._processor import QwenImages
 
 PROCESSORS = {
     "qwen3_vl": {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}},

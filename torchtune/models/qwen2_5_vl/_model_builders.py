@@ -7,19 +7,14 @@ from typing import Any
 from torchtune.models._build_vision import build_image_text
 from torchtune.models._hf_config import QWEN2
 from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import (
-    QWEN_SIZES,
-    ImageTextFormat,
-    activation_name,
-    read_activation,
-    read_layers,
-    read_whole,
-)
-from torchtune.models._image_processors import QwenImages
+from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_activation, read_layers, read_whole
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import image_text_names, qwen_windowed_tower
+from torchtune.models._vision_names import FlatPatches, image_text_names, renamed_modules
+from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF
+from torchtune.models.qwen3_vl._processor import QwenImages
+from torchtune.models.qwen3_vl._tower import SIZES, fused_qkv
 
 _ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
@@ -35,14 +30,12 @@ def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
     fields.take("tokens_per_second", None)  # of videos
     window = read_whole(fields, "window_size", 112)
-    rope = dict(fields.take("rope_parameters", None) or {})
     return {
         "patch_bias": False,
         "mlp_gated": True,
         "activation": read_activation(fields, "silu"),
         "norm": "rms",
         "rope": "axial",
-        "rope_base": float(rope.get("rope_theta", 10_000.0)),
         "window": window // values["patch_size"] // values["merge"],
         "full_layers": read_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31]),
         "merge_norm": "rms",
@@ -75,16 +68,33 @@ _FORMAT = ImageTextFormat(
         ),
     ),
     vision_type="qwen2_5_vl_vision",
-    sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in QWEN_SIZES),
+    sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in SIZES),
     tokens=(("image_token_id", 151_655),),
     read_vision=_read,
     write_vision=_write,
     sections=(16, 24, 24),
     interleaved=False,
 )
-_NAMES = image_text_names(HF_HALF, {}, qwen_windowed_tower("visual."))
+
+
+def _tower_names(start: str) -> list[Row]:
+    layer, ours = f"{start}blocks.{{block}}.", "encoder.layers.{block}."
+    modules = [("attn.output_proj", "attn.proj"), ("mlp.w1", "mlp.gate_proj"), ("mlp.w2", "mlp.down_proj")]
+    merger = [("mlp.w1", "mlp.0"), ("mlp.w2", "mlp.2")]
+    return [
+        Row(f"{start}patch_embed.proj.weight", "encoder.patch_embed.weight", FlatPatches()),
+        *fused_qkv(layer, ours),
+        *renamed_modules(layer, ours, [*modules, ("mlp.w3", "mlp.up_proj")]),
+        Row(f"{layer}norm1.weight", f"{ours}sa_norm.scale"),
+        Row(f"{layer}norm2.weight", f"{ours}mlp_norm.scale"),
+        Row(f"{start}merger.ln_q.weight", "encoder.projector.norm.scale"),
+        *renamed_modules(f"{start}merger.", "encoder.projector.", merger),
+    ]
+
+
+_NAMES = image_text_names(HF_HALF, {}, _tower_names("visual."))
 # transformers can save tensors under its module names.
-_NESTED = image_text_names(HF_HALF, {"model.": "model.language_model."}, qwen_windowed_tower("model.visual."))
+_NESTED = image_text_names(HF_HALF, {"model.": "model.language_model."}, _tower_names("model.visual."))
 SPEC = ModelSpec(
     name="qwen2_5_vl",
     architectures=(_ARCHITECTURE,),

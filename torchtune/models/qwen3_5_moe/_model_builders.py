@@ -8,7 +8,7 @@ from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert, with_fused_experts
 
-_FORMAT = HFFormat(
+FORMAT = HFFormat(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
     "half",
@@ -44,8 +44,8 @@ _NAMES = shared_expert(_EXPERTS, "mlp.shared_expert", "mlp.shared_expert_gate")
 SPEC = ModelSpec(
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
     weight_maps={"hf": _NAMES, "hf_fused": with_fused_experts(_NAMES, "mlp")},
     untrained=("mtp.",),
 )

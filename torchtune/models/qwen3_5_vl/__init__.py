@@ -1,4 +1,4 @@
-"""Qwen 3.5 and 3.6, dense: text and images."""
+"""Qwen 3.5 and 3.6, dense and with experts: text and images."""
 
 from torchtune._lazy import attach
 

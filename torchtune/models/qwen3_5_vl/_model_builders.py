@@ -1,29 +1,38 @@
-"""Qwen 3.5 with its vision tower: that of Qwen 3-VL, without DeepStack."""
+"""Qwen 3.5 with its vision tower: that of Qwen 3-VL, without DeepStack; dense, or with experts."""
 
 from dataclasses import replace
 
 from torchtune.models._build_vision import build_image_text
-from torchtune.models._hf_vision import qwen_format
-from torchtune.models._image_processors import QwenImages
-from torchtune.models._vision_names import image_text_names, qwen_tower
+from torchtune.models._hf_vision import DenseOrMoE
+from torchtune.models._vision_names import image_text_names
 from torchtune.models.qwen3_5._model_builders import FORMAT
 from torchtune.models.qwen3_5._model_builders import SPEC as TEXT
+from torchtune.models.qwen3_5_moe._model_builders import FORMAT as MOE_FORMAT
+from torchtune.models.qwen3_5_moe._model_builders import SPEC as MOE_TEXT
+from torchtune.models.qwen3_vl._processor import QwenImages
+from torchtune.models.qwen3_vl._tower import qwen_format, tower_names
 
-_FORMAT = qwen_format(
-    "Qwen3_5ForConditionalGeneration",
-    "qwen3_5",
-    FORMAT,
-    deep_layers=[],
-    tokens=(("image_token_id", 248_056), ("video_token_id", 248_057)),
-    sections=(11, 11, 10),
+_DENSE, _MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+_QWEN3_5 = {
+    "deep_layers": [],
+    "tokens": (("image_token_id", 248_056), ("video_token_id", 248_057)),
+    "sections": (11, 11, 10),
+}
+_FORMATS = DenseOrMoE(
+    qwen_format(_DENSE, "qwen3_5", FORMAT, **_QWEN3_5),
+    qwen_format(_MOE, "qwen3_5_moe", MOE_FORMAT, **_QWEN3_5),
 )
+_PREFIXES = {"model.": "model.language_model."}
 SPEC = replace(
     TEXT,
     name="qwen3_5_vl",
-    architectures=("Qwen3_5ForConditionalGeneration",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": image_text_names(TEXT.weight_map(), {"model.": "model.language_model."}, qwen_tower())},
+    architectures=(_DENSE, _MOE),
+    from_hf_config=_FORMATS.read,
+    to_hf_config=_FORMATS.write,
+    # The rows of experts are those of models that have them.
+    weight_maps={
+        kind: image_text_names(MOE_TEXT.weight_map(kind), _PREFIXES, tower_names()) for kind in ("hf", "hf_fused")
+    },
     builder=build_image_text,
     image_processor=QwenImages.from_config,
 )

@@ -1,4 +1,4 @@
-"""Qwen 3-VL: text and images."""
+"""Qwen 3-VL, dense and with experts: text and images."""
 
 from torchtune._lazy import attach
 

@@ -1,45 +1,81 @@
-"""Qwen 3-VL, dense: Qwen 3 with DeepStack and positions in time, rows and columns."""
+"""Qwen 3-VL: Qwen 3 with DeepStack and positions in time, rows and columns; dense, or with experts."""
+
+from dataclasses import replace
+from typing import Any
 
 from torchtune.models._build_vision import build_image_text
+from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_vision import qwen_format
-from torchtune.models._image_processors import QwenImages
+from torchtune.models._hf_fields import Fields, layers_without_experts
+from torchtune.models._hf_vision import DenseOrMoE
 from torchtune.models._spec import ModelSpec
-from torchtune.models._vision_names import image_text_names, qwen_tower
-from torchtune.models._weight_names import HF_HALF
+from torchtune.models._vision_names import image_text_names
+from torchtune.models._weight_names import HF_HALF, experts, with_fused_experts
+from torchtune.models.qwen3_vl._processor import QwenImages
+from torchtune.models.qwen3_vl._tower import qwen_format, tower_names
 
-_FORMAT = qwen_format(
+_TOKENS = (("image_token_id", 151_655), ("video_token_id", 151_656))
+_DENSE = HFFormat(
     "Qwen3VLForConditionalGeneration",
-    "qwen3_vl",
-    HFFormat(
-        "Qwen3VLForConditionalGeneration",
-        "qwen3_vl_text",
-        "half",
-        biases="attention_bias",
-        qk_norm="before_rope",
-        ropes=("sections",),
-        defaults=(
-            ("num_key_value_heads", 32),
-            ("head_dim", 128),
-            ("max_position_embeddings", 128_000),
-            ("rope_theta", 500_000.0),
-            ("vocab_size", 151_936),
-            ("hidden_size", 4096),
-            ("intermediate_size", 22_016),
-            ("num_hidden_layers", 32),
-            ("num_attention_heads", 32),
-        ),
+    "qwen3_vl_text",
+    "half",
+    biases="attention_bias",
+    qk_norm="before_rope",
+    ropes=("sections",),
+    defaults=(
+        ("num_key_value_heads", 32),
+        ("head_dim", 128),
+        ("max_position_embeddings", 128_000),
+        ("rope_theta", 500_000.0),
+        ("vocab_size", 151_936),
+        ("hidden_size", 4096),
+        ("intermediate_size", 22_016),
+        ("num_hidden_layers", 32),
+        ("num_attention_heads", 32),
     ),
-    deep_layers=[8, 16, 24],
-    tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
-    sections=(24, 20, 20),
 )
+
+
+def _read_experts(fields: Fields) -> dict[str, Any]:
+    number = fields.take("num_local_experts", 60)  # the name in transformers 5
+    fields.take("norm_topk_prob", None)  # transformers always normalizes
+    return {
+        "num_experts": fields.take("num_experts", number),
+        "expertless_layers": layers_without_experts(fields),
+        "router_normalize": True,
+    }
+
+
+def _write_experts(d: Description) -> dict[str, Any]:
+    return {"num_experts": d.num_experts, "mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1}
+
+
+_MOE = replace(
+    _DENSE,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe_text",
+    own=(
+        ("num_experts_per_tok", "experts_per_token", 4),
+        ("moe_intermediate_size", "expert_dim", 1408),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
+    read_more=_read_experts,
+    write_more=_write_experts,
+    defaults=(("num_key_value_heads", 16), ("max_position_embeddings", 128_000), ("rope_theta", 500_000.0)),
+)
+_QWEN3_VL = {"deep_layers": [8, 16, 24], "tokens": _TOKENS, "sections": (24, 20, 20)}
+_FORMATS = DenseOrMoE(
+    qwen_format(_DENSE.architecture, "qwen3_vl", _DENSE, **_QWEN3_VL),
+    qwen_format(_MOE.architecture, "qwen3_vl_moe", _MOE, **_QWEN3_VL),
+)
+_EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
+_TEXT = with_fused_experts(_EXPERTS, "mlp", both=True)
 SPEC = ModelSpec(
     name="qwen3_vl",
-    architectures=("Qwen3VLForConditionalGeneration",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": image_text_names(HF_HALF, {"model.": "model.language_model."}, qwen_tower())},
+    architectures=(_DENSE.architecture, _MOE.architecture),
+    from_hf_config=_FORMATS.read,
+    to_hf_config=_FORMATS.write,
+    weight_maps={"hf": image_text_names(_TEXT, {"model.": "model.language_model."}, tower_names())},
     builder=build_image_text,
     image_processor=QwenImages.from_config,
 )

@@ -1,4 +1,4 @@
-"""Image processors: sizes and token counts as integers, and patches as arrays; they need numpy and Pillow only."""
+"""Image processor of Qwen: sizes and token counts as integers, and patches as arrays."""
 
 import math
 from collections.abc import Mapping
