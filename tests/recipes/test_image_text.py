@@ -13,7 +13,17 @@ from transformers import AutoModelForImageTextToText
 
 import torchtune
 from tests.recipes.runs import Run, start
-from tests.tiny_images import IMAGE, image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
+from tests.tiny_images import (
+    IMAGE,
+    image_text_model,
+    qwen2_5_vl_config,
+    qwen3_5_config,
+    qwen3_5_moe_config,
+    qwen3_vl_config,
+    qwen3_vl_moe_config,
+    write_image_checkpoint,
+    write_pictures,
+)
 from torchtune.data import Message
 from torchtune.generation import images_of_row, stream
 
@@ -22,11 +32,24 @@ BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.mode
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 2}
 
 
+CONFIGS = {
+    "qwen3_vl": qwen3_vl_config,
+    "qwen3_vl_moe": qwen3_vl_moe_config,
+    "qwen3_5_vl": qwen3_5_config,
+    "qwen3_5_vl_moe": qwen3_5_moe_config,
+    "qwen2_5_vl": qwen2_5_vl_config,
+}
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("images")
-    write_image_checkpoint(image_text_model(qwen3_vl_config()), path / "checkpoint")
+def base(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp(getattr(request, "param", "qwen3_vl"))
+    config = CONFIGS[getattr(request, "param", "qwen3_vl")]()
+    write_image_checkpoint(image_text_model(config), path / "checkpoint")
     return path
+
+
+every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
 
 
 @pytest.fixture
@@ -57,6 +80,7 @@ def compare(model: Any, reference: Any, transform: Any, folder: Path) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
 
 
+@every_family
 def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(folder):
     settings = {"epochs": 1, "save_every_n_steps": 2, "checkpointer__keep_last_n_checkpoints": 9}
     settings |= {"enable_activation_checkpointing": True}
@@ -74,19 +98,21 @@ def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(
     after = load_file(last / "model.safetensors")
     still = {name for name in before if torch.equal(before[name], after[name])}
     assert still == set()
-    model, transform = torchtune.load(last, device="cpu")
+    model, transform = torchtune.load(last, device="cpu", images=True)
     compare(model, AutoModelForImageTextToText.from_pretrained(last), transform, folder)
     kept = (folder / "checkpoint" / "preprocessor_config.json").read_bytes()
     assert (last / "preprocessor_config.json").read_bytes() == kept
 
 
-def test_adapters_of_all_parts_are_those_of_peft(folder):
+@every_family
+def test_adapters_of_all_parts_are_those_of_peft(folder, base):
     done = run("lora", folder, {"vision_tower": "lora", "projector": "lora"}, epochs=1)
     adapter = done.output_dir / "epoch_0" / "adapter"
     names = load_file(adapter / "adapter_model.safetensors").keys()
     assert any(".visual.blocks.0.attn.qkv.lora_A" in name for name in names)
-    assert any(".visual.deepstack_merger_list.1.linear_fc2.lora_B" in name for name in names)
-    model, transform = torchtune.load(folder / "checkpoint", adapter=adapter, device="cpu")
+    projector = "mlp.2" if "qwen2_5" in base.name else "linear_fc2"
+    assert any(f".visual.merger.{projector}.lora_B" in name for name in names)
+    model, transform = torchtune.load(folder / "checkpoint", adapter=adapter, device="cpu", images=True)
     plain = AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
     compare(model, PeftModel.from_pretrained(plain, adapter), transform, folder)
 

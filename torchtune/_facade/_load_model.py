@@ -33,6 +33,7 @@ def load(
     adapter: str | Path | Conversion | Sequence[Conversion] | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    images: bool = False,
 ) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
     """Load the model and the tokenizer of a checkpoint.
 
@@ -50,6 +51,7 @@ def load(
         dtype: dtype of the weights, ``"bf16"``, ``"fp32"`` or a floating ``torch.dtype``; by default the one in
             ``config.json``, or float32 if there is none or the device only emulates it.
         device: device of the model; by default the best one.
+        images: load the vision tower, too, of a model whose text decoder can be used alone.
 
     Returns:
         The model and the tokenizer, with the checkpoint's chat template: the adapter's if its folder has one. For a
@@ -86,7 +88,7 @@ def load(
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
     chosen = utils.get_device(None if device is None else str(device))
     with training.set_default_dtype(_choose_dtype(dtype, folder, chosen)), torch.device("meta"):
-        model = from_hf_config(folder)
+        model = from_hf_config(folder, images=images)
         if adapter_dir is not None and _has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
         apply_conversions(model, conversions)

@@ -393,6 +393,7 @@ def _shortest(names: Collection[str], weight_map: WeightMap, description: Descri
         if name.endswith(".weight")
     }
     others = {end for name in modules.difference(names) for end in _ends(name)}
+    others |= {name.rpartition(".")[2] for name in names if name[-1].isdigit()}  # a number is also that of a layer
     return sorted({next(end for end in (*_ends(name), name) if end not in others) for name in names})
 
 
