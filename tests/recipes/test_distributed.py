@@ -10,6 +10,7 @@ import pytest
 from tests.recipes.killing import Forker, wait_for
 from tests.recipes.killing import said as said_by
 from tests.recipes.runs import RECIPES, read_log, start, write_config
+from tests.tiny_images import image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
 from tests.tiny_vision import write_vision_checkpoint
 
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
@@ -129,6 +130,28 @@ def test_two_processes_train_on_images_as_one(forker, tmp_path):
     codes, said = fork(forker, config, "enable_activation_checkpointing=True")
     assert codes == [0, 0], said[-4000:]
     close(losses(tmp_path / "output"), alone, {1, 2, 3})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_processes_train_on_image_tokens_as_one(packed, forker, tmp_path):
+    """In a step one rank has text alone, and the other an image: both must run the sharded tower."""
+    write_image_checkpoint(image_text_model(qwen3_vl_config()), tmp_path / "checkpoint")
+    settings = write_pictures(tmp_path, count=6)
+    rows = [json.loads(line) for line in (tmp_path / "pictures.jsonl").read_text().splitlines()]
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "text " * 6}]
+    lines = [line for row in rows for line in (row, {"image": None, "conversations": turns})]
+    (tmp_path / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings["dataset"]["packed"] = packed
+    settings["tokenizer"]["max_seq_len"] = 60
+    model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(tmp_path / "checkpoint")}
+    settings |= {"model": {**model, "vision_tower": "full"}, "lr_scheduler": None, "shuffle": False}
+    settings |= {"collate_fn": "torchtune.data.collate_documents", "clip_grad_norm": 1.0, "epochs": 1}
+    alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=2).losses
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, batch_size=1)
+    codes, said = fork(forker, config, "enable_activation_checkpointing=True")
+    assert codes == [0, 0], said[-4000:]
+    close(losses(tmp_path / "output"), alone, set(alone))
+    assert len(alone) >= 2
 
 
 def test_ranks_may_log_other_names_in_another_order(forker, tmp_path):

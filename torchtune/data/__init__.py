@@ -64,6 +64,7 @@ __getattr__, __dir__, __all__ = attach(
         "get_prompt_template": "_prompt_templates",
         "image_column": "_to_messages",
         "insert_images": "_chat_to_messages",
+        "image_size": "_images",
         "open_image": "_images",
         "seeded_generators": "_loader",
         "convert_turns": "_to_messages",

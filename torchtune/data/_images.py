@@ -6,7 +6,7 @@ import io
 import stat
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torchtune.utils import require
 
 # Pillow reads some other formats with external programs: EPS, itself a program, with Ghostscript.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its first value that exchanges rows and columns
 _IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -82,6 +83,19 @@ def open_image(value: Any, decode: bool = True) -> Any:
         DataError: it cannot be read, is not an image, or is a web URL.
         UserError: Pillow is not installed.
     """
+    return _read(value, _decoded if decode else _unchanged)
+
+
+def image_size(value: Any) -> tuple[int, int]:
+    """Return (width, height) of an image in pixels, after its EXIF rotation, from the header of its file.
+
+    For ``value`` and errors see :func:`open_image`.
+    """
+    return _read(value, _size)
+
+
+def _read(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return ``function(image)`` for an opened Pillow image; raise :class:`DataError` if it cannot be read."""
     pillow, name = _require_pillow(), _image_name(value)
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
@@ -96,11 +110,23 @@ def open_image(value: Any, decode: bool = True) -> Any:
         raise DataError(f"{name} is of the web, where nothing is fetched from: download it and give its path")
     try:
         with _open_pillow_image(value) as image:
-            if not decode:
-                return image
-            return _to_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
+            return function(image)
     except (*_IMAGE_ERRORS, pillow.DecompressionBombError) as error:
         raise DataError(f"{name} cannot be read ({_explain_error(error)})") from error
+
+
+def _unchanged(image: Any) -> Any:
+    return image
+
+
+def _decoded(image: Any) -> Any:
+    return _to_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
+
+
+def _size(image: Any) -> tuple[int, int]:
+    is_tagged = image.format != "PNG" or "exif" in image.info  # else Pillow decodes a PNG to find out
+    turned = is_tagged and image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
+    return image.size[::-1] if turned else image.size
 
 
 def _to_rgb(image: Any) -> Any:

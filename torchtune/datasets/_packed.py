@@ -1,11 +1,11 @@
 """Packing of documents."""
 
+import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -15,22 +15,61 @@ from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
 Piece = tuple[int, int, int]
+_MOST_TRIES = 16
 
 
-def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) -> list[list[int]]:
+    """Place the rows with images so that the vision tower has about as much to do for every pack.
+
+    Args:
+        lengths: int64 ``[rows]``, each at most ``capacity``.
+        capacity: maximum number of tokens per pack.
+        image_tokens: int64 ``[rows]``, number of tokens of images.
+
+    Returns:
+        rows of each pack, with as many packs as all rows need at least; packs without images are empty.
+    """
+    packs: list[list[int]] = [[] for _ in range(-(-int(lengths.sum()) // capacity))]
+    rooms = [capacity] * len(packs)
+    least = [(0, pack) for pack in range(len(packs))]  # a heap of (tokens of images, pack)
+    for row in np.argsort(-image_tokens, kind="stable")[: np.count_nonzero(image_tokens)].tolist():
+        length, passed = int(lengths[row]), []
+        while least and rooms[least[0][1]] < length and len(passed) < _MOST_TRIES:
+            passed.append(heapq.heappop(least))
+        if not least or rooms[least[0][1]] < length:
+            heapq.heappush(least, (-1, len(packs)))  # a new pack, which comes first
+            packs.append([])
+            rooms.append(capacity)
+        tokens, pack = heapq.heappop(least)
+        packs[pack].append(row)
+        rooms[pack] -= length
+        for entry in [*passed, (max(tokens, 0) + int(image_tokens[row]), pack)]:
+            heapq.heappush(least, entry)
+    return packs
+
+
+def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None = None) -> list[list[int]]:
     """Pack rows by best-fit decreasing: longest first, each into the fullest pack with enough space.
 
     Args:
         lengths: int64 ``[rows]``, each at most ``capacity``.
         capacity: maximum number of tokens per pack.
+        image_tokens: int64 ``[rows]``, number of tokens of images; rows with images are placed first, and evenly.
 
     Returns:
         sorted rows of each pack; packs are sorted by their first row.
     """
-    packs: list[list[int]] = []
+    if image_tokens is None:
+        image_tokens = np.zeros_like(lengths)
+    packs = spread_images(lengths, capacity, image_tokens) if image_tokens.any() else []
     with_room: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # sorted keys of with_room
+    for pack, rows in enumerate(packs):
+        with_room[capacity - int(lengths[rows].sum())].append(pack)
+    with_room.pop(0, None)
+    rooms = sorted(with_room)
     for row in np.argsort(-lengths, kind="stable").tolist():
+        if image_tokens[row]:
+            continue
         length = int(lengths[row])
         place = bisect_left(rooms, length)
         if place == len(rooms):
@@ -47,7 +86,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
             if left not in with_room:
                 insort(rooms, left)
             with_room[left].append(pack)
-    return sorted(map(sorted, packs))
+    return sorted(sorted(rows) for rows in packs if rows)
 
 
 def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
@@ -95,8 +134,9 @@ class Packs:
 class PackedDataset(Dataset):
     """Dataset of packs of documents, with every token of ``ds`` exactly once and no padding.
 
-    An item is a list of documents (``tokens`` and pre-shifted ``labels``), which
-    :func:`torchtune.data.collate_documents` concatenates. Attention and positions are per document.
+    An item is a list of documents (``tokens`` and pre-shifted ``labels``, and images), which
+    :func:`torchtune.data.collate_documents` concatenates. Attention and positions are per document. Rows with images
+    are never split, and are spread so that all packs have about as many tokens of images.
 
     Args:
         ds: dataset of rows with ``tokens`` and ``labels``.
@@ -107,7 +147,8 @@ class PackedDataset(Dataset):
             packs whole documents by best fit.
 
     Raises:
-        DataError: a row is longer than ``max_seq_len`` without ``split_across_pack``, or there are no rows.
+        DataError: a row is longer than ``max_seq_len`` without ``split_across_pack``, there are no rows, or rows have
+            images and ``split_across_pack`` is set or the tokenizer is not one of a model with image tokens.
 
     Example:
         >>> rows = [{"tokens": [n] * n, "labels": [n] * n} for n in (3, 1, 2, 2)]
@@ -128,8 +169,11 @@ class PackedDataset(Dataset):
         self.ds = ds
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
-        if getattr(ds, "on_reading", False):
-            raise DataError("Rows with images cannot be packed: leave packed out.")
+        self._has_images = bool(getattr(ds, "on_reading", False))
+        if self._has_images and ds.image_tokens is None:
+            raise DataError("Rows with images of this tokenizer cannot be packed: leave packed out.")
+        if self._has_images and split_across_pack:
+            raise DataError("split_across_pack would cut rows inside their images: leave it out.")
         lengths = _lengths(ds)
         if not len(lengths):
             raise DataError("There is nothing to pack: the dataset is empty.")
@@ -143,7 +187,7 @@ class PackedDataset(Dataset):
                     f"{len(too_long)} rows are longer than max_seq_len={max_seq_len} and fit into no pack (rows "
                     f"{shown}, counted from 0): raise max_seq_len, or cut them with split_across_pack=True."
                 )
-            rows = best_fit(lengths, max_seq_len)
+            rows = best_fit(lengths, max_seq_len, ds.image_tokens if self._has_images else None)
             packs = [[(row, 0, int(lengths[row])) for row in pack] for pack in rows]
         self.packs = Packs(packs[:max_packs])
         self.lengths = self.packs.lengths
@@ -162,8 +206,10 @@ class PackedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, idx: int) -> list[dict[str, torch.Tensor]]:
-        """Return the documents of a pack: dicts of int64 tensors ``tokens`` and ``labels``."""
+    def __getitem__(self, idx: int) -> list[dict[str, Any]]:
+        """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
+        if self._has_images:
+            return [self.ds[row] for row, _, _ in self.packs[idx]]
         return [document_of(self.ds, row, start, end) for row, start, end in self.packs[idx]]
 
     def origins(self, idx: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune.data import DataError, Message, open_image
+from torchtune.data import DataError, Message, image_size, open_image
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._tokenize import Tokenize
@@ -51,7 +51,7 @@ def size_of(image: Any) -> tuple[int, int]:
     """Return (width, height) of an image in pixels; raise :class:`DataError` if it cannot be read."""
     if isinstance(image, torch.Tensor):
         return image.shape[-1], image.shape[-2]
-    return open_image(image, decode=False).size
+    return image_size(image)
 
 
 def content_of(image: Any) -> Any:

@@ -225,6 +225,12 @@ class SFTDataset(Dataset):
         return self.store.lengths
 
     @property
+    def image_tokens(self) -> np.ndarray | None:
+        """Number of tokens of images in each row, int64 ``[rows]``; ``None`` if the model has no such tokens."""
+        ids = getattr(self._transform.model_transform, "image_tokens", None)
+        return None if self.store is None or ids is None else self.store.count(list(ids))
+
+    @property
     def fingerprint(self) -> int | None:
         """Changes with any token, label or image name; ``None`` if rows are tokenized when they are read."""
         return None if self.store is None else self.store.fingerprint

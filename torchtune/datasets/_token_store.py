@@ -41,6 +41,16 @@ class TokenStore:
         chunks = [chunk.value_lengths().to_numpy() for chunk in self._columns[0].chunks]
         return np.concatenate(chunks, dtype=np.int64)
 
+    def count(self, ids: Sequence[int]) -> np.ndarray:
+        """Return how often tokens occur in each row, int64 ``[rows]``."""
+        counts = []
+        for chunk in self._columns[0].chunks:
+            offsets = chunk.offsets.to_numpy()
+            found = np.isin(chunk.values.to_numpy()[offsets[0] : offsets[-1]], ids)
+            before = np.concatenate([[0], np.cumsum(found)])
+            counts.append(np.diff(before[offsets - offsets[0]]))
+        return np.concatenate(counts, dtype=np.int64)
+
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of the tokens and labels of a row, int32 ``[s]``."""
         if not -len(self) <= index < len(self):

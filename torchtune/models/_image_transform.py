@@ -17,6 +17,7 @@ from torchtune.data import (
     as_messages,
     check_placeholders,
     grid_positions,
+    image_size,
     open_image,
     truncate_row,
 )
@@ -118,7 +119,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         messages = [_masked(message) if message.contains_media else message for message in as_messages(messages)]
         tokens, mask = super()._tokenized(messages, closed, _UNLIMITED, tools)
         images = [image for message in messages for image in message.get_media()]
-        plans = iter([self.processor.plan(open_image(image, decode=False).size) for image in images])
+        plans = iter([self.processor.plan(image_size(image)) for image in images])
         found = sum(token == self._placeholder for token in tokens)
         if found != len(images):
             raise DataError(f"the chat template writes {found} placeholders for {len(images)} image(s)")

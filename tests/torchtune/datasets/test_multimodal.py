@@ -232,7 +232,7 @@ def test_another_image_is_another_dataset(transform: Llama3VisionTransform, pict
 def test_what_is_not_possible_with_images(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path) -> None:
     build = {"source": ROWS, "image_dir": str(pictures)}
     for settings, reason in (
-        ({"packed": True}, "packed=True is not possible with images: leave packed out"),
+        ({"packed": True}, "Rows with images of this tokenizer cannot be packed: leave packed out"),
         ({"streaming": True}, "streaming=True is not possible with images: leave streaming out"),
         ({"image_dir": "nowhere/"}, "There is no folder nowhere/ .*: set image_dir"),
         ({"source": ROWS[2:3]}, "no row has an image: set column_map"),
@@ -241,7 +241,7 @@ def test_what_is_not_possible_with_images(transform: Llama3VisionTransform, pict
         with pytest.raises(DataError, match=reason):
             llava_instruct_dataset(transform, **{**build, **settings})
     dataset = llava_instruct_dataset(transform, **build)
-    with pytest.raises(DataError, match="Rows with images cannot be packed"):
+    with pytest.raises(DataError, match="Rows with images of this tokenizer cannot be packed"):
         PackedDataset(dataset, max_seq_len=200)
     with pytest.raises(DataError, match=r"collate_fn=torchtune.data.padded_collate_tiled_images_and_mask"):
         instantiate_collate("torchtune.data.collate_documents", transform)

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError, Transform
+from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._preview import is_preview
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
+from torchtune.datasets._sft_builder import pack_length
 
 
 def image_dataset(
@@ -19,15 +21,15 @@ def image_dataset(
     filter_fn: Callable[..., bool] | None,
     split: str,
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Build a dataset of rows with images, which are transformed when they are read.
 
     Raises:
-        DataError: ``packed`` or ``streaming`` is set, or no row has an image; see :class:`SFTDataset`.
+        DataError: ``streaming`` is set, or no row has an image; see :class:`SFTDataset` and :class:`PackedDataset`.
     """
-    for name, value in (("packed", packed), ("streaming", load_dataset_kwargs.get("streaming"))):
-        if value:
-            raise DataError(f"{name}=True is not possible with images: leave {name} out.")
+    if load_dataset_kwargs.get("streaming"):
+        raise DataError("streaming=True is not possible with images: leave streaming out.")
+    length = pack_length(model_transform) if packed else None
     dataset = SFTDataset(
         source=source,
         message_transform=message_transform,
@@ -41,7 +43,7 @@ def image_dataset(
             f"{dataset.source}: no row has an image: set column_map to the column of the images, or use a dataset of "
             "text."
         )
-    return dataset
+    return dataset if length is None else PackedDataset(dataset, max_seq_len=length)
 
 
 def folder_of(image_dir: str | Path | None) -> Path | None:

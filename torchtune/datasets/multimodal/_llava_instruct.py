@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import Transform
+from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import LOADERS, Source, _suffix
 from torchtune.datasets._sft import SFTDataset
 from torchtune.datasets.multimodal._multimodal import multimodal_chat_dataset
@@ -21,14 +22,14 @@ def llava_instruct_dataset(
     split: str = "train",
     data_files: Any = "llava_instruct_150k.json",
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Build the LLaVA-Instruct dataset: ShareGPT conversations with ``<image>`` in the text, about COCO images.
 
     The images are not included: download and unpack http://images.cocodataset.org/zips/train2017.zip. Arguments: see
     :func:`multimodal_chat_dataset`.
 
     Raises:
-        DataError: ``packed`` is set, ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
+        DataError: ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
     """
     if not isinstance(source, str) or _suffix(source) in LOADERS:  # source is the file or the rows
         data_files = None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import ShareGPTToMessages, Transform
+from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
 from torchtune.datasets.multimodal._image_builder import folder_of, image_dataset
@@ -21,7 +22,7 @@ def multimodal_chat_dataset(
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Build a dataset of ShareGPT conversations with images; the assistant's turns are trained on.
 
     The image column holds a path, a ``data:`` URL, a Pillow image, the bytes of a file, or a list of these. A row with
@@ -33,7 +34,7 @@ def multimodal_chat_dataset(
         source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
         column_map: columns of ``conversations`` and ``image``; by default the same names.
         new_system_prompt: system prompt that replaces the conversations' own.
-        packed: not supported; True raises.
+        packed: pack rows up to the tokenizer's ``max_seq_len``, for models with image tokens.
         image_tag: placeholder of an image in the text, for example ``<image>``; ``None`` puts the images before the
             text of the first user turn.
         image_dir: folder of the images, if rows have relative paths.
@@ -43,7 +44,7 @@ def multimodal_chat_dataset(
             ``on_bad_row``.
 
     Raises:
-        DataError: ``packed`` is set, ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
+        DataError: ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
 
     Example:
         >>> from PIL import Image

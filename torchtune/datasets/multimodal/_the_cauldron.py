@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import DataError, Message, Transform, check_column_map, check_turn, column, image_column
+from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import LOADERS, Source, _suffix
 from torchtune.datasets._sft import SFTDataset, SFTTransform
 from torchtune.datasets.multimodal._image_builder import image_dataset
@@ -84,7 +85,7 @@ def the_cauldron_dataset(
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Build one of The Cauldron's datasets.
 
     Images and other arguments: see :func:`multimodal_chat_dataset`.
@@ -94,7 +95,7 @@ def the_cauldron_dataset(
         column_map: columns of ``texts`` and ``images``; by default the same names.
 
     Raises:
-        DataError: ``packed`` is set, or no row has an image; see :class:`SFTDataset`.
+        DataError: no row has an image; see :class:`SFTDataset`.
     """
     on_hub = isinstance(source, str) and "data_files" not in load_dataset_kwargs and _suffix(source) not in LOADERS
     return image_dataset(

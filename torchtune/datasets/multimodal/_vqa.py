@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import InputOutputToMessages, Transform
+from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
 from torchtune.datasets.multimodal._image_builder import folder_of, image_dataset
@@ -20,7 +21,7 @@ def vqa_dataset(
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Build a dataset of questions about images; the image precedes the question, the answer is trained on.
 
     Images and other arguments: see :func:`multimodal_chat_dataset`.
@@ -29,7 +30,7 @@ def vqa_dataset(
         column_map: columns of ``input``, ``output`` and ``image``; by default the same names.
 
     Raises:
-        DataError: ``packed`` is set, ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
+        DataError: ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
 
     Example:
         >>> from PIL import Image
