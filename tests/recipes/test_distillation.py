@@ -11,6 +11,7 @@ from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.tiny import write_checkpoint
 from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.reports import RunFolder, judge
 from torchtune.utils import UserError
 
 ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
@@ -197,3 +198,4 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
         for figure in ("class_loss", "kd_loss", "grad_norm"):
             assert of(run, figure) == pytest.approx(of(whole, figure), rel=1e-4), (split, figure)
+        assert judge(RunFolder(output_dir)).interval.pairs == 8, split

@@ -94,6 +94,24 @@ def test_every_method_is_measured(name, settings, what, tmp_path):
     assert json.loads((found.path / "report.json").read_text())["verdict"]["word"] == judge(found).word
 
 
+def test_a_stream_is_measured_and_goes_on_where_it_was(tmp_path):
+    """The measured rows are read anew."""
+    settings = {"dataset__streaming": True, "dataset__shuffle_buffer": 6, "max_steps_per_epoch": 4, "epochs": 2}
+    alone = start(LORA, tmp_path, **settings)  # without a report
+    found = run(LORA, tmp_path, **settings)
+    assert dict(found.curve("loss")) == alone.losses
+    assert judge(found).interval.pairs == 8
+    assert len(found.measured("after")["answers"]) == 8
+
+
+def test_only_rows_that_the_run_visits_are_measured(tmp_path):
+    """A teacher's outputs are cached for these rows alone."""
+    kd_loss = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss", "top_k": 8}
+    settings = {"kd_loss": kd_loss, "teacher_cache": str(tmp_path / "kept"), "shuffle": False, "batch_size": 2}
+    found = run("knowledge_distillation", tmp_path, max_steps_per_epoch=3, epochs=2, **settings)
+    assert judge(found).interval.pairs == 6
+
+
 def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch):
     module, config = load_recipe(LORA, tmp_path, None), write_config(LORA, tmp_path, tmp_path / "run")
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 1e-2"))

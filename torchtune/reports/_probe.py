@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces
+from torchtune.datasets import instantiate_dataset, workers
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import text_decoder
 from torchtune.rlhf.loss import KTOLoss
 from torchtune.supervision import row_lengths
-from torchtune.training import RNGState
+from torchtune.training import RNGState, SettingsView
+from torchtune.utils import UserError, get_logger
 
 # Rows to measure: a twentieth of the rows of the run, within these limits. A forward pass takes a third of a training
 # step and there are two, so that this costs about 3 % of the time of a long run.
@@ -36,20 +38,22 @@ class Probe:
     """
 
     def __init__(self, recipe: Any) -> None:
-        self._recipe, self._loader = recipe, recipe.loader_val or recipe.loader
-        self._setting = "dataset" if self._loader is recipe.loader else "dataset_val"
-        self._has_rewards = hasattr(recipe, "sample")
+        self._recipe, loader = recipe, recipe.loader_val or recipe.loader
+        self._setting = "dataset" if loader is recipe.loader else "dataset_val"
+        self._has_rewards, self._collate = hasattr(recipe, "sample"), loader.collate_fn
         # KTO compares an answer with that of another row.
         self._group = 2 if isinstance(getattr(recipe, "loss_fn", None), KTOLoss) else 1
-        self._indices: list[int] = []  # none of data that is only read while the run trains
-        # A rank has the teacher's cached outputs of its own rows only.
-        has_others = recipe.dims.world_size > 1 and getattr(recipe.cfg, "teacher_cache", None) is not None
-        is_stream = getattr(self._loader.dataset, "is_stream", False)
-        if not is_stream and not has_others and hasattr(recipe, "compute_loss"):
-            in_run = recipe.total_steps * recipe.loader.examples_per_step
-            count, every = min(_ROWS, max(_FEWEST, in_run // 20)), recipe.dims.data_size * self._group
-            count = min(max(count, every), len(self._loader.dataset)) // every * every  # the same on every rank
-            self._indices = _spread(self._loader.dataset, count)
+        in_run = recipe.total_steps * recipe.loader.examples_per_step
+        every = recipe.dims.data_size * self._group
+        count = max(min(_ROWS, max(_FEWEST, in_run // 20)), every)
+        if getattr(loader.dataset, "is_stream", False):
+            self._dataset = _first_rows(recipe, count)
+            indices = np.arange(len(self._dataset))
+        else:
+            self._dataset, indices = loader.dataset, loader.visited_indices(1)
+        # The number is the same on every rank; without a loss, there is nothing to measure.
+        count = min(count, len(indices)) // every * every if hasattr(recipe, "compute_loss") else 0
+        self._indices = _spread(indices, count)
 
     def measure(self) -> dict[str, Any]:
         """Return ``values`` (digest of a row -> loss or reward, None without labels) and ``answers``. A collective."""
@@ -58,11 +62,11 @@ class Probe:
         recipe, data_size, answers = self._recipe, self._recipe.dims.data_size, []
         start = time.perf_counter()
         with _undisturbed(recipe.model), recipe.step_metrics.validation() as means:
-            rows = [self._loader.dataset[index] for index in self._indices]
+            rows = [self._dataset[index] for index in self._indices]
             groups = [rows[at : at + self._group] for at in range(0, len(rows), self._group)]
             names = [_digest(group[0]) for group in groups]
             mine = slice(recipe.dims.data_rank, None, data_size)
-            batches = [self._loader.collate_fn(group) for group in groups[mine]]
+            batches = [self._collate(group) for group in groups[mine]]
             if self._has_rewards:
                 scored = recipe.sample(batches, 1, greedy=True)
                 figures = [(reward, 1) for reward in scored.rewards.flatten().nan_to_num().tolist()]
@@ -86,8 +90,8 @@ class Probe:
             return []
         if getattr(model.output, "out_features", 2) == 1:  # a reward model
             return []
-        dataset = _rows_of(self._loader.dataset)
-        turns = [turn for index in _spread(dataset, _PROMPTS) for turn in _first_turn(dataset[index])]
+        rows = [self._dataset[index] for index in _spread(self._indices, _PROMPTS)]
+        turns = [turn for row in rows for turn in _first_turn(row)]
         limit = int(_SECONDS * 1e6) // max(self._recipe.dims.max(int(1e6 * seconds)), 1)
         limit = min(_ANSWER, limit, 8 + max((len(expected) for _, expected in turns), default=0))
         turns = [turn for turn in turns if len(turn[0]) + limit <= model.max_seq_len and limit]
@@ -113,7 +117,7 @@ def describe_data(loader: Any, tokenizer: Any) -> dict[str, Any]:
         counts, edges = np.histogram(lengths, _BINS)
         facts |= {"tokens": int(lengths.sum()), "lengths": {"counts": counts.tolist(), "edges": edges.tolist()}}
     with _undisturbed():
-        for index in _spread(rows, _SAMPLES):
+        for index in _spread(range(len(rows)), _SAMPLES):
             for tokens, labels in _sides(rows[index]):
                 pieces = decode_pieces(tokens[:_TEXT], labels[:_TEXT], tokenizer)
                 trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
@@ -137,9 +141,22 @@ def _undisturbed(model: torch.nn.Module | None = None) -> Iterator[None]:
         RNGState().load_state_dict(state)
 
 
-def _spread(rows: Any, count: int) -> list[int]:
-    """Return at most ``count`` indices of rows, evenly spaced from the first to the last."""
-    return np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist()
+def _spread(indices: Sequence[int], count: int) -> list[int]:
+    """Return at most ``count`` of the indices, evenly spaced from the first to the last."""
+    places = np.linspace(0, len(indices) - 1, min(count, len(indices))).astype(int)
+    return [int(indices[place]) for place in places]
+
+
+def _first_rows(recipe: Any, count: int) -> list[Any]:
+    """Return the first rows of a stream, read anew, so that the position of the run's own stays; none on errors."""
+    settings = SettingsView.of(recipe.cfg)
+    try:
+        with _undisturbed(), workers(1):
+            stream = instantiate_dataset(settings.dataset, recipe.tokenizer)
+            return [stream[index] for index in range(count)]
+    except UserError as error:
+        get_logger().warning(f"No rows of the stream are measured: {error}")
+        return []
 
 
 def _rows_of(dataset: Any) -> Any:
