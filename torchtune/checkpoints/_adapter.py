@@ -20,6 +20,7 @@ from torchtune.checkpoints._peft_settings import (
     token_tensors,
 )
 from torchtune.checkpoints._safetensors_file import Entry
+from torchtune.checkpoints._save_view import SaveView
 from torchtune.checkpoints._sources import Source, must_exist
 from torchtune.models import (
     Description,
@@ -35,7 +36,6 @@ from torchtune.models import (
     text_prefixes,
 )
 from torchtune.modules.peft import LoRA
-from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger
 
 # Names the base, and the conversion of each file of :attr:`ModelWeights.owned_files`.
@@ -52,6 +52,8 @@ _PEFT_PREFIX = "base_model.model."
 # transformers' parameters of stacked experts, gated ones. Adapter files hold one tensor per expert, which peft stacks,
 # if checkpoints do.
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+# Ends of our names of adapters of linear layers; other adapters are of experts.
+_OF_LINEAR = (".weight", ".magnitude")
 
 
 def find_adapter(path: Path, weights: ModelWeights) -> Path:
@@ -119,8 +121,7 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         if not wanted:
             return
         file = file.with_name(ADAPTER_FILE)
-    spec, description = weights.identity
-    patterns = _patterns(spec.weight_map("hf").peft().groups(description), weights.peft_settings)
+    patterns = _patterns(weights.adapter_groups.values(), weights.peft_settings)
     settings = check_settings(weights, file.with_name(ADAPTER_CONFIG_FILE), patterns)
     found = set()
     for name, tensor in _our_names(weights, open_source([file]), file):
@@ -194,14 +195,15 @@ def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[
     weight_map = _map_of(spec, [name for name, _ in tensors])
     rows = token_tensors(weights)
     tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
+    groups = {name: group for group in weight_map.groups(description) for name in group.external}
     try:
-        tensors = [pair for pair in tensors if pair[0] not in rows and not _is_of_base(weights, *pair, file)]
-        ours = {name: weight_map.tune_name(name, description) for name, _ in tensors}
-        groups = {group.tune[0]: group for group in weight_map.groups(description)}
-        tensors = _spread(weights, dict(tensors), {groups[ours[name]] for name, _ in tensors})
-        for name, tensor in tensors:
-            _check_rank(weights, groups[ours[name]], name, tensor, file)
-        return [*tokens, *weight_map.to_tune(tensors, description, partial=True)]
+        kept = {
+            name: value for name, value in tensors if name not in rows and not _is_of_base(weights, name, value, file)
+        }
+        for name, tensor in _spread(weights, kept, groups).items():
+            if name in groups:
+                _check_rank(weights, groups[name], name, tensor, file)
+        return [*tokens, *weight_map.to_tune(kept.items(), description, partial=True)]
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
 
@@ -221,18 +223,19 @@ def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]
 
 
 def _spread(
-    weights: ModelWeights, tensors: dict[str, torch.Tensor], groups: Collection[Group]
-) -> list[tuple[str, torch.Tensor]]:
-    """Split an adapter of a fused projection that has the model's rank into one for each of its projections."""
-    for group in groups:
-        if not isinstance(group.op, FusedAdapter | ExpertAdapter) or not tensors.keys() >= set(group.external):
+    weights: ModelWeights, tensors: dict[str, torch.Tensor], groups: Mapping[str, Group]
+) -> dict[str, torch.Tensor]:
+    """Split adapters of fused projections that have the model's rank into one for each of the projections."""
+    for name in list(tensors):
+        group = groups.get(name)
+        if group is None or name != group.external[0] or not isinstance(group.op, FusedAdapter | ExpertAdapter):
             continue
-        parts, both = len(group.tune) // 2, [tensors[name] for name in group.external]
-        if parts > 1 and all(name in weights.parameters for name in group.tune):
-            wanted = group.to_external([weights.spec(name) for name in group.tune])
-            if (both[0].shape[0] * parts, both[1].shape[1] * parts) == (wanted[0].shape[0], wanted[1].shape[1]):
+        parts, both = len(group.tune) // 2, [tensors[name] for name in group.external if name in tensors]
+        if parts > 1 and len(both) == 2 and all(name in weights.parameters for name in group.tune):
+            first, second = group.to_external([weights.specs[name] for name in group.tune])
+            if (both[0].shape[0] * parts, both[1].shape[1] * parts) == (first.shape[0], second.shape[1]):
                 tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
-    return list(tensors.items())
+    return tensors
 
 
 def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
@@ -243,10 +246,10 @@ def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Pa
     """
     spec, description = weights.identity
     external, weight_map = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
-    if not any(external in group.external for group in weight_map.groups(description)):
+    if not any(external in group.external for group in weights.groups.values()):
         return external in {tie.external for tie in weight_map.tied}
     for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
-        if value.shape != weights.spec(ours).shape or not weights.equals(ours, value):
+        if value.shape != weights.specs[ours].shape or not weights.equals(ours, value):
             raise CheckpointError(
                 f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
                 "base, so merge it into that base with peft and start from the merged model."
@@ -258,7 +261,7 @@ def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Te
     """Raise on a shape that does not fit, before rows are reordered."""
     if not all(ours in weights.parameters for ours in group.tune):
         return  # not adapted here: refused with the list of layers
-    wanted = group.to_external([weights.spec(ours) for ours in group.tune])[group.external.index(name)].shape
+    wanted = group.to_external([weights.specs[ours] for ours in group.tune])[group.external.index(name)].shape
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
@@ -267,13 +270,12 @@ def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Te
 
 
 def adapter_entries(
-    weights: ModelWeights, ranks: Ranks, base_name: str, whole: TextTower | None = None
+    view: SaveView, base_name: str, whole: TextTower | None = None
 ) -> tuple[list[Entry], dict[str, Any]]:
     """Return the adapter in PEFT's layout: its tensors, and the contents of ``adapter_config.json``.
 
     Args:
-        weights: weights of a model that has a conversion with a ``peft_config``.
-        ranks: every rank makes its own shard.
+        view: view of a model that has a conversion with a ``peft_config``.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
         whole: the multimodal checkpoint that the model is the text decoder of: the adapter uses the names that peft
             gives the modules of the composite model.
@@ -281,29 +283,29 @@ def adapter_entries(
     Raises:
         CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
     """
-    if not weights.owned:
+    if not view.owned:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
-    spec, description = weights.identity
+    spec, description = view.identity
     prefixes = {} if whole is None else module_prefixes(whole.prefixes)
-    weight_map = spec.weight_map("hf")
+    weight_map, groups = spec.weight_map("hf"), view.adapter_groups
     if prefixes:  # peft looks for one tensor per expert in text models only
         weight_map = spec.weight_maps.get("hf_fused", weight_map).prefixed(prefixes)
+        groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
     rows = {
         ours: _PEFT_PREFIX + rename_prefix(theirs.removeprefix(_PEFT_PREFIX), prefixes)
-        for theirs, ours in token_tensors(weights).items()
+        for theirs, ours in token_tensors(view).items()
     }
-    ours = weights.owned - rows.keys() - {name for names in weights.owned_files.values() for name in names}
-    groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
-    adapters = [name for name in weights.parameters if name in ours]
+    ours = view.owned - rows.keys() - {name for names in view.owned_files.values() for name in names}
+    adapters = [name for name in view.parameters if name in ours]
     if unknown := [name for name in adapters if name not in groups]:
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
         )
     chosen = dict.fromkeys(groups[name] for name in adapters)
-    entries = [weights.entry(group, ranks, turn) for turn, group in enumerate(chosen)]
-    entries += [weights.entry_of(name, rows[name], ranks, turn) for turn, name in enumerate(rows)]
-    settings = weights.peft_settings | {"trainable_token_indices": token_indices(weights)}
-    settings |= {"init_lora_weights": getattr(weights.model, "adapter_init", None) or True}
+    entries = [view.entry(group, turn) for turn, group in enumerate(chosen)]
+    entries += [view.entry_of(name, rows[name], turn) for turn, name in enumerate(rows)]
+    settings = view.peft_settings | {"trainable_token_indices": token_indices(view)}
+    settings |= {"init_lora_weights": getattr(view.model, "adapter_init", None) or True}
     settings |= adapted_modules(chosen, weight_map, description, settings, in_full=bool(prefixes))
     return entries, adapter_settings(base_name, settings)
 
@@ -325,36 +327,34 @@ def adapted_modules(
         settings: rank and alpha of one adapter.
         in_full: use full module paths: in a composite model, shorter names would also select modules of other towers.
     """
-    fused = [group for group in groups if isinstance(group.op, ExpertAdapter)]
-    modules = dict.fromkeys(_adapted(name) for group in groups if group not in fused for name in group.external)
-    parameters = {
-        _adapted(group.external[0])
-        for group in groups
-        if weight_map.named_like_experts(group.tune[0].removesuffix(".lora_a.weight"), description)
+    adapted = {
+        name: name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for group in groups for name in group.external
     }
-    targets, linears = (
+    modules = {adapted[name] for group in groups if not isinstance(group.op, ExpertAdapter) for name in group.external}
+    linears = {
+        adapted[group.external[0]]
+        for group in groups
+        if weight_map.named_like_experts(group.tune[0].partition(".lora_a")[0], description)
+    }
+    modules, linears = (
         sorted(names) if in_full else _shortest(names, weight_map, description)
-        for names in (modules.keys() - parameters, parameters)
+        for names in (modules - linears, linears)
     )
-    target_parameters = [f"{name}.weight" for name in linears]
-    if any(map(_is_of_experts, groups)):
-        target_parameters += _EXPERTS if description.mlp_gated else (_EXPERTS[0].replace("gate_", ""), _EXPERTS[1])
-    found = {"target_modules": targets} | _patterns(groups, settings)
-    return found | ({"target_parameters": target_parameters} if target_parameters else {})
-
-
-def _is_of_experts(group: Group) -> bool:
-    return not group.tune[0].endswith((".weight", ".magnitude"))
+    parameters = [f"{name}.weight" for name in linears]
+    if not all(group.tune[0].endswith(_OF_LINEAR) for group in groups):
+        parameters += _EXPERTS if description.mlp_gated else (_EXPERTS[0].replace("gate_", ""), _EXPERTS[1])
+    found = {"target_modules": modules} | _patterns(groups, settings)
+    return found | ({"target_parameters": parameters} if parameters else {})
 
 
 def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank and alpha of the adapters of fused projections: the sums over their projections."""
     counts = {}
     for group in groups:
-        if _is_of_experts(group) and (parts := getattr(group.op, "parts", 2)) > 1:
+        if not group.tune[0].endswith(_OF_LINEAR) and (parts := getattr(group.op, "parts", 2)) > 1:
             counts[_EXPERTS[0]] = parts
         if isinstance(group.op, FusedAdapter):
-            counts[_adapted(group.external[0]).rpartition(".")[2]] = len(group.op.sizes)
+            counts[group.external[0].rpartition(".lora_")[0].rpartition(".")[2]] = len(group.op.sizes)
     if not counts:
         return {}
     power = 0.5 if settings.get("use_rslora") else 1  # keeps peft's scale equal to that of the separate projections
@@ -362,11 +362,6 @@ def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str,
         "rank_pattern": {name: count * settings["r"] for name, count in counts.items()},
         "alpha_pattern": {name: count**power * settings["lora_alpha"] for name, count in counts.items()},
     }
-
-
-def _adapted(name: str) -> str:
-    """Return the name of the module that a tensor in PEFT's layout adapts."""
-    return name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
 
 
 def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -392,13 +387,12 @@ def _shortest(names: Collection[str], weight_map: WeightMap, description: Descri
         for name in group.external
         if name.endswith(".weight")
     }
-    others = {end for name in modules.difference(names) for end in _ends(name)}
+    ends = {
+        name: (name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name), name) for name in modules.union(names)
+    }
+    others = {end for name in modules.difference(names) for end in ends[name]}
     others |= {name.rpartition(".")[2] for name in names if name[-1].isdigit()}  # a number is also that of a layer
-    return sorted({next(end for end in (*_ends(name), name) if end not in others) for name in names})
-
-
-def _ends(name: str) -> tuple[str, str]:
-    return name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name)
+    return sorted({next(end for end in ends[name] if end not in others) for name in names})
 
 
 def adapter_folder(folder: Path) -> Path:

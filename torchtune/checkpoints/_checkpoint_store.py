@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from torch import nn
 
 from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
 from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._contents import Contents, check_contents, contents_of
 from torchtune.checkpoints._directories import (
     ResumePoint,
     check_output_dir,
@@ -29,8 +29,8 @@ from torchtune.checkpoints._model_source import ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights, identity
 from torchtune.checkpoints._models_of_run import ModelsOfRun
 from torchtune.checkpoints._open_source import open_source
-from torchtune.checkpoints._quantize import write_compressed
 from torchtune.checkpoints._resumed_settings import check_resumed_settings
+from torchtune.checkpoints._save_view import Contents, SaveView, contents_of
 from torchtune.checkpoints._saving import Job, Saver
 from torchtune.checkpoints._sources import find_files
 from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, load_state, local_state, optimizers_of
@@ -112,12 +112,11 @@ class CheckpointStore:
 
         Args:
             name: name of the model, for example ``"reference"``.
-            source: a :class:`ModelSource`, or a checkpointer or store, of which the policy's source is used.
+            source: a :class:`ModelSource`, or a checkpointer, of which the policy's source is used.
 
         Raises:
             CheckpointError: the name exists or is reserved, or ``source`` has the wrong type.
         """
-        source = getattr(source, "store", source)
         if isinstance(source, CheckpointStore):
             source = source.sources.get(POLICY)
         if not isinstance(source, ModelSource):
@@ -201,8 +200,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: a trained parameter would not be written.
         """
-        for name, weights in _views(models).items():
-            check_contents(weights, contents_of(contents, name), resumable=resumable)
+        for view in _views(models, contents).values():
+            view.check(resumable=resumable)
 
     def check_output_dir(self, *, resume: bool) -> None:
         """Check before loading that saving would not overwrite anything.
@@ -258,14 +257,14 @@ class CheckpointStore:
                 weights have changed.
             UserError: another run has locked the folder.
         """
-        output_dir, was_locked, keep = self.require_output_dir(), self.lock.is_held, False
+        output_dir = self.require_output_dir()
+        with ExitStack() as stack:
 
-        def begin() -> list[Path]:
-            if output_dir.is_dir():
-                self.lock.acquire()
-            return resume_candidates(output_dir)
+            def begin() -> list[Path]:
+                if output_dir.is_dir():
+                    stack.enter_context(self.lock.held())
+                return resume_candidates(output_dir)
 
-        try:
             candidates = self._ranks.run_on_rank_0(begin)
             for number, path in enumerate(candidates):
                 faults = []
@@ -273,20 +272,16 @@ class CheckpointStore:
                     files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
                     faults = damage(path, files)
                 faults = [fault for found in self._ranks.gather(faults) for fault in found]
-                if not faults:
-                    point = self._ranks.run_on_rank_0(partial(resume_point, path))
-                    with self._ranks.raise_on_all():
-                        if cfg is not None:
-                            check_resumed_settings(cfg, path)
-                        ModelsOfRun.read(path).check_sources(self.sources, path)
-                    keep = was_locked
-                    return point
-                self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
-            keep = was_locked
-            return None
-        finally:
-            if not keep:  # also on errors: there will be no run
-                self.lock.release()
+                if faults:
+                    self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+                    continue
+                point = self._ranks.run_on_rank_0(partial(resume_point, path))
+                with self._ranks.raise_on_all():
+                    if cfg is not None:
+                        check_resumed_settings(cfg, path)
+                    ModelsOfRun.read(path).check_sources(self.sources, path)
+                return point
+        return None
 
     def check_resume(self, cfg: Any) -> None:
         """Check that the newest complete checkpoint can be resumed, without lock and checksums."""
@@ -364,14 +359,12 @@ class CheckpointStore:
         self._saver.wait()
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
-        parameters, views, exports = _parameters(models), _views(models), []
-        chosen = {model_name: contents_of(contents, model_name) for model_name in views}
-        for model_name, weights in views.items():
-            check_contents(weights, chosen[model_name], resumable=state is not None)
-            place = (self._ranks, max_shard_bytes, _folder(model_name))
-            exports.append(export_model(weights, self.source(model_name), chosen[model_name], *place))
+        parameters, views, exports = _parameters(models), _views(models, contents, self._ranks), []
+        for model_name, view in views.items():
+            view.check(resumable=state is not None)
+            exports.append(export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name)))
         saved = None if state is None else local_state(state, parameters, self._ranks)
-        adapted = [name for name in views if "adapter" in chosen[name] and state is not None]
+        adapted = [name for name, view in views.items() if view.has_adapter and state is not None]
         record = ModelsOfRun.of(views, self.sources, adapted)
 
         def write_small_files(folder: Path) -> None:
@@ -391,7 +384,7 @@ class CheckpointStore:
         files = [file for export in exports for file in export.files]
         job = Job(output_dir, name, files, own, agreed, write_small_files, self.keep_last_n_checkpoints, optional)
         # All ranks make these weights together, which they cannot do while training goes on.
-        together = any("merged" in chosen[name] or weights.stored for name, weights in views.items())
+        together = any(view.merges or view.stored for view in views.values())
         optimizers = [] if together else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, in_background=async_save, optimizers=optimizers)
         return output_dir / name
@@ -410,6 +403,8 @@ class CheckpointStore:
         Raises:
             UserError: see :func:`torchtune.training.quantize_checkpoint`; the checkpoint is unchanged.
         """
+        from torchtune.checkpoints._quantize import write_compressed  # loads torchao
+
         self._saver.wait()
         spec, description = identity(model)
         output_dir = self.require_output_dir()
@@ -434,7 +429,7 @@ class CheckpointStore:
             return
         is_raising = sys.exc_info()[0] is not None
         try:
-            self._saver.close()
+            self._saver.wait()
         except (UserError, OSError) as error:
             if not is_raising:
                 raise
@@ -457,8 +452,8 @@ def _by_name(models: Models) -> dict[str, nn.Module]:
     return dict(models.items())
 
 
-def _views(models: Models) -> dict[str, ModelWeights]:
-    return {name: ModelWeights(model) for name, model in _by_name(models).items()}
+def _views(models: Models, contents: Contents, ranks: Ranks | None = None) -> dict[str, SaveView]:
+    return {name: SaveView(model, contents_of(contents, name), ranks) for name, model in _by_name(models).items()}
 
 
 def _folder(name: str) -> str:

@@ -1,21 +1,10 @@
-"""Checkpointers for configs and copied recipes: thin wrappers around :class:`CheckpointStore`."""
+"""Checkpointers for configs and copied recipes: a :class:`CheckpointStore` with other arguments."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._legacy import LegacyInterface
-
-
-def _of_store(method: Callable[..., Any]) -> Callable[..., Any]:
-
-    @wraps(method)
-    def call(self: "FullModelHFCheckpointer", *args: Any, **kwargs: Any) -> Any:
-        return method(self.store, *args, **kwargs)
-
-    return call
 
 
 class FullModelHFCheckpointer(LegacyInterface):
@@ -40,9 +29,6 @@ class FullModelHFCheckpointer(LegacyInterface):
         enable_dcp: accepted for older configs; every rank always reads and writes its own shard.
         text_only: export the text decoder of a multimodal checkpoint as a separate model. By default the other towers
             are exported with it, unchanged.
-
-    Attributes:
-        store: the :class:`CheckpointStore`.
 
     Raises:
         CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is invalid.
@@ -77,32 +63,18 @@ class FullModelHFCheckpointer(LegacyInterface):
             "model_type": model_type,
             "text_only": text_only,
         }
-        self.store = CheckpointStore({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
         self.should_load_recipe_state = should_load_recipe_state
+
+    @property
+    def store(self) -> CheckpointStore:
+        """This object, as the store of all models."""
+        return self
 
     @property
     def checkpoint_dir(self) -> Path:
         """Folder of the policy's weights."""
-        return self._source.checkpoint_dir
-
-    @property
-    def output_dir(self) -> Path | None:
-        """Folder of the checkpoints."""
-        return self.store.output_dir
-
-    add_source = _of_store(CheckpointStore.add_source)
-    load_model = _of_store(CheckpointStore.load_model)
-    check_model = _of_store(CheckpointStore.check_model)
-    check_contents = _of_store(CheckpointStore.check_contents)
-    check_output_dir = _of_store(CheckpointStore.check_output_dir)
-    lock_output_dir = _of_store(CheckpointStore.lock_output_dir)
-    open_output_dir = _of_store(CheckpointStore.open_output_dir)
-    find_resume_point = _of_store(CheckpointStore.find_resume_point)
-    check_resume = _of_store(CheckpointStore.check_resume)
-    resume = _of_store(CheckpointStore.resume)
-    save = _of_store(CheckpointStore.save)
-    save_quantized = _of_store(CheckpointStore.save_quantized)
-    close = _of_store(CheckpointStore.close)
+        return self.source().checkpoint_dir
 
 
 class FullModelMetaCheckpointer(FullModelHFCheckpointer):

@@ -76,15 +76,15 @@ def _marker(path: Path) -> dict[str, Any]:
     """Read the completion marker.
 
     ``saves``: number of the save in its run, from 1; ``resumable``; ``files``: sizes of the files that a resume needs;
-    ``crc32``: checksums of all files (missing in markers of earlier releases).
+    ``crc32``: checksums of all files.
 
     Raises:
         CheckpointError: the marker is missing or damaged.
     """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        files = {_inside(name): int(size) for name, size in marker.get("files", {}).items()}
-        sums = {_inside(name): int(text, 16) for name, text in marker.get("crc32", {}).items()}
+        files = {_inside(name): int(size) for name, size in marker["files"].items()}
+        sums = {_inside(name): int(text, 16) for name, text in marker["crc32"].items()}
         return {"saves": int(marker["saves"]), "resumable": bool(marker["resumable"]), "files": files, "crc32": sums}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
@@ -149,22 +149,21 @@ def marked_files(path: Path, *, everything: bool) -> list[str]:
     Raises:
         CheckpointError: the marker is missing or damaged.
     """
-    marker = _marker(path)
-    return sorted(n for n in marker["files"] | marker["crc32"] if everything or n in marker["files"])
+    return sorted(_marker(path)["crc32" if everything else "files"])
 
 
 def damage(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
     """Compare files of a checkpoint with its marker; return a phrase for each missing or changed file."""
     marker, found = _marker(path), []
     for name in names:
-        file, size, crc = path / name, marker["files"].get(name), marker["crc32"].get(name)
+        file, size, crc = path / name, marker["files"].get(name), marker["crc32"][name]
         try:
             actual = file.stat().st_size if file.is_file() else None
             if actual is None:
                 found.append(f"{file} is missing")
             elif size is not None and actual != size:
                 found.append(f"{file} has {actual:,} bytes instead of {size:,}")
-            elif crc is not None and (other := checksum(file, progress)) != crc:
+            elif (other := checksum(file, progress)) != crc:
                 found.append(f"{file} was changed since it was saved (its CRC-32 is {other:08x} instead of {crc:08x})")
         except OSError as error:
             found.append(f"{file} cannot be read ({error.strerror})")
@@ -208,7 +207,7 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
         Number of files, and their total size in bytes.
 
     Raises:
-        CheckpointError: files are missing, truncated or changed, or the marker has no checksums.
+        CheckpointError: files are missing, truncated or changed.
 
     Example:
         >>> from torchtune.checkpoints import verify_checkpoint
@@ -219,11 +218,6 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
     names = marked_files(folder, everything=True)
     if faults := damage(folder, names, progress):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(faults)}.")
-    if not _marker(folder)["crc32"]:
-        raise CheckpointError(
-            f"{folder} was saved without checksums, by an earlier release: the sizes of its files are right, more "
-            "cannot be told."
-        )
     return len(names), sum((folder / name).stat().st_size for name in names)
 
 
@@ -258,12 +252,11 @@ def prune(output_dir: Path, keep: int | None) -> None:
 
     Args:
         output_dir: folder of the run.
-        keep: number of checkpoints to keep. None keeps all ``epoch_N``, the last three ``step_N``, and all ``step_N``
-            without checksums (of earlier releases).
+        keep: number of checkpoints to keep. None keeps all ``epoch_N`` and the last three ``step_N``.
     """
     complete = complete_directories(output_dir)
     if keep is None:
-        by_steps = [path for path in complete if path.name.startswith("step_") and _marker(path)["crc32"]]
+        by_steps = [path for path in complete if path.name.startswith("step_")]
         gone = [path for path in by_steps[:-KEPT_STEPS] if path != complete[-1]]
     else:
         gone = complete[: -max(keep, 1)]

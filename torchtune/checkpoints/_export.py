@@ -17,11 +17,11 @@ from torchtune.checkpoints._adapter import (
 from torchtune.checkpoints._load_weights import read_json
 from torchtune.checkpoints._model_source import ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights
-from torchtune.checkpoints._safetensors_file import Entry, TensorFile, tensor_file, write_file
+from torchtune.checkpoints._safetensors_file import Entry, TensorFile, aligned, write_file
+from torchtune.checkpoints._save_view import SaveView
 from torchtune.checkpoints._sources import SAFETENSORS_INDEX
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
-from torchtune.training.parallel import Ranks
 from torchtune.utils import write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -51,54 +51,45 @@ class Export:
         self.source.carry_files(checkpoint / self.folder)
 
 
-def export_model(
-    weights: ModelWeights,
-    source: ModelSource,
-    contents: frozenset[str],
-    ranks: Ranks,
-    max_shard_bytes: int,
-    folder: str,
-) -> Export:
+def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, folder: str) -> Export:
     """Describe the files of a model in a checkpoint; every rank creates its shards when the files are written.
 
     Args:
-        weights: weights of the model.
+        view: weights of the model, and what of them is written.
         source: source of the model. Its tokenizer and other small files are exported too; of a multimodal checkpoint
             with this model as the text decoder, also the names and, unchanged, the other towers.
-        contents: see :meth:`CheckpointStore.save`.
-        ranks: all ranks.
         max_shard_bytes: larger models are split into several files.
         folder: subfolder of the checkpoint with a slash at its end, ``""`` for the checkpoint itself.
 
     Raises:
         CheckpointError: a parameter has no name in Hugging Face's or PEFT's format.
     """
-    spec, description = weights.identity
+    spec, description = view.identity
     files, json_files, adapter_folder = [], {}, folder
-    whole = None if description.is_classifier else source.whole(weights.model)
+    whole = None if description.is_classifier else source.whole(view.model)
     is_part = whole is not None and whole.is_multimodal
-    if contents & {"model", "merged"}:
-        weight_map, merge = spec.weight_map("hf"), "merged" in contents
+    if view.has_weights:
+        weight_map = spec.weight_map("hf")
         weight_map = weight_map if whole is None else weight_map.prefixed(whole.prefixes)
-        groups = enumerate(weight_map.groups(description))
-        entries = [weights.entry(group, ranks, turn, merge=merge) for turn, group in groups]
-        files, index = shards(entries + ([] if whole is None else whole.other_towers(ranks)), max_shard_bytes, folder)
+        entries = [view.entry(group, turn) for turn, group in enumerate(weight_map.groups(description))]
+        entries += [] if whole is None else whole.other_towers(view.ranks)
+        files, index = shards(entries, max_shard_bytes, folder)
         json_files |= {} if index is None else {folder + SAFETENSORS_INDEX: index}
         adapter_folder = f"{folder}{ADAPTER_DIR}/"
-    if "adapter" in contents:
+    if view.has_adapter:
         base_name = source.base_name()
-        entries, settings = adapter_entries(weights, ranks, base_name, whole if is_part else None)
+        entries, settings = adapter_entries(view, base_name, whole if is_part else None)
         if entries:
-            files.append(tensor_file(adapter_folder + ADAPTER_FILE, entries))
+            files.append(TensorFile(adapter_folder + ADAPTER_FILE, entries))
             json_files[adapter_folder + ADAPTER_CONFIG_FILE] = settings
-        kinds = {f"adapter_{kind.__name__}.safetensors": kind for kind in map(type, get_conversions(weights.model))}
-        for file, names in weights.owned_files.items():
-            entries = [weights.entry_of(name, name, ranks, turn) for turn, name in enumerate(names)]
-            files.append(tensor_file(adapter_folder + file, entries))
-        if owned := {file: f"{kinds[file].__module__}.{kinds[file].__qualname__}" for file in weights.owned_files}:
+        kinds = {f"adapter_{kind.__name__}.safetensors": kind for kind in map(type, get_conversions(view.model))}
+        for file, names in view.owned_files.items():
+            entries = [view.entry_of(name, name, turn) for turn, name in enumerate(names)]
+            files.append(TensorFile(adapter_folder + file, entries))
+        if owned := {file: f"{kinds[file].__module__}.{kinds[file].__qualname__}" for file in view.owned_files}:
             index = {"base_model_name_or_path": base_name, "conversions": owned}
             json_files[adapter_folder + OWNED_INDEX] = index
-    json_files[f"{folder}config.json"] = config_of_model(weights, source.checkpoint_dir, is_part=is_part)
+    json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_part=is_part)
     return Export(source, folder, files, json_files)
 
 
@@ -106,14 +97,12 @@ def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> 
     """Return ``model.safetensors``, or shard files and the contents of their index.
 
     Args:
-        entries: the tensors. Larger dtypes are moved to the front, see :meth:`Entry.alignment`.
+        entries: the tensors.
         max_shard_bytes: larger models are split into several files.
         folder: subfolder of the checkpoint, with a slash at its end.
     """
-    entries = sorted(entries, key=Entry.alignment)
-    split: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
+    split, size = [[]], 0
+    for entry in aligned(entries):
         entry_size = sum(spec.nbytes for spec in entry.specs.values())
         if split[-1] and size + entry_size > max_shard_bytes:
             split.append([])
@@ -121,7 +110,7 @@ def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> 
         split[-1].append(entry)
         size += entry_size
     if len(split) == 1:
-        return [TensorFile(f"{folder}model.safetensors", entries)], None
+        return [TensorFile(f"{folder}model.safetensors", split[0])], None
     files = [
         TensorFile(f"{folder}model-{number:05d}-of-{len(split):05d}.safetensors", shard)
         for number, shard in enumerate(split, 1)
@@ -148,7 +137,7 @@ def config_of_model(weights: ModelWeights, source_dir: Path, *, is_part: bool) -
         is_part: whether the model is the text decoder of a multimodal source, which the file also describes.
     """
     spec, description = weights.identity
-    embedding = weights.spec(next(name for name in weights.base if name.endswith("tok_embeddings.weight")))
+    embedding = weights.specs[next(name for name in weights.base if name.endswith("tok_embeddings.weight"))]
     config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
     return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 

@@ -47,32 +47,6 @@ def pre_tokenizers() -> dict[str, Callable[[], Any]]:
     }
 
 
-def _vocabulary(file: GGUFFile) -> tuple[list[str], list[tuple[str, str]], list[int]]:
-    """Return tokens, merges and token types.
-
-    Raises:
-        CheckpointError: they are inconsistent.
-    """
-    tokens, merges = file.need("tokenizer.ggml.tokens"), file.need("tokenizer.ggml.merges")
-    lists = isinstance(tokens, list) and isinstance(merges, list)
-    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens) if lists else None)
-    pairs = [tuple(merge.split(" ")) for merge in merges if isinstance(merge, str)] if lists else []
-    known = set(tokens) if lists and all(isinstance(token, str) for token in tokens) else set()
-    if not (
-        known
-        and len(known) == len(tokens)
-        and len(pairs) == len(merges)
-        and isinstance(types, list)
-        and len(types) == len(tokens)
-        and all(len(pair) == 2 and {*pair, "".join(pair)} <= known for pair in pairs)
-    ):
-        raise CheckpointError(
-            f"{file.path}: the tokens, their kinds and the merges of its tokenizer do not fit each other: download it "
-            "again."
-        )
-    return tokens, pairs, types
-
-
 def _special_ids(file: GGUFFile) -> dict[str, int]:
     """Return the ids of special tokens. Raises ``CheckpointError`` for an id outside the vocabulary."""
     found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_IDS.items()}
@@ -103,8 +77,12 @@ def _build(file: GGUFFile) -> Any:
             f"{file.path}: the pre-tokenizer '{pre}' is not known, only {', '.join(known)}: use the tokenizer files of "
             "the Hugging Face checkpoint."
         )
-    tokens, merges, types = _vocabulary(file)
+    tokens = file.need("tokenizer.ggml.tokens")
+    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges")]
+    if len(vocab) != len(tokens):
+        raise ValueError("a token is there twice")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = known[pre]()
     tokenizer.decoder = decoders.ByteLevel()
@@ -146,7 +124,15 @@ def tokenizer_files(file: GGUFFile) -> dict[str, Any]:
     Raises:
         CheckpointError: the kind of tokenizer is not supported.
     """
-    tokenizer, ids = json.loads(_build(file).to_str()), _special_ids(file)
+    try:
+        tokenizer, ids = json.loads(_build(file).to_str()), _special_ids(file)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{file.path}: the tokens, their kinds and the merges of its tokenizer do not fit each other ({error}): "
+            "download it again."
+        ) from error
     tokens = file.need("tokenizer.ggml.tokens")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtune.checkpoints._adapter import (
     ADAPTER_CONFIG_FILE,
@@ -19,7 +20,6 @@ from torchtune.checkpoints._checkpoint_store import CheckpointStore
 from torchtune.checkpoints._directories import complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_entries
 from torchtune.checkpoints._load_weights import detect_format, read_json
-from torchtune.checkpoints._model_source import ModelSource
 from torchtune.checkpoints._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
 from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._safetensors_file import Entry, save_tensors
@@ -43,13 +43,12 @@ _MODEL_BIN = "model-00001-of-00001.bin"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-class LegacyInterface:
-    """``load_checkpoint`` and ``save_checkpoint`` with full state dicts.
+class LegacyInterface(CheckpointStore):
+    """A :class:`CheckpointStore` with ``load_checkpoint`` and ``save_checkpoint`` for full state dicts.
 
-    Base class of the checkpointers, which have ``store`` and ``should_load_recipe_state``.
+    Base class of the checkpointers, which have ``should_load_recipe_state``.
     """
 
-    store: CheckpointStore
     should_load_recipe_state: bool
 
     # Format of weight names in saved files, and in loaded folders without config.json.
@@ -79,12 +78,8 @@ class LegacyInterface:
             loaded[MODEL_KEY] = self._read_model(resolve_files(latest, None))
         return loaded | safe_torch_load(self._recipe_state(latest), mmap=False)
 
-    @property
-    def _source(self) -> ModelSource:
-        return self.store.source()
-
     def _weight_files(self) -> list[Path]:
-        return resolve_files(self._source.checkpoint_dir, self._source.checkpoint_files)
+        return resolve_files(self.source().checkpoint_dir, self.source().checkpoint_files)
 
     def _read_model(self, paths: list[Path]) -> dict[str, torch.Tensor]:
         source = open_source(paths)
@@ -92,7 +87,7 @@ class LegacyInterface:
             return dict(stream(source))
         if self._legacy_names == "meta":
             converted = meta_to_tune(dict(stream(source)))
-            if self._source.model_type is ModelType.LLAMA3_2:
+            if self.source().model_type is ModelType.LLAMA3_2:
                 converted.pop("output.weight", None)  # tied to the embedding
             return converted
         spec, description = self._identity()
@@ -132,18 +127,18 @@ class LegacyInterface:
             raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
         number = step if dir_prefix == "step" and step is not None else epoch
         limit = _bytes(max_shard_size)
-        with self.store.lock.held(), new_directory(self.store.require_output_dir(), f"{dir_prefix}_{number}") as folder:
+        with self.lock.held(), new_directory(self.require_output_dir(), f"{dir_prefix}_{number}") as folder:
             if not adapter_only:
                 self._write_model(state_dict[MODEL_KEY], folder, limit)
             if ADAPTER_KEY in state_dict:
                 self._write_adapter(state_dict, folder, beside_model=not adapter_only)
-            if (self._source.checkpoint_dir / "config.json").is_file():
-                write_json(folder / "config.json", text_config(read_json(self._source.checkpoint_dir / "config.json")))
-            self._source.carry_files(folder)
+            if (self.source().checkpoint_dir / "config.json").is_file():
+                write_json(folder / "config.json", text_config(read_json(self.source().checkpoint_dir / "config.json")))
+            self.source().carry_files(folder)
             if intermediate_checkpoint:
                 rest = {k: v for k, v in state_dict.items() if k not in (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)}
                 _torch_save(rest, folder / _RECIPE_STATE)
-        prune(self.store.require_output_dir(), self.store.keep_last_n_checkpoints)
+        prune(self.require_output_dir(), self.keep_last_n_checkpoints)
 
     def _write_model(self, model: Mapping[str, torch.Tensor], folder: Path, limit: int) -> None:
         if self._legacy_names == "tune":
@@ -186,11 +181,11 @@ class LegacyInterface:
             settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
             groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
             settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
-            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings))
+            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
 
     def _latest(self) -> Path:
         """Return the newest checkpoint: the last complete one, else (earlier releases) that with the largest number."""
-        output_dir = self.store.require_output_dir()
+        output_dir = self.require_output_dir()
         complete = complete_directories(output_dir)
         names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
         found = complete or [output_dir / name for name in names if name is not None]
@@ -211,11 +206,11 @@ class LegacyInterface:
 
     def _identity(self) -> tuple[ModelSpec, Description]:
         """Return spec and description from ``config.json``; a ``model_type`` that names a family overrides it."""
-        path = self._source.checkpoint_dir / "config.json"
+        path = self.source().checkpoint_dir / "config.json"
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
         config = text_config(read_json(path))
-        named = None if self._source.model_type is None else self._source.model_type.value
+        named = None if self.source().model_type is None else self.source().model_type.value
         if named in list_specs():
             spec = get_spec(named)
         elif config.get("architectures"):
@@ -237,6 +232,35 @@ def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> 
         return None
     found = [(int(match[1]), entry.name) for entry in path.iterdir() if (match := re.match(pattern, entry.name))]
     return max(found)[1] if found else None
+
+
+def update_state_dict_for_classifier(
+    state_dict: dict[str, torch.Tensor],
+    model_named_parameters: Iterable[tuple[str, nn.Parameter]],
+    force_override: bool = False,
+) -> None:
+    """Replace the output layer of ``state_dict`` by that of a classifier, in place.
+
+    If the shape of the output projection differs from the model's, the model's (newly initialized) projection replaces
+    it. An output bias is removed unless the model has one.
+
+    Args:
+        state_dict: state dict of the checkpoint, with this library's names.
+        model_named_parameters: named parameters of the model to load.
+        force_override: replace the projection even if the shapes match.
+
+    Raises:
+        CheckpointError: the model has no ``output.weight``.
+    """
+    parameters = dict(model_named_parameters)
+    if "output.weight" not in parameters:
+        raise CheckpointError("The model has no output.weight, so it is no classifier: use a classifier's builder.")
+    ours = parameters["output.weight"]
+    theirs = state_dict.get("output.weight")
+    if force_override or theirs is None or theirs.shape != ours.shape:
+        state_dict["output.weight"] = ours
+    if "output.bias" in state_dict and "output.bias" not in parameters:
+        del state_dict["output.bias"]
 
 
 def _bytes(size: str) -> int:

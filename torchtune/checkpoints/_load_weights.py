@@ -59,8 +59,10 @@ def detect_format(source: Source, spec: ModelSpec, description: Description) -> 
 
 
 def _folder(source: Source) -> Path | str:
-    names = source.names()
-    return source.where(names[0]).parent if names else "checkpoint_files"
+    if not (names := source.names()):
+        return "checkpoint_files"
+    first = source.where(names[0])
+    return first if source.kind == "gguf" else first.parent
 
 
 def load_base(
@@ -148,7 +150,7 @@ def _groups(
     for group in groups:
         shapes = [source.shape(name) for name in group.external]
         group = group.for_shapes(shapes)
-        specs = group.to_external([weights.spec(name) for name in group.tune])
+        specs = group.to_external([weights.specs[name] for name in group.tune])
         for name, shape, wanted in zip(group.external, shapes, specs, strict=True):
             check_shape(source.where(name), name, shape, wanted.shape)
         yield group, shapes

@@ -9,7 +9,7 @@ from typing import Any
 from torchtune import config
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._model_source import ModelSource
-from torchtune.checkpoints._state import MODELS, STATE_DIR
+from torchtune.checkpoints._state import MODELS, STATE_DIR, damage_named
 from torchtune.utils import write_json
 
 _ONE_MODEL = ("policy",)
@@ -42,15 +42,8 @@ class ModelsOfRun:
             adapted: names of the models that are saved as adapters.
         """
         trained = tuple(trained)
-        frozen = {
-            name: {"folder": str(source.checkpoint_dir), "files": source.fingerprint}
-            for name, source in sources.items()
-            if name not in trained
-        }
-        bases = {
-            name: {"folder": str(sources[name].checkpoint_dir), "files": sources[name].base_fingerprint}
-            for name in adapted
-        }
+        frozen = {name: _record(one, one.fingerprint) for name, one in sources.items() if name not in trained}
+        bases = {name: _record(sources[name], sources[name].base_fingerprint) for name in adapted}
         return cls(trained, frozen, bases)
 
     @classmethod
@@ -59,17 +52,9 @@ class ModelsOfRun:
         path = checkpoint / STATE_DIR / MODELS
         if not path.is_file():
             return cls()
-        try:
+        with damage_named(path):
             content = json.loads(path.read_text(encoding="utf-8"))
-            frozen, bases = (
-                {str(name): {"folder": str(found["folder"]), "files": found["files"]} for name, found in part.items()}
-                for part in (content["frozen"], content.get("bases", {}))
-            )
-            return cls(tuple(map(str, content["trained"])), frozen, bases)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is damaged ({type(error).__name__}: {error}): resume from another checkpoint."
-            ) from error
+            return cls(tuple(content["trained"]), content["frozen"], content["bases"])
 
     def write(self, checkpoint: Path) -> None:
         """Record the models in a checkpoint."""
@@ -122,6 +107,10 @@ class ModelsOfRun:
                 f"{checkpoint} {what}: resume with the saved torchtune_config.yaml, or start a new run in another "
                 "output_dir."
             )
+
+
+def _record(source: ModelSource, files: list[list[int]]) -> dict[str, Any]:
+    return {"folder": str(source.checkpoint_dir), "files": files}
 
 
 def add_reference(checkpointer: Any, ref_checkpointer: Any, loss: Any) -> None:

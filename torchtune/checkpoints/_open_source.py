@@ -6,19 +6,17 @@ from pathlib import Path
 import torch
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._compressed_tensors import CompressedFiles, is_compressed
-from torchtune.checkpoints._fp8 import Fp8Files, has_fp8
 from torchtune.checkpoints._gguf import GGUFFile
-from torchtune.checkpoints._mxfp4 import Mxfp4Files, has_mxfp4
+from torchtune.checkpoints._quantized_files import quantized_files
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
-from torchtune.checkpoints._sources import TORCH_SUFFIXES, SafetensorsFiles, Source, TorchFiles
+from torchtune.checkpoints._sources import TORCH_SUFFIXES, Source, TorchFiles
 from torchtune.models import Description, ModelSpec, Slices, rename_prefix, text_prefixes
 from torchtune.training.parallel import Ranks, spec_of
 
 _ALONE = {"": ""}
 
 
-class TextTower:
+class TextTower(Source):
     """The text decoder of a checkpoint with more tensors, with the names of a text-only checkpoint.
 
     Args:
@@ -30,8 +28,6 @@ class TextTower:
         prefixes: see Args.
         is_multimodal: whether there are other towers.
     """
-
-    kind = None
 
     def __init__(self, source: Source, prefixes: Mapping[str, str], untrained: Collection[str] = ()) -> None:
         self.prefixes = dict(prefixes)
@@ -71,7 +67,8 @@ class TextTower:
         def read() -> list[TensorSlice]:
             return [TensorSlice.of(name, self._source.read(name))]
 
-        return Entry({name: spec_of(self._source.read(name))}, read if is_writer else tuple)
+        spec = spec_of(self._source.read(name))
+        return Entry({name: spec}, read if is_writer else tuple, spec.itemsize)
 
 
 def open_source(paths: Sequence[Path], spec: ModelSpec | None = None) -> Source:
@@ -92,12 +89,7 @@ def open_source(paths: Sequence[Path], spec: ModelSpec | None = None) -> Source:
 def _open(paths: Sequence[Path]) -> Source:
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
-        files = SafetensorsFiles(paths)
-        if has_mxfp4(files.names()):
-            return Mxfp4Files(paths)
-        if has_fp8(files.names()):
-            return Fp8Files(paths)
-        return CompressedFiles(paths) if is_compressed(files.names()) else files
+        return quantized_files(paths)
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")

@@ -114,9 +114,7 @@ def token_tensors(weights: ModelWeights) -> dict[str, str]:
 
 def _module(weights: ModelWeights, name: str) -> str:
     """Path in ``transformers`` of the module with the weight ``name``."""
-    spec, description = weights.identity
-    (group,) = [group for group in spec.weight_map("hf").groups(description) if name in group.tune]
-    return group.external[0].removesuffix(".weight")
+    return weights.groups[name].external[0].removesuffix(".weight")
 
 
 def init_from_base(settings: Mapping[str, Any]) -> str | None:
@@ -148,7 +146,7 @@ def take_from_base(weights: ModelWeights, settings: Mapping[str, Any], path: Pat
         raise CheckpointError(f"{path}: the base was changed for an adapter of the kind {done} already: start anew.")
     for name, module in startable(weights, init, path).items():
         weight = weights.full(name).float()
-        weights.put(name, init_from_weight(weight, init, module.rank, module.scaling)[0])
+        weights.put(name, init_from_weight(weight, init, module.rank, module.scaling)[0], weight.device)
     weights.model.adapter_init = init
 
 
@@ -169,9 +167,7 @@ def startable(weights: ModelWeights, init: str, path: Path | str) -> dict[str, L
     Raises:
         CheckpointError: the weight of a layer is stacked, or fused with others in checkpoints.
     """
-    spec, description = weights.identity
-    groups = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
-    adapted = dict(adapter_modules(weights.model))
+    adapted, groups = dict(adapter_modules(weights.model)), weights.adapter_groups
     others = [
         f"{path}.{module.adapter_params()[0]}"
         for path, module in adapted.items()

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._state import damage_named
 from torchtune.utils import get_logger, log_rank_zero
 
 
@@ -79,12 +80,8 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
             level=logging.WARNING,
         )
         return
-    try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint.") from error
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{path} holds no settings: resume from another checkpoint.")
+    with damage_named(path):
+        saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     # Compare the serialized forms, in which secrets are redacted on both sides.
     now = yaml.safe_load(to_yaml(cfg))
     shared = saved.keys() & now.keys()  # a newer release may have other settings

@@ -13,6 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -75,19 +76,22 @@ class Entry:
     Attributes:
         specs: full tensors on the meta device, by name.
         make: computes the slices that this rank writes.
+        itemsize: bytes of an element.
     """
 
     specs: Mapping[str, torch.Tensor]
     make: Callable[[], Iterable[TensorSlice]]
+    itemsize: int
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> "Entry":
         """Return the entry of an existing full tensor."""
-        return Entry({name: spec_of(tensor)}, lambda: [TensorSlice.of(name, tensor)])
+        return Entry({name: spec_of(tensor)}, lambda: [TensorSlice.of(name, tensor)], tensor.itemsize)
 
-    def alignment(self) -> int:
-        """Sort key: larger dtypes come first, so that all tensors of a file are aligned."""
-        return -max(spec.itemsize for spec in self.specs.values())
+
+def aligned(entries: Iterable[Entry]) -> list[Entry]:
+    """Sort entries by decreasing size of their dtypes, so that all tensors of a file are aligned."""
+    return sorted(entries, key=attrgetter("itemsize"), reverse=True)
 
 
 class TensorFile:
@@ -95,10 +99,11 @@ class TensorFile:
 
     Args:
         path: relative to the checkpoint folder.
-        entries: its tensors, in the order of :meth:`Entry.alignment`.
+        entries: its tensors.
         metadata: text for the header, by name.
 
     Attributes:
+        entries: its tensors in their order in the file.
         specs: full tensors on the meta device, by name.
         header: its first bytes.
         size: bytes of all tensors.
@@ -108,7 +113,7 @@ class TensorFile:
     """
 
     def __init__(self, path: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> None:
-        self.path, self.entries = path, list(entries)
+        self.path, self.entries = path, aligned(entries)
         self.specs = {name: spec for entry in self.entries for name, spec in entry.specs.items()}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         self.size = 0
@@ -121,17 +126,6 @@ class TensorFile:
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)
         self.header = len(encoded).to_bytes(8, "little") + encoded
-
-    def make(self, entry: Entry) -> list[TensorSlice]:
-        """The slices of an entry on this rank. Raises ``ValueError`` if dtype or shape do not fit a tensor."""
-        parts = list(entry.make())
-        for part in parts:
-            spec = self.specs[part.name]
-            fits = all(a + n <= size for a, n, size in zip(part.start, part.shape, spec.shape, strict=True))
-            if part.data.dtype != spec.dtype or not fits:
-                got = f"{part.data.dtype} {list(part.shape)}"
-                raise ValueError(f"{self.path}: got {got} at {part.start} of '{part.name}'.")
-        return parts
 
 
 class FileWriter:
@@ -154,18 +148,18 @@ class FileWriter:
         self.size = self.crc = self._next = 0
         path = folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._stream = path.open("wb", buffering=0)
         try:
             self._append(file.header)
         except OSError:
             self.close()
             raise
 
-    def _append(self, values: memoryview | bytes | bytearray) -> None:
+    def _append(self, values: memoryview | bytes) -> None:
         values = memoryview(values)
         self.crc, self.size = zlib.crc32(values, self.crc), self.size + len(values)
         while values:  # a write may be partial
-            values = values[os.write(self._descriptor, values) :]
+            values = values[self._stream.write(values) :]
 
     def write(self, parts: Sequence[TensorSlice]) -> None:
         """Write the next entry of the file.
@@ -179,31 +173,29 @@ class FileWriter:
         """
         entry, slices = self.file.entries[self._next], defaultdict(list)
         self._next += 1
-        for part in parts:
+        for part in sorted(parts, key=attrgetter("start")):
             slices[part.name].append(part)
         for name, spec in entry.specs.items():
-            found = [(part, part.to_bytes()) for part in slices[name]]
-            if (size := sum(len(values) for _, values in found)) != spec.nbytes:
+            found = [part.to_bytes() for part in slices[name]]
+            if (size := sum(map(len, found))) != spec.nbytes:
                 raise ValueError(f"{self.file.path}: got {size:,} bytes of '{name}', expected {spec.nbytes:,}.")
-            if any(part.shape[1:] != spec.shape[1:] for part, _ in found):
-                found = [(TensorSlice.of(name, spec), _joined(spec, found))]
-            for _, values in sorted(found, key=lambda pair: pair[0].start):
+            if any(part.shape[1:] != spec.shape[1:] for part in slices[name]):
+                found = [_joined(spec, zip(slices[name], found, strict=True))]
+            for values in found:
                 self._append(values)
 
     def finish(self) -> None:
-        """Flush the file to disk; further calls do nothing. Raises ``ValueError`` if entries are missing."""
-        if self._descriptor < 0:
+        """Flush the file to disk and close it. Raises ``ValueError`` if entries are missing."""
+        if self._stream.closed:
             return
         if self._next != len(self.file.entries):
             raise ValueError(f"{self.file.path}: {self._next} of {len(self.file.entries)} entries were written.")
-        os.fsync(self._descriptor)
-        self.close()
+        os.fsync(self._stream)
+        self._stream.close()
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._stream.close()
 
 
 def _joined(spec: torch.Tensor, slices: Iterable[tuple[TensorSlice, memoryview | bytes]]) -> memoryview:
@@ -216,17 +208,12 @@ def _joined(spec: torch.Tensor, slices: Iterable[tuple[TensorSlice, memoryview |
     return memoryview(whole.view(-1).numpy())
 
 
-def tensor_file(path: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> TensorFile:
-    """Build a file of entries, sorted by decreasing dtype size so that all tensors are aligned."""
-    return TensorFile(path, sorted(entries, key=Entry.alignment), metadata)
-
-
 def write_file(file: TensorFile, folder: Path) -> None:
     """Write a file on this rank alone; the caller makes it atomic."""
     writer = FileWriter(file, folder)
     try:
         for entry in file.entries:
-            writer.write(file.make(entry))
+            writer.write(entry.make())
         writer.finish()
     finally:
         writer.close()
@@ -234,4 +221,4 @@ def write_file(file: TensorFile, folder: Path) -> None:
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write existing tensors to a file."""
-    write_file(tensor_file(path.name, [Entry.of(*item) for item in tensors.items()]), path.parent)
+    write_file(TensorFile(path.name, [Entry.of(*item) for item in tensors.items()]), path.parent)

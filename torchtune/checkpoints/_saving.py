@@ -79,13 +79,9 @@ class Saver:
         self._ranks, self._lock = ranks, lock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        # Deletes old checkpoints in the background.
-        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="old checkpoints")
-        self._cleaning: Future[None] | None = None
         # The copy in progress, the name of its checkpoint, and the seconds by which it has delayed training.
         self._copying: tuple[Future[list[_Round]], str, float] | None = None
         self._hooks: list[RemovableHandle] = []
-        self._copies: list[torch.Tensor] = []
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is written.
@@ -99,22 +95,6 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def close(self) -> None:
-        """Wait until the pending checkpoint is written and old checkpoints are deleted.
-
-        Raises:
-            UserError: writing failed.
-        """
-        try:
-            self.wait()
-        finally:
-            self._wait_for_cleaning()
-
-    def _wait_for_cleaning(self) -> None:
-        cleaning, self._cleaning = self._cleaning, None
-        if cleaning is not None:
-            cleaning.result()
 
     def save(self, job: Job, *, in_background: bool, optimizers: Sequence[Optimizer] = ()) -> None:
         """Write a checkpoint after the previous one is written.
@@ -148,9 +128,9 @@ class Saver:
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()  # the copy does not wait for training kernels
         if optimizers:
-            copied = self._thread.submit(self._copy, rounds, stream)
+            copied = self._thread.submit(_copy, rounds, stream)
         else:
-            copied.set_result(self._copy(rounds, stream))
+            copied.set_result(_copy(rounds, stream))
         self._pending = self._thread.submit(self._write, job, copied.result, failure)
         self._copying = copied, job.name, time.monotonic() - start
         # Hooks are removed later: the optimizer iterates over them when it calls them.
@@ -179,11 +159,11 @@ class Saver:
         the rounds continue, because the other ranks wait for this one.
         """
 
-        def make(file: TensorFile, entry: Entry) -> list[TensorSlice] | None:
+        def make(entry: Entry) -> list[TensorSlice] | None:
             if failure:
                 return None
             try:
-                return file.make(entry)
+                return list(entry.make())
             except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
                 failure.append(error)
                 return None
@@ -192,37 +172,12 @@ class Saver:
             files = job.files[first : first + self._ranks.size]
             for number in range(max(len(file.entries) for file in files)):
                 yield [
-                    _Item(file, writer, make(file, file.entries[number]))
+                    _Item(file, writer, make(file.entries[number]))
                     for writer, file in enumerate(files)
                     if number < len(file.entries)
                 ]
         for entry in job.own.entries if job.own is not None else ():
-            yield [_Item(job.own, self._ranks.rank, make(job.own, entry), shared=False)]
-
-    def _copy(self, rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:
-        """Copy the slices to host memory, into buffers that the next save reuses."""
-        copied: list[_Round] = []
-        number = 0
-        with torch.cuda.stream(stream):
-            for items in rounds:
-                copied.append([])
-                for item in items:
-                    slices = None if item.slices is None else []
-                    for part in item.slices or ():
-                        slices.append(replace(part, data=self._copy_of(number, part.data)))
-                        number += 1
-                    copied[-1].append(replace(item, slices=slices))
-        if stream is not None:
-            stream.synchronize()
-        return copied
-
-    def _copy_of(self, number: int, data: torch.Tensor) -> torch.Tensor:
-        if number == len(self._copies):
-            self._copies.append(torch.empty(0))
-        buffer = self._copies[number]
-        if buffer.shape != data.shape or buffer.dtype != data.dtype:
-            buffer = self._copies[number] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        return buffer.copy_(data, non_blocking=data.is_cuda)
+            yield [_Item(job.own, self._ranks.rank, make(entry), shared=False)]
 
     def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
         try:
@@ -238,7 +193,6 @@ class Saver:
         with ExitStack() as stack:
 
             def begin() -> Path:
-                self._wait_for_cleaning()  # frees disk space
                 stack.enter_context(self._lock.held())
                 return stack.enter_context(new_directory(job.output_dir, job.name, sums))
 
@@ -260,7 +214,7 @@ class Saver:
                 sums.update(theirs)
             ranks.run_on_rank_0(stack.close)  # writes the marker and renames the folder
         if ranks.rank == 0:
-            self._cleaning = self._cleaner.submit(prune, job.output_dir, job.keep)
+            prune(job.output_dir, job.keep)
 
     def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Sums:
         """Write and flush the files of this rank; return size and checksum of each."""
@@ -318,6 +272,26 @@ class Saver:
                 is_complete = is_complete and received is not None
                 slices += received or []
         return mine, slices if is_complete else None
+
+
+def _copy(rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:
+    """Copy the slices to host memory."""
+    with torch.cuda.stream(stream):
+        copied = [[replace(item, slices=_on_host(item.slices)) for item in items] for items in rounds]
+    if stream is not None:
+        stream.synchronize()
+    return copied
+
+
+def _on_host(slices: list[TensorSlice] | None) -> list[TensorSlice] | None:
+    if slices is None:
+        return None
+    copied = []
+    for part in slices:
+        is_cuda = part.data.is_cuda
+        buffer = torch.empty(part.data.shape, dtype=part.data.dtype, pin_memory=is_cuda)
+        copied.append(replace(part, data=buffer.copy_(part.data, non_blocking=is_cuda)))
+    return copied
 
 
 def _pack(slices: list[TensorSlice] | None) -> bytearray:

@@ -6,7 +6,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,40 +31,40 @@ _WEIGHT_FILES = (
 )
 
 
-class Source(Protocol):
+class Source(ABC):
     """Named tensors in files.
 
     Attributes:
         kind: format of the names: ``"gguf"``, or None to detect it from the names.
     """
 
-    kind: str | None
+    kind: str | None = None
 
+    @abstractmethod
     def names(self) -> list[str]:
         """Return the names of all tensors, file by file."""
-        ...
 
+    @abstractmethod
     def where(self, name: str) -> Path:
         """Return the file of a tensor."""
-        ...
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        ...
 
+    @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
-        """Read a tensor or a slice of it, on the CPU, possibly backed by the file."""
-        ...
+        """Read a tensor or a slice of it, on the CPU, possibly backed by the file: copy it before changing it."""
 
 
-class _Shards(ABC):
+class _Shards(Source):
     """Shard files, one open at a time; in the order of :meth:`names`, host memory holds at most one shard file.
+
+    Subclasses open a file with ``_load``, and list its tensors with ``_names_in``.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or two files hold the same tensor.
     """
-
-    kind = None
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths: dict[str, Path] = {}
@@ -86,27 +86,13 @@ class _Shards(ABC):
         """Return the file of a tensor."""
         return self._paths[name]
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, name: str) -> Any:
+        """Return the open file of a tensor."""
+        path = self._paths[name]
         if self._open is None or self._open[0] != path:
             self._open = None  # close it before opening the next one
             self._open = (path, self._load(path))
         return self._open[1]
-
-    @abstractmethod
-    def _load(self, path: Path) -> Any:
-        """Open a file."""
-
-    @abstractmethod
-    def _names_in(self, path: Path) -> list[str]:
-        """Return the names of the tensors in a file."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-
-    @abstractmethod
-    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
-        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
 
 
 class SafetensorsFiles(_Shards):
@@ -133,13 +119,13 @@ class SafetensorsFiles(_Shards):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return tuple(self._file(self._paths[name]).get_slice(name).get_shape())
+        return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
         if self._read_bytes > _REOPEN_BYTES:
             self._open, self._read_bytes = None, 0
-        stored = self._file(self._paths[name]).get_slice(name)
+        stored = self._file(name).get_slice(name)
         tensor = stored[slices or ...]
         # A slice of columns touches the memory pages of all columns of its rows.
         elements = tensor.numel()
@@ -167,11 +153,11 @@ class TorchFiles(_Shards):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return tuple(self._file(self._paths[name])[name].shape)
+        return tuple(self._file(name)[name].shape)
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
-        return self._file(self._paths[name])[name][slices or ...]
+        return self._file(name)[name][slices or ...]
 
 
 class FormattedCheckpointFiles:

@@ -3,27 +3,27 @@
 Every rank writes ``rank_N.safetensors`` with its shards and its random number generators. ``state.json`` is the index:
 the structure of the state, with shape and dtype of each tensor. The header of a rank's file records where its shards
 start, so saving needs no all-gather. On resume, a rank with the same shards reads its own file; with another number of
-ranks or another mesh it reads slices from several files. Checkpoints of earlier releases, with one
-``state.safetensors`` of full tensors, can be read too.
+ranks or another mesh it reads slices from several files.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._safetensors_file import Entry, TensorFile, tensor_file
+from torchtune.checkpoints._safetensors_file import Entry, TensorFile
 from torchtune.checkpoints._sources import SafetensorsFiles
-from torchtune.checkpoints._state_json import NodeTensors, decode, encode
 from torchtune.models import Slices
 from torchtune.training import RNGState
 from torchtune.training.optim import OptimizerStateError, check_state_format
@@ -33,23 +33,21 @@ STATE_DIR = "state"
 STRUCTURE = "state.json"
 # File with the run's trained and frozen models, if there are any besides the policy.
 MODELS = "models.json"
-# File of full tensors in earlier releases.
-_TENSORS = "state.safetensors"
 # Key of the structure: parameter names of the optimizers.
 _NAMES = "parameter names"
-# Key of the structure: number of files, one for each rank.
-_FILES = "files of ranks"
 # Kind of a node with its value in the header of each rank's file.
 _OWN = "own"
 # Keys of this header: the values, and the first indices of shards.
 _VALUES, _STARTS = "values", "starts"
-# Key of earlier releases: the random number generator states of all ranks.
-_RANKS = "ranks"
 # Rank 0 writes replicated tensors up to this number of bytes; ranks take turns with larger ones.
 _SMALL = 2**16
 # Maximum number of open files.
 _OPEN = 16
-_MOST_RANKS = 10**6
+# Types of values and keys in JSON, besides None.
+_PLAIN = (bool, int, float, str)
+
+# Name of a tensor -> path in the state, tensor, JSON node.
+_NodeTensors = dict[str, tuple[str, torch.Tensor, dict[str, Any]]]
 
 
 def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
@@ -60,36 +58,32 @@ def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
         yield f"{key}/{name}", optimizer
 
 
-def _parameter_names(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, list[list[str]]]:
-    """Return the parameter names of every optimizer, group by group; its ``state_dict`` only has their indices.
+def _parameters(
+    state: Mapping[str, Any], named: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, list[list[str]]], dict[str, torch.Tensor]]:
+    """Return the parameters of every optimizer in a state.
+
+    Returns:
+        Their names, group by group, by path of the optimizer, whose ``state_dict`` only has their indices; and the
+        parameters by path of their optimizer state, which has the index, as in torch, or the name.
 
     Raises:
         CheckpointError: an optimizer has a parameter of another model, which the checkpoint would not contain.
     """
-    names = {parameter: name for name, parameter in parameters.items()}
-    found: dict[str, list[list[str]]] = {}
-    for key, value in state.items():
-        for path, optimizer in optimizers_of(key, value):
-            groups = [group["params"] for group in optimizer.param_groups]
-            if any(parameter not in names for group in groups for parameter in group):
-                raise CheckpointError(
-                    f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass every "
-                    "trained model, by name."
-                )
-            found[path] = [[names[parameter] for parameter in group] for group in groups]
-    return found
-
-
-def _parameters(state: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Map the path of a parameter's optimizer state to the parameter; by index, as in torch, and by name."""
-    found: dict[str, torch.Tensor] = {}
     names = {parameter: name for name, parameter in named.items()}
-    for key, value in state.items():
-        for path, optimizer in optimizers_of(key, value):
-            every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            found |= {f"{path}/state/{number}": parameter for number, parameter in enumerate(every)}
-            found |= {f"{path}/state/{names[parameter]}": parameter for parameter in every if parameter in names}
-    return found
+    found, parameters = {}, {}
+    for path, optimizer in (found for item in state.items() for found in optimizers_of(*item)):
+        groups = [group["params"] for group in optimizer.param_groups]
+        every = [parameter for group in groups for parameter in group]
+        if any(parameter not in names for parameter in every):
+            raise CheckpointError(
+                f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass every trained "
+                "model, by name."
+            )
+        found[path] = [[names[parameter] for parameter in group] for group in groups]
+        for number, parameter in enumerate(every):
+            parameters |= {f"{path}/state/{key}": parameter for key in (number, names[parameter])}
+    return found, parameters
 
 
 @dataclass(frozen=True)
@@ -121,17 +115,17 @@ def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
         CheckpointError: a value is not a tensor, dict, list, number or string, or an optimizer has a parameter of
             another model.
     """
-    tensors: NodeTensors = {}
-    own_tensors: NodeTensors = {}
-    structure, values, parameters = {}, {}, _parameters(state, named)
+    tensors: _NodeTensors = {}
+    own_tensors: _NodeTensors = {}
+    structure, values, (names, parameters) = {}, {}, _parameters(state, named)
     with ranks.raise_on_all():
         for key, value in state.items():
             plain = value.state_dict() if hasattr(value, "state_dict") else value
             if isinstance(value, RNGState):
-                structure[key], values[key] = {_OWN: key}, encode(plain, key, own_tensors)
+                structure[key], values[key] = {_OWN: key}, _encode(plain, key, own_tensors)
             else:
-                structure[key] = encode(plain, key, tensors)
-    structure |= {_NAMES: _parameter_names(state, named), _FILES: ranks.size}
+                structure[key] = _encode(plain, key, tensors)
+    structure[_NAMES] = names
     entries, starts = [], {}
     for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
         parameter = parameters.get(path.rpartition("/")[0])
@@ -150,69 +144,80 @@ def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
     entries += [Entry.of(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
     agreed = json.dumps([[name, node.get("shape"), node.get("dtype")] for name, (_, _, node) in tensors.items()])
-    return LocalState(tensor_file(_of_rank(ranks.rank), entries, metadata), structure, agreed.encode())
+    return LocalState(TensorFile(_of_rank(ranks.rank), entries, metadata), structure, agreed.encode())
 
 
 def _of_rank(rank: int) -> str:
     return f"{STATE_DIR}/rank_{rank}.safetensors"
 
 
-class _WholeFile:
-    """State of an earlier release: full tensors in one file."""
+def _encode(value: Any, path: str, tensors: _NodeTensors) -> Any:
+    """Encode ``value`` as JSON, and add its tensors to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
+            raise CheckpointError(
+                f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved: use an optimizer "
+                "whose state is plain tensors."
+            )
+        name = path if path not in tensors else f"{path} {len(tensors)}"  # 1 and "1" may both be keys of a dict
+        node = {"tensor": name}
+        tensors[name] = path, value.detach(), node
+        return node
+    if isinstance(value, Mapping):
+        for key in value:
+            if not (key is None or isinstance(key, _PLAIN)):
+                raise CheckpointError(
+                    f"The training state '{path}' has a key {key!r}, which cannot be saved: use text or numbers."
+                )
+        return {"dict": [[key, _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    if value is None or isinstance(value, _PLAIN):
+        return {"value": value}
+    raise CheckpointError(f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved.")
 
-    def __init__(self, folder: Path) -> None:
-        self._source = SafetensorsFiles([folder / STATE_DIR / _TENSORS])
 
-    def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
-        return self._source.shape(node["tensor"])
-
-    def dtype(self, node: dict[str, Any]) -> torch.dtype:
-        """Return the dtype of the tensor."""
-        first = tuple(slice(0, 1) for _ in self.shape(node))
-        return self._source.read(node["tensor"], first or None).dtype
-
-    def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
-        """Read a slice of a tensor."""
-        return self._source.read(node["tensor"], slices or None).clone()  # the folder may be deleted meanwhile
+def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, Any]], Any]) -> Any:
+    """Decode a JSON node; ``tensor`` returns the tensor for a path and a node."""
+    if "tensor" in node:
+        return tensor(path, node)
+    ((kind, content),) = node.items()
+    if kind == "dict":
+        return {key: _decode(item, f"{path}/{key}", tensor) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_decode(item, f"{path}/{index}", tensor) for index, item in enumerate(content)]
+        return items if kind == "list" else tuple(items)
+    return content
 
 
 class _RankFiles:
-    """State in one file per rank; headers and tensors are read lazily."""
+    """State in one file per rank; headers and tensors are read lazily.
 
-    def __init__(self, folder: Path, count: int, rank: int) -> None:
+    Attributes:
+        count: number of ranks of the saved run.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self._order = list(dict.fromkeys([min(rank, count - 1), *range(count)]))
+        self.count = max(len(list((folder / STATE_DIR).glob("rank_*.safetensors"))), 1)
+        self._order = list(dict.fromkeys([min(rank, self.count - 1), *range(self.count)]))
         self._headers: dict[int, dict[str, Any]] = {}
         self._open: dict[int, SafetensorsFiles] = {}
-
-    def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
-        return tuple(int(size) for size in node["shape"])
-
-    def dtype(self, node: dict[str, Any]) -> torch.dtype:
-        """Return the dtype of the tensor."""
-        dtype = getattr(torch, node["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"'{node['dtype']}' is no dtype")
-        return dtype
 
     def header(self, rank: int) -> dict[str, Any]:
         """Return the header of a rank's file: values, first indices and shapes of its shards."""
         if rank not in self._headers:
-            path = self._folder / _of_rank(rank)
-            try:
-                with safe_open(path, framework="pt") as file:
-                    told, slices = file.metadata(), {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            with (
+                damage_named(self._folder / _of_rank(rank)),
+                safe_open(self._folder / _of_rank(rank), framework="pt") as file,
+            ):
+                told, slices = file.metadata(), {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 self._headers[rank] = {
                     _VALUES: json.loads(told[_VALUES]),
                     _STARTS: {name: tuple(map(int, start)) for name, start in json.loads(told[_STARTS]).items()},
                     "shapes": {name: tuple(part.get_shape()) for name, part in slices.items()},
                 }
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CheckpointError(
-                    f"{path} is damaged ({type(error).__name__}: {error}): resume from another checkpoint."
-                ) from error
         return self._headers[rank]
 
     def file(self, rank: int) -> SafetensorsFiles:
@@ -226,7 +231,7 @@ class _RankFiles:
     def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
         """Read a slice of a tensor, assembled from all overlapping shards."""
         name = node["tensor"]
-        new = torch.empty([part.stop - part.start for part in slices], dtype=self.dtype(node))
+        new = torch.empty([part.stop - part.start for part in slices], dtype=getattr(torch, node["dtype"]))
         missing = new.numel()
         ranks = [node["rank"], *self._order] if "rank" in node else self._order
         for rank in dict.fromkeys(ranks):
@@ -255,6 +260,19 @@ class _RankFiles:
 _WRONG = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
+@contextmanager
+def damage_named(path: Path, what: str = "") -> Iterator[None]:
+    """Raise ``CheckpointError`` for errors in the block, which reads values that :func:`local_state` did not write."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (*_WRONG, OSError, SafetensorError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{path} is damaged{what} ({type(error).__name__}: {error}): resume from another checkpoint."
+        ) from error
+
+
 class _Progress(dict[str, Any]):
     """Plain values; a missing key raises ``CheckpointError``."""
 
@@ -266,26 +284,13 @@ class _Progress(dict[str, Any]):
 
 def _structure(folder: Path) -> dict[str, Any]:
     path = folder / STATE_DIR / STRUCTURE
-    try:
-        structure = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint.") from error
-    if not isinstance(structure, dict):
-        raise CheckpointError(f"{path} is damaged, it holds no object: resume from another checkpoint.")
-    return structure
+    with damage_named(path):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, dict[str, Any]], Any], folder: Path) -> Any:
-    """Decode the value of ``key``. Raises ``CheckpointError`` if :func:`local_state` did not write the structure."""
-    try:
-        return decode(structure[key], key, tensor)
-    except CheckpointError:
-        raise
-    except (*_WRONG, RecursionError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder / STATE_DIR / STRUCTURE} is damaged: what it says of '{key}' cannot be read "
-            f"({type(error).__name__}: {error}): resume from another checkpoint."
-        ) from error
+    with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{key}'"):
+        return _decode(structure[key], key, tensor)
 
 
 def load_progress(folder: Path) -> dict[str, Any]:
@@ -294,22 +299,11 @@ def load_progress(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the state is corrupt.
     """
-    path = folder / STATE_DIR / STRUCTURE
-    progress = _decoded(_structure(folder), "progress", lambda path, node: None, folder)
-    if not isinstance(progress, dict):
-        raise CheckpointError(f"{path} is damaged, its progress is no object: resume from another checkpoint.")
-    for key in progress.keys() & {"seed", "global_step", "total_steps"}:
-        _check_number(progress[key], f"its '{key}'", path)
-    progress = _Progress(progress)
-    progress.path = path
+    structure = _structure(folder)
+    with damage_named(folder / STATE_DIR / STRUCTURE, " in 'progress'"):
+        progress = _Progress(_decode(structure["progress"], "progress", lambda path, node: None))
+    progress.path = folder / STATE_DIR / STRUCTURE
     return progress
-
-
-def _check_number(value: Any, what: str, path: Path, most: int = 2**63 - 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise CheckpointError(
-            f"{path} is damaged, {what} is {str(value)[:40]!r} and no count: resume from another checkpoint."
-        )
 
 
 def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], folder: Path, rank: int) -> None:
@@ -327,45 +321,36 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     Raises:
         CheckpointError: the state is corrupt, or belongs to another kind of run.
     """
-    structure = _structure(folder)
+    structure, (names, parameters) = _structure(folder), _parameters(state, named)
     saved_names = structure.pop(_NAMES, {})
-    if "best" in state and "best" not in structure:  # earlier releases have it in the guard
-        guard = _decoded(structure, "guard", lambda *_: None, folder) if "guard" in structure else {}
-        structure["best"] = encode(guard.get("best", {}), "best", {})
-    for key in sorted(state.keys() ^ (structure.keys() - {_FILES})):
+    structure.pop("files of ranks", None)  # checkpoints of 0.8.0's previews
+    for key in sorted(state.keys() ^ structure.keys()):
         where = "this run has" if key in state else "the checkpoint has"
         raise CheckpointError(
             f"{folder}: {where} '{key}' and the other has not: resume with the saved torchtune_config.yaml."
         )
-    _check_names(saved_names, _parameter_names(state, named), folder)
-    parameters, path = _parameters(state, named), folder / STATE_DIR / STRUCTURE
-    count = structure.pop(_FILES, None)
-    if count is not None:
-        _check_number(count, f"the number of its {_FILES}", path, most=_MOST_RANKS)
-    source = _WholeFile(folder) if count is None else _RankFiles(folder, max(count, 1), rank)
+    with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{_NAMES}'"):
+        _check_names(saved_names, names, folder)
+    files = _RankFiles(folder, rank)
 
     def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
-        parameter, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
+        parameter, shape = parameters.get(path.rpartition("/")[0]), tuple(node["shape"])
         if "shards" in node or path.endswith(" codes"):
-            return source.read(node, _own_row(parameter, node, shape, folder))
+            return files.read(node, _own_row(parameter, node, shape, folder))
         if not isinstance(parameter, DTensor) or not shape:
-            return source.read(node, full_slices(shape))
-        return read_shard(parameter, shape, source.dtype(node), lambda slices: source.read(node, slices))
+            return files.read(node, full_slices(shape))
+        return read_shard(parameter, shape, getattr(torch, node["dtype"]), lambda slices: files.read(node, slices))
 
     for key, value in state.items():
         if isinstance(value, RNGState):
-            _load_generators(key, value, structure, source, folder, rank)
+            _load_generators(key, value, files, folder, rank)
             continue
         saved = _decoded(structure, key, tensor, folder)
-        if not isinstance(saved, dict):
-            raise CheckpointError(f"{path} is damaged, its '{key}' is no object: resume from another checkpoint.")
-        _check_kinds(key, value, saved, folder)
-        if not hasattr(value, "load_state_dict"):
-            for name in value.keys() & saved.keys():
-                if type(value[name]) is int:
-                    _check_number(saved[name], f"its '{key}/{name}'", path)
-            value.update(saved)
-            continue
+        with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{key}'"):
+            _check_kinds(key, value, saved, folder)
+            if not hasattr(value, "load_state_dict"):
+                value.update(saved)
+                continue
         try:
             value.load_state_dict(saved)
         except _WRONG as error:
@@ -391,49 +376,29 @@ def _told(error: Exception) -> str:
     return text if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
-def _load_generators(
-    key: str, generators: RNGState, structure: dict[str, Any], source: _WholeFile | _RankFiles, folder: Path, rank: int
-) -> None:
+def _load_generators(key: str, generators: RNGState, files: _RankFiles, folder: Path, rank: int) -> None:
     """Load this rank's random number generators; a new rank derives them from rank 0's."""
-    if isinstance(source, _RankFiles):
-        count = len(source._order)
-        theirs = rank if rank < count else 0
+    theirs = rank if rank < files.count else 0
 
-        def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
-            return source.file(theirs).read(node["tensor"]).clone()
+    def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
+        return files.file(theirs).read(node["tensor"]).clone()
 
-        saved = _decoded(source.header(theirs)[_VALUES], key, tensor, folder)
-    else:
-        saved = _decoded(structure, key, lambda path, node: source.read(node, ()), folder)
-        every = saved[_RANKS] if isinstance(saved, dict) and _RANKS in saved else [saved]
-        count = len(every)
-        saved = every[rank if rank < count else 0]
-    try:
-        generators.load_state_dict(saved)
-    except _WRONG as error:
-        raise CheckpointError(
-            f"{folder}: the state of its random generators is damaged ({_told(error)}): resume from another checkpoint."
-        ) from error
-    if rank >= count:
+    with damage_named(folder / _of_rank(theirs)):
+        generators.load_state_dict(_decode(files.header(theirs)[_VALUES][key], key, tensor))
+    if rank >= files.count:
         generators.derive(rank)
 
 
 def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
     """Raise on the state of another kind of optimizer: torch accepts it, but fails or diverges at the first step."""
-    if not isinstance(value, Optimizer) or not isinstance(saved, dict):
+    if not isinstance(value, Optimizer):
         return
-    groups = saved.get("param_groups", ())
-    if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError(
-            f"{folder / STATE_DIR / STRUCTURE} is damaged, the groups of its '{key}' are none: resume from another "
-            "checkpoint."
-        )
     try:
         for path, one in optimizers_of(key, value):
             check_state_format(one, saved if path == key else saved.get(path.removeprefix(f"{key}/"), {}))
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    for ours, theirs in zip(value.param_groups, groups, strict=False):
+    for ours, theirs in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
         # Settings on one side only come from a newer release; on both sides, from another optimizer.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
         if lacking and left:
@@ -447,12 +412,7 @@ def _check_names(saved: dict[str, list[list[str]]], ours: dict[str, list[list[st
     """Raise if the optimizers have other parameters: their state dicts only have indices, which would be mixed up."""
     if saved == ours:
         return
-    try:
-        before = {name for groups in saved.values() for group in groups for name in group}
-    except (AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / STATE_DIR / STRUCTURE} is damaged, its '{_NAMES}' are none: resume from another checkpoint."
-        ) from error
+    before = {name for groups in saved.values() for group in groups for name in group}
     now = {name for groups in ours.values() for group in groups for name in group}
     what = "their parameters are in another order or in other groups"
     if before ^ now:

@@ -96,7 +96,7 @@ class Tied:
     write: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """External tensors and our tensors that are converted together, with concrete names.
 
@@ -328,6 +328,8 @@ class WeightMap:
         ``peft`` interprets such target modules as experts, so adapter files list the weight as a target parameter.
         """
         matrices = {_leaf(_templates(row.external)[0]) for row in self.rows if isinstance(row.op, Stack)}
+        if not matrices:
+            return False
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         return group is not None and _leaf(group.external[0]) in matrices
 

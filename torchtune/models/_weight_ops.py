@@ -127,7 +127,7 @@ class Identity(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return the same slice."""
-        return [] if is_empty(slices) else [ExternalSlice(which, slices)]
+        return [ExternalSlice(which, slices)]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from tests.tiny import write_checkpoint
 from tests.torchtune._cli.conftest import Result
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from torchtune.checkpoints import _export
-from torchtune.checkpoints._model_weights import ModelWeights
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
+from torchtune.checkpoints._save_view import SaveView
 from torchtune.modules.peft import LoRA, lora, lora_experts
 
 Tune = Callable[..., Result]
@@ -117,10 +118,10 @@ def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs: Pa
 
 
 def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[..., Entry]:
-    """``ModelWeights.entry`` with changed tensors."""
-    real = ModelWeights.entry
+    """``SaveView.entry`` with changed tensors."""
+    real = SaveView.entry
 
-    def entry(self: ModelWeights, *arguments: Any, **options: Any) -> Entry:
+    def entry(self: SaveView, *arguments: Any, **options: Any) -> Entry:
         right = real(self, *arguments, **options)
 
         def make() -> list[TensorSlice]:
@@ -130,7 +131,7 @@ def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[...
                 whole[part.name][place] = part.data
             return [TensorSlice.of(name, change(name, tensor)) for name, tensor in whole.items()]
 
-        return Entry(right.specs, make)
+        return replace(right, make=make)
 
     return entry
 
@@ -146,7 +147,7 @@ def with_the_next_experts_b(patch: pytest.MonkeyPatch) -> str:
         previous[matrix], found = tensor, previous.get(matrix, tensor.flip(1))
         return found
 
-    patch.setattr(ModelWeights, "entry", written(change))
+    patch.setattr(SaveView, "entry", written(change))
     return "experts."
 
 
@@ -172,7 +173,7 @@ def with_names_without_prefix(patch: pytest.MonkeyPatch) -> str:
 
         def renamed(entry: Entry) -> Entry:
             make = lambda: [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in entry.make()]  # noqa: E731
-            return Entry({bare(name): spec for name, spec in entry.specs.items()}, make)
+            return replace(entry, specs={bare(name): spec for name, spec in entry.specs.items()}, make=make)
 
         return [renamed(entry) for entry in found], settings
 
@@ -189,7 +190,7 @@ def with_the_delta_unscaled(patch: pytest.MonkeyPatch) -> str:
 
 
 def with_the_untrained_base(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(ModelWeights, "_merged_into", lambda self, name: set())
+    patch.setattr(SaveView, "_merged_into", lambda self, name: set())
     return "model.layers.0.mlp."
 
 

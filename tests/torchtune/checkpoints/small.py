@@ -136,6 +136,19 @@ def load(folder: Path, *conversions: Any, dtype: torch.dtype = torch.float32, **
     return model.eval()
 
 
+def started(source: Path, *conversions: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, TransformerDecoder]:
+    """A checkpointer of a folder that saves beside it into ``out``, and its model with the weights."""
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(source.parent / "out"))
+    model = build(source, *conversions, dtype=dtype)
+    checkpointer.load_model(model)
+    return checkpointer, model
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that logits are equal but for rounding."""
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def some_tokens() -> torch.Tensor:
     """[2, 24] token ids."""
     return torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(1))

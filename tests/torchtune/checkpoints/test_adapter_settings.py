@@ -15,6 +15,7 @@ import torchtune
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import (
     build,
+    close,
     hf_model,
     load,
     logits,
@@ -63,7 +64,7 @@ def test_ways_to_start(init: bool | str, dora: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in")
     theirs = trained_by_peft(source, init_lora_weights=init, use_dora=dora)
     model = load(source, lora(dora))
-    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-4, rtol=1e-4)
+    close(logits(model), logits(theirs))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -83,15 +84,15 @@ def test_adapters_out_of_the_base_are_saved_and_merged(shape: str, init: str, tm
 
     step = checkpointer.save("step_1", made[0], state={"progress": {}}, contents="adapter")
     in_peft = PeftModel.from_pretrained(hf_model(shape), step)
-    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    close(logits(in_peft), expected)
     checkpointer.resume(checkpointer.find_resume_point(), made[1], {"progress": {}})
     assert same_bits(dict(made[1].state_dict()), dict(made[0].state_dict()))  # the base is changed once
 
     epoch = checkpointer.save("epoch_0", made[0], contents=("adapter", "merged"))
     merged = AutoModelForCausalLM.from_pretrained(epoch)
-    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    close(logits(merged), expected)
     apart = PeftModel.from_pretrained(hf_model(shape), epoch / "adapter")
-    torch.testing.assert_close(logits(apart), expected, atol=1e-4, rtol=1e-4)
+    close(logits(apart), expected)
     with pytest.raises(CheckpointError, match=f"its base lacks what the adapter started with .*'{init}'"):
         checkpointer.save("epoch_1", made[0].requires_grad_(False))
 
@@ -142,6 +143,7 @@ def test_a_fused_projection_has_no_start_of_its_own(tmp_path: Path) -> None:
         ("modules_to_save", ["lm_head"]),
         ("fan_in_fan_out", True),
         ("use_qalora", True),
+        ("peft_type", "IA3"),
         ("arrow_config", {"top_k": 2}),
         ("a_setting_of_next_year", 0.5),
     ],
@@ -151,7 +153,9 @@ def test_settings_that_would_change_the_sum(key: str, value: Any, tmp_path: Path
     source = write_folder(tmp_path / "in")
     trained_by_peft(source)
     change(source, **{key: value})
-    with pytest.raises(CheckpointError, match=rf"adapter_config\.json: {key} = .*cannot be expressed.*\.$"):
+    with pytest.raises(
+        CheckpointError, match=rf"adapter_config\.json: ({key} = .*cannot be expressed|an adapter of type IA3).*\.$"
+    ):
         load(source, lora())
 
 
@@ -161,7 +165,7 @@ def test_eva_is_over_when_the_adapter_is_saved(tmp_path: Path) -> None:
     trained_by_peft(source)
     change(source, init_lora_weights="eva", eva_config={"rho": 2.0})
     theirs = PeftModel.from_pretrained(hf_model("llama"), source).eval()
-    torch.testing.assert_close(logits(load(source, lora())), logits(theirs), atol=1e-4, rtol=1e-4)
+    close(logits(load(source, lora())), logits(theirs))
 
 
 def test_settings_that_change_nothing(tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ def test_settings_that_change_nothing(tmp_path: Path) -> None:
     theirs = trained_by_peft(source, target_modules=["q_proj"], layers_to_transform=[1, 2], exclude_modules=["k_proj"])
     change(source, a_setting_of_next_year=None, another=False, lora_dropout=0.3, peft_version="9.0", loftq_config={})
     model = load(source, LoRA(4, 6, target_modules=["layers.[12].attn.q_proj"]))
-    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-4, rtol=1e-4)
+    close(logits(model), logits(theirs))
 
 
 def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
@@ -196,9 +200,7 @@ def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "value", ["4", None, [4], {"a": 1}, 10**400, float("nan")], ids=["text", "null", "list", "object", "huge", "nan"]
-)
+@pytest.mark.parametrize("value", ["4", None, 10**400, float("nan")], ids=["text", "null", "huge", "nan"])
 @pytest.mark.parametrize("key", ["r", "lora_alpha", "use_dora", "use_rslora"])
 def test_settings_of_the_wrong_type(key: str, value: Any, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "base")

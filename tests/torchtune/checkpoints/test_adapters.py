@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.torchtune.checkpoints.small import (
     build,
+    close,
     hf_model,
     load,
     logits,
@@ -20,6 +21,7 @@ from tests.torchtune.checkpoints.small import (
     read,
     same_bits,
     some_tokens,
+    started,
     stored,
     write_folder,
 )
@@ -61,11 +63,9 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
     ours, theirs = {**TARGETS, "output": WITH_OUTPUT}[targets]
     source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     conversion = LoRA(rank=4, alpha=6, **kind, **ours)
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, conversion)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, conversion)
     base = logits(hf_model(shape))
-    torch.testing.assert_close(logits(model.eval()), base, atol=1e-4, rtol=1e-4)  # it changes nothing yet
+    close(logits(model.eval()), base)  # it changes nothing yet
     randomize_adapter(model)
     expected = logits(model)
     assert (expected - base).abs().max() > 0.1
@@ -78,7 +78,7 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
     assert {name for name in ("use_dora", "use_rslora") if settings[name]} == kind.keys()
     assert settings["base_model_name_or_path"] == str(source)
     in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
-    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    close(logits(in_peft), expected)
 
     in_peft.save_pretrained(tmp_path / "peft")
     shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
@@ -86,9 +86,12 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
     assert same_bits(adapters(again), adapters(model))
     assert torch.equal(logits(again), expected)
     assert torch.equal(logits(load(source, adapter_conversion(build(source), source))), expected)
-    folder = checkpointer.save("epoch_1", model, contents=("adapter", "merged"))
+    folder = checkpointer.save("epoch_1", model, contents=("adapter", "merged"), max_shard_bytes=40_000)
+    # Loaders would take an adapter beside the merged weights for theirs and count it twice.
+    assert not list(folder.glob("adapter_*"))
     merged = AutoModelForCausalLM.from_pretrained(folder)
-    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    close(logits(merged), expected)
+    assert torch.equal(logits(model), expected)
 
 
 # peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only.
@@ -99,11 +102,9 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: 
     conversion = LoRA(
         rank=4, alpha=6, dropout=dropout, use_rslora=use_rslora, attn_modules=["q_proj"], apply_to_mlp=True
     )
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, conversion)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, conversion)
     base = logits(hf_model("qwen3_moe"))
-    torch.testing.assert_close(logits(model.eval()), base, atol=1e-4, rtol=1e-4)
+    close(logits(model.eval()), base)
     randomize_adapter(model)
     expected = logits(model)
     assert (expected - base).abs().max() > 0.1
@@ -114,10 +115,10 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: 
     assert settings["lora_dropout"] == 0  # peft refuses to load any other
     assert (settings["lora_alpha"], settings["use_rslora"]) == (6, use_rslora)
     in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
-    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    close(logits(in_peft), expected)
 
     merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
-    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    close(logits(merged), expected)
     shutil.copytree(saved, source, dirs_exist_ok=True)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
@@ -125,14 +126,6 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: 
     assert ("files say lora_dropout 0" in str(report)) == (dropout > 0)
     plain = build(source, LoRA(2, 4, dropout=dropout)).conversions[0]
     assert plain.peft_config(build(source))["lora_dropout"] == dropout
-
-
-def test_experts_as_they_were_before_lora(tmp_path: Path) -> None:
-    source, conversion = write_folder(tmp_path / "in", "qwen3_moe"), LoRA(4, 6, apply_to_mlp=True)
-    model, plain = build(source, conversion), build(source)
-    conversion.revert(model)
-    assert str(model) == str(plain)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
 @KINDS
@@ -153,21 +146,19 @@ def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path
     theirs.save_pretrained(tmp_path / "peft")
     conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, **kind)
     shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
-    torch.testing.assert_close(logits(load(source, conversion)), logits(theirs), atol=1e-4, rtol=1e-4)
+    close(logits(load(source, conversion)), logits(theirs))
 
-    model = build(source, conversion)
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, conversion)
     randomize_adapter(model)  # the parts differ now
     expected = logits(model.eval())
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
-    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    close(logits(in_peft), expected)
     in_peft.save_pretrained(source)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
     merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
-    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    close(logits(merged), expected)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -175,9 +166,7 @@ def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
     """The adapters of the other parts stay zero: here, in peft, and after training."""
     source = write_folder(tmp_path / "in", "phi3")
     conversion = LoRA(4, 6, attn_modules=["q_proj", "v_proj"], use_dora=dora)
-    model = build(source, conversion)
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, conversion)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.split(".")[3] for name in trained} == {"q_proj", "v_proj"}
     others = {name: value.clone() for name, value in adapters(model).items() if name not in trained}
@@ -191,9 +180,7 @@ def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
     expected = logits(model.eval())
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert not torch.allclose(expected, logits(load(source)), atol=1e-3)
-    torch.testing.assert_close(
-        logits(PeftModel.from_pretrained(hf_model("phi3"), saved)), expected, atol=1e-4, rtol=1e-4
-    )
+    close(logits(PeftModel.from_pretrained(hf_model("phi3"), saved)), expected)
     shutil.copytree(saved, source, dirs_exist_ok=True)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
@@ -221,26 +208,7 @@ def test_peft_made_it(shape: str, tmp_path: Path) -> None:
     theirs = get_peft_model(hf_model(shape), wanted).eval()
     theirs.save_pretrained(source)
     model = load(source, LoRA(3, 9, target_modules=["q_proj", "output_proj", "w3"], use_dora=True))
-    torch.testing.assert_close(logits(model), logits(theirs), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
-def test_merged_export(shape: str, dora: bool, tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in", shape)
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, LoRA(4, 8, apply_to_mlp=True, use_dora=dora))
-    checkpointer.load_model(model)
-    randomize_adapter(model)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    saved = checkpointer.save("epoch_0", model, contents=("adapter", "merged"), max_shard_bytes=40_000)
-    assert same_bits(before, {name: parameter.detach() for name, parameter in model.named_parameters()})
-    # Loaders would take an adapter beside the merged weights for theirs and count it twice.
-    assert not list(saved.glob("adapter_*"))
-    merged = AutoModelForCausalLM.from_pretrained(saved)
-    torch.testing.assert_close(logits(merged), logits(model.eval()), atol=1e-4, rtol=1e-4)
-    apart = PeftModel.from_pretrained(hf_model(shape), saved / "adapter")
-    torch.testing.assert_close(logits(apart), logits(model), atol=1e-4, rtol=1e-4)
+    close(logits(model), logits(theirs))
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter only", "merged"])
@@ -295,9 +263,7 @@ def test_magnitudes_follow_the_weights(tmp_path: Path) -> None:
 
 
 def _write_adapter(source: Path, tmp_path: Path, conversion: LoRA) -> None:
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, conversion)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, conversion)
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     for path in saved.glob("adapter_*"):
         shutil.copyfile(path, source / path.name)
@@ -323,21 +289,6 @@ def test_adapter_that_does_not_fit(conversion: LoRA, words: list[str], tmp_path:
     assert all(word in message for word in words), message
     assert message.count(". ") == 0
     assert message.endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("use_rslora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("peft_type", "IA3")],
-)
-def test_setting_that_changes_the_sum(key: str, value: Any, tmp_path: Path) -> None:
-    """The tensors would fit, and the model would compute something else."""
-    source = write_folder(tmp_path / "in")
-    _write_adapter(source, tmp_path, LoRA(4, 8))
-    config = source / "adapter_config.json"
-    config.write_text(json.dumps(read(config) | {key: value}))
-    with pytest.raises(CheckpointError) as caught:
-        load(source, LoRA(4, 8))
-    assert key in str(caught.value) or str(value) in str(caught.value)
 
 
 def test_cut_or_foreign_adapter(tmp_path: Path) -> None:
@@ -372,17 +323,13 @@ def test_base_of_an_adapter_is_named(tmp_path: Path) -> None:
     """`tune download` notes where the base came from: others find it there, not in a folder of this machine."""
     source = write_folder(tmp_path / "in")
     (source / "original_repo_id.json").write_text('{"repo_id": "org/model"}')
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, LoRA(4, 8))
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, LoRA(4, 8))
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert read(saved / "adapter_config.json")["base_model_name_or_path"] == "org/model"
 
 
 def test_base_of_a_model_whose_adapter_is_frozen(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in")
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, LoRA(4, 8))
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, LoRA(4, 8))
     randomize_adapter(model)
     assert same_bits(stored(checkpointer.save("epoch_0", model.requires_grad_(False))), stored(source))

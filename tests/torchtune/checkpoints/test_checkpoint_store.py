@@ -1,15 +1,19 @@
 """A store of several models: trained ones in one checkpoint, frozen ones recorded, and what a resume refuses."""
 
 import shutil
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
-from tests.torchtune.checkpoints.small import SIZES, build, read, same_bits, some_tokens, write_folder
+import torchtune
+from tests.torchtune.checkpoints.small import SIZES, build, read, same_bits, some_tokens, started, write_folder
 from torchtune import config
 from torchtune.checkpoints import CheckpointError, verify_checkpoint
 from torchtune.modules import TransformerDecoder, classifier_model
@@ -218,3 +222,30 @@ def test_a_save_asks_a_conversion_once(sources: dict[str, Path], tmp_path: Path)
     store.save("epoch_0", model, contents=("adapter", "merged"), state={"progress": {}})
     assert conversion.calls == 2
     store.close()
+
+
+def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, int]:
+    """Number of calls of the library's functions, comprehensions aside, and of the weights that are written."""
+    store, model = started(write_folder(folder / "in", "qwen3", num_hidden_layers=layers), *conversions)
+    contents, library, count = "adapter" if conversions else "model", str(Path(torchtune.__file__).parent), 0
+    store.save("epoch_0", model, contents=contents)  # imports, and expands the weight maps
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        count += event == "call" and code.co_filename.startswith(library) and not code.co_name.startswith("<")
+
+    sys.setprofile(note)
+    try:
+        saved = store.save("epoch_1", model, contents=contents)
+    finally:
+        sys.setprofile(None)
+    return count, sum(len(load_file(path)) for path in saved.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("conversions", [[], [LoRA(rank=2, alpha=4)]], ids=["full", "lora"])
+def test_the_way_of_a_weight_is_short(conversions: list[LoRA], tmp_path: Path) -> None:
+    (calls, weights), (more_calls, more_weights) = (
+        calls_of_a_save(tmp_path / str(layers), layers, *conversions) for layers in (1, 3)
+    )
+    assert (more_calls - calls) / (more_weights - weights) <= 15

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from tests.torchtune.checkpoints.small import (
+    build,
     load,
     logits,
     randomize_adapter,
@@ -231,6 +232,9 @@ def test_our_own_names(source: Path, tmp_path: Path) -> None:
         str(tmp_path / "tune"), checkpoint_files=["model.pt"], model_type="LLAMA3", output_dir=str(tmp_path / "output")
     )
     assert same_bits(store.load_checkpoint(weights_only=True)["model"], ours)
+    again = build(source)
+    store.load_model(again)
+    assert same_bits(again.state_dict(), ours)
     adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, 2)}
     store.save_checkpoint({"model": ours, "adapter": adapter, **STATE}, epoch=3, intermediate_checkpoint=True)
     store.should_load_recipe_state = True

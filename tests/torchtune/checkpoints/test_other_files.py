@@ -9,7 +9,7 @@ import torch
 
 from tests.torchtune.checkpoints.small import build, load, same_bits, stored, write_folder
 from torchtune.checkpoints import CheckpointError
-from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer, FullModelTorchTuneCheckpointer
+from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer
 
 
 @pytest.fixture
@@ -41,15 +41,6 @@ def test_meta_file(folder: Path, checkpointer: type) -> None:
     (folder / "model.safetensors").unlink()
     again = build(folder)
     checkpointer(str(folder), ["consolidated.00.pth"]).load_model(again)
-    assert same_bits(again.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("checkpointer", [FullModelTorchTuneCheckpointer, FullModelHFCheckpointer])
-def test_our_own_names(folder: Path, checkpointer: type) -> None:
-    model = load(folder)
-    torch.save(model.state_dict(), folder / "weights.pt")
-    again = build(folder)
-    checkpointer(str(folder), ["weights.pt"]).load_model(again)
     assert same_bits(again.state_dict(), model.state_dict())
 
 

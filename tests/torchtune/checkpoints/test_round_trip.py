@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.torchtune.checkpoints.small import (
     SHAPES,
     build,
+    close,
     load,
     logits,
     read,
     same_bits,
+    started,
     stored,
     write_folder,
 )
@@ -24,9 +26,7 @@ from torchtune.training import FullModelHFCheckpointer
 @pytest.mark.parametrize("shape", SHAPES)
 def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape, dtype)
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source, dtype=dtype)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, dtype=dtype)
     saved = checkpointer.save("epoch_0", model)
     assert same_bits(stored(source), stored(saved))
     theirs, again = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (source, saved))
@@ -36,16 +36,14 @@ def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     exact = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     ours = build(saved, dtype=torch.float32)
     FullModelHFCheckpointer(str(saved)).load_model(ours)
-    torch.testing.assert_close(logits(ours.eval()), logits(exact), atol=1e-4, rtol=1e-4)
+    close(logits(ours.eval()), logits(exact))
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
 def test_shards(shape: str, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape, max_shard_size="30KB")
     assert len(list(source.glob("model-*.safetensors"))) > 3
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source)
     saved = checkpointer.save("epoch_0", model, max_shard_bytes=40_000)
     files = sorted(saved.glob("model*.safetensors"))
     index = read(saved / "model.safetensors.index.json")
@@ -170,22 +168,18 @@ def test_folder_without_config_gets_one(tmp_path: Path) -> None:
     model = load(source)
     (source / "config.json").unlink()
     saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model), atol=1e-4, rtol=1e-4)
+    close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
 
 
 def test_a_save_does_not_need_the_source(tmp_path: Path) -> None:
     """A long run must not fail at its end because somebody tidied up the folder of the base model."""
     source = write_folder(tmp_path / "in")
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
-    model = build(source)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source)
     for path in source.iterdir():
         path.unlink()
     source.rmdir()
     saved = checkpointer.save("epoch_0", model)
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model.eval()), atol=1e-4, rtol=1e-4
-    )
+    close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model.eval()))
 
 
 def test_an_earlier_checkpoint_as_base(tmp_path: Path) -> None:

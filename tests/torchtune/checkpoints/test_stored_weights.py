@@ -13,6 +13,7 @@ from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.int8_rows import Int8Linear, Int8Rows, dequantized, quantized
 from tests.torchtune.checkpoints.small import (
     build,
+    close,
     hf_model,
     load,
     logits,
@@ -60,7 +61,7 @@ def test_load_and_save(by_rows: bool, tmp_path: Path) -> None:
     q_proj = model.layers[0].attn.q_proj
     assert type(q_proj) is Int8Linear
     assert q_proj.weight.dtype == torch.int8
-    torch.testing.assert_close(logits(model), logits(reference(tmp_path / "in")), rtol=1e-4, atol=1e-4)
+    close(logits(model), logits(reference(tmp_path / "in")))
     folder = saved(model, tmp_path, "out")
     assert same_bits(stored(folder), rounded(tmp_path / "in"))
     again = load(folder, Int8Rows(by_rows=by_rows))  # int8 of what int8 represents is the same
@@ -74,12 +75,12 @@ def test_an_adapter_on_top(dora: bool, tmp_path: Path) -> None:
     q_proj = model.layers[0].attn.q_proj
     assert isinstance(q_proj, Int8Linear)
     assert isinstance(q_proj, LoRALinear)
-    torch.testing.assert_close(logits(model), logits(reference(tmp_path / "in")), rtol=1e-4, atol=1e-4)
+    close(logits(model), logits(reference(tmp_path / "in")))
     randomize_adapter(model)
     wanted = logits(model)
     merged = load(saved(model, tmp_path, "merged", contents=("adapter", "merged")))
     assert type(merged.layers[0].attn.q_proj) is nn.Linear
-    torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
+    close(logits(merged), wanted)
     # A resume reads the base again, and the adapter of the checkpoint.
     saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 1}})
     store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))

@@ -1,9 +1,10 @@
-"""Export a checkpoint as one GGUF file for llama.cpp (written by the optional package ``gguf``).
+"""Convert checkpoints to GGUF files for llama.cpp (written by the optional package ``gguf``), and back.
 
-It writes the architectures, names and layouts that :mod:`torchtune.checkpoints._gguf` reads.
+They have the architectures, names and layouts that :mod:`torchtune.checkpoints._gguf` reads.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,14 +13,24 @@ import torch
 from torch import nn
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._gguf import ARCHITECTURES, llama3_divisor
-from torchtune.checkpoints._gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, pre_tokenizers
-from torchtune.checkpoints._load_weights import read_json
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_entries
+from torchtune.checkpoints._gguf import ARCHITECTURES, GGUFFile, llama3_divisor
+from torchtune.checkpoints._gguf_tokenizer import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    pre_tokenizers,
+    special_ids,
+    tokenizer_files,
+)
+from torchtune.checkpoints._load_weights import check_base, read_json
 from torchtune.checkpoints._model_source import ModelSource
 from torchtune.checkpoints._model_weights import identity
-from torchtune.checkpoints._quantize import checked_groups, refuse_quantized
-from torchtune.models import Description, Llama3RopeScaling
-from torchtune.utils import atomic_directory, require, sign_of_life
+from torchtune.checkpoints._save_view import SaveView
+from torchtune.models import Description, Group, Llama3RopeScaling, build
+from torchtune.training.parallel import LocalShard, full_slices
+from torchtune.utils import atomic_directory, require, sign_of_life, write_json
 
 # Texts that GGUF's known pre-tokenizers split differently.
 _PROBES = ("It's 12345 o'clock,  isn't\n\n it? ", "naïve café 3.14 x=y+z;\t{a_b}", "WE'LL don't\r\n 2024年 日本語")
@@ -27,7 +38,13 @@ _BLOCK = 32  # neighbors in a row that share a scale, in every supported type
 
 
 def export_gguf(
-    source: ModelSource, model: nn.Module, file_type: str, output_dir: Path, *, dtype: torch.dtype | None = None
+    source: ModelSource,
+    model: nn.Module,
+    groups: Sequence[Group],
+    file_type: str,
+    output_dir: Path,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a checkpoint as one GGUF file, one tensor at a time.
 
@@ -36,6 +53,7 @@ def export_gguf(
     Args:
         source: checkpoint with Hugging Face names and a ``tokenizer.json``.
         model: model of the checkpoint; its values are not read.
+        groups: groups of the checkpoint's weight map.
         file_type: see :class:`torchtune.training.quantization.GGUFQuantizer`.
         output_dir: folder for ``model-<file_type>.gguf`` and the tokenizer's files, written atomically.
         dtype: dtype to which weights are rounded before they are quantized; by default the checkpoint's.
@@ -45,8 +63,6 @@ def export_gguf(
         UserError: the ``gguf`` package is not installed, or the disk is full.
     """
     gguf = require("gguf", extra="gguf", purpose="Writing GGUF")
-    refuse_quantized(source)
-    source.check(model)
     spec, description = identity(model)
     arch = next((name for name, hf in ARCHITECTURES.items() if hf in spec.architectures), None)
     if arch is None or "gguf" not in spec.weight_maps:
@@ -54,7 +70,6 @@ def export_gguf(
             f"quantizer: the family '{spec.name}' cannot be written as GGUF, only {', '.join(ARCHITECTURES)}: choose "
             "another quantizer."
         )
-    groups = checked_groups(source, model)
     names = {group.tune[0]: group.external[0] for group in spec.weight_map("gguf").groups(description)}
     kinds = {}
     for group in groups:
@@ -206,3 +221,53 @@ def _name_of_pre_tokenizer(tokenizer: Any) -> str | None:
         if [make().pre_tokenize_str(text) for text in _PROBES] == cut:
             return name
     return None
+
+
+def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the model and tokenizer of a GGUF file as a folder that Hugging Face libraries load.
+
+    Quantized weights are dequantized and rounded to ``dtype``, one tensor at a time.
+
+    Args:
+        gguf_file: file of the architecture llama, qwen2 or qwen3, with a byte-level BPE tokenizer.
+        output_dir: output folder, written atomically; an existing one is replaced.
+        dtype: dtype of the weights.
+
+    Returns:
+        ``output_dir``.
+
+    Raises:
+        CheckpointError: the file is corrupt or has unsupported contents.
+        UserError: the ``gguf`` package is not installed, or the disk is full.
+    """
+    file = GGUFFile(gguf_file)
+    spec, description = file.spec, file.description
+    with torch.device("meta"):
+        model = build(description, spec).to(dtype)
+    view = _GGUFView(model, file)
+    check_base(view, file)
+    entries = [view.entry(group, 0) for group in spec.weight_map("hf").groups(description)]
+    with atomic_directory(output_dir) as folder:
+        config = config_of(spec, description, description.vocab_size, dtype, None)
+        write_json(folder / "config.json", {**config, **special_ids(file)})
+        for name, content in tokenizer_files(file).items():
+            write_json(folder / name, content)
+        write_entries(entries, folder, MAX_SHARD_BYTES)
+    return Path(output_dir)
+
+
+class _GGUFView(SaveView):
+    """View of a model on the meta device that reads each weight from a GGUF file when it is written."""
+
+    def __init__(self, model: nn.Module, file: GGUFFile) -> None:
+        super().__init__(model, frozenset({"model"}))
+        self._file = file
+        groups = file.spec.weight_map("gguf").groups(file.description)
+        self._read_from = {name: group for group in groups for name in group.tune}
+
+    def shard(self, name: str, turn: int) -> LocalShard:
+        """Read a full weight."""
+        group, spec = self._read_from[name], self.specs[name]
+        tensors = group.to_tune([self._file.read(external) for external in group.external])
+        weight = tensors[group.tune.index(name)].to(spec.dtype)
+        return LocalShard(spec, full_slices(weight.shape), weight, is_writer=True)
