@@ -4,11 +4,10 @@ It wraps a checkpointer. Synchronous checkpoints use its ``load_checkpoint`` and
 dicts, in the layout of earlier releases (``recipe_state.pt``); asynchronous ones its ``save`` and ``resume``, sharded.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -96,7 +95,6 @@ class CheckpointClient:
             from_state = self._resume and not self._enable_async
             checkpointer = config.instantiate(cfg.checkpointer, should_load_recipe_state=from_state)
         self._checkpointer = checkpointer
-        self._ranks: Ranks | None = None
 
     def load_base_checkpoint(self) -> dict[str, Any]:
         """Load the initial weights; when resuming a synchronous checkpoint, also its state.
@@ -166,8 +164,9 @@ class CheckpointClient:
         if self._enable_async:
             self._checkpointer.close()
 
-        def write() -> None:
-            self._checkpointer.save_checkpoint(
+        self._ranks.run_on_rank_0(
+            partial(
+                self._checkpointer.save_checkpoint,
                 checkpoint,
                 epoch=epoch,
                 intermediate_checkpoint=intermediate,
@@ -175,8 +174,11 @@ class CheckpointClient:
                 step=training_progress.steps_run,
                 dir_prefix=dir_prefix,
             )
+        )
 
-        self._on_rank_zero(write)
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(CheckpointError)
 
     def _full_checkpoint(
         self, model: nn.Module, adapter_config: dict[str, Any] | None, adapter_only: bool
@@ -192,7 +194,9 @@ class CheckpointClient:
                 checkpoint[ADAPTER_CONFIG] = dict(adapter_config)
         if not adapter_only:
             if adapter and is_rank_zero:
-                full = _merge(full, model, adapter_config)
+                adapted = next(module for module in model.modules() if hasattr(module, "adapter_params"))
+                settings = adapter_config or {"r": adapted.rank, "lora_alpha": adapted.alpha}
+                full = get_merged_lora_ckpt(dict(full), rank=settings["r"], alpha=settings["lora_alpha"])
             checkpoint[MODEL_KEY] = full
         return checkpoint
 
@@ -206,11 +210,6 @@ class CheckpointClient:
                 for name, one in optimizer.optim_map.items()
             }
         return get_full_optimizer_state_dict(model, optimizer, is_rank_zero, self._device)
-
-    def _on_rank_zero(self, write: Callable[[], None]) -> None:
-        """Call ``write`` on rank 0 and wait for it; raise its error on all ranks."""
-        self._ranks = self._ranks or Ranks(CheckpointError)
-        self._ranks.run_on_rank_0(write)
 
     def load_distributed_checkpoint(
         self,
@@ -251,13 +250,3 @@ class CheckpointClient:
         if dataloader is not None and progress.get(DATALOADER_KEY) and hasattr(dataloader, "load_state_dict"):
             dataloader.load_state_dict(progress[DATALOADER_KEY])
         return {**progress, OPT_KEY: optimizer.state_dict()}
-
-
-def _merge(full: dict[str, torch.Tensor], model: nn.Module, adapter_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Merge the adapter into the base weights, with rank and alpha of ``adapter_config`` or of the modules."""
-    if adapter_config is not None:
-        rank, alpha = adapter_config["r"], adapter_config["lora_alpha"]
-    else:
-        adapted = next(module for module in model.modules() if hasattr(module, "adapter_params"))
-        rank, alpha = adapted.rank, adapted.alpha
-    return get_merged_lora_ckpt(dict(full), rank=rank, alpha=alpha)

@@ -1,7 +1,7 @@
 """Process groups, FSDP and context parallelism for recipes copied from earlier releases."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,39 +95,24 @@ def shard_model(
     parallel.unshard_output(model)
 
 
-class _TrainContext(contextlib.AbstractContextManager):
-    """Context manager that can also be called with another context."""
-
-    def __init__(self, enable_loss_parallel: bool) -> None:
-        self._enable_loss_parallel = enable_loss_parallel
-        self._entered: list[Context] = []
-
-    @contextlib.contextmanager
-    def __call__(self, cp_context: Context | None = None) -> Generator[None, None, None]:
-        with contextlib.ExitStack() as stack:
-            if self._enable_loss_parallel:
-                from torch.distributed.tensor.parallel import loss_parallel
-
-                stack.enter_context(loss_parallel())
-            if cp_context is not None:
-                stack.enter_context(cp_context)
-            yield
-
-    def __enter__(self) -> None:
-        self._entered.append(self())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._entered.pop().__exit__(*exception)
-
-
-def get_train_context(enable_loss_parallel: bool) -> Any:
-    """Return the context of forward and backward, for ``with train_context(cp_context):`` or ``with train_context:``.
+def get_train_context(enable_loss_parallel: bool) -> Callable[..., Context]:
+    """Return the context of forward and backward, for ``with train_context(cp_context):``.
 
     Args:
         enable_loss_parallel: compute the loss on logits sharded over the vocabulary.
     """
-    return _TrainContext(enable_loss_parallel)
+
+    @contextlib.contextmanager
+    def context(cp_context: Context | None = None) -> Iterator[None]:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with (
+            loss_parallel() if enable_loss_parallel else contextlib.nullcontext(),
+            cp_context or contextlib.nullcontext(),
+        ):
+            yield
+
+    return context
 
 
 def get_context_parallel_manager(

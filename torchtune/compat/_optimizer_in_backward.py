@@ -54,12 +54,8 @@ class OptimizerInBackwardWrapper:
         Raises:
             RuntimeError: no schedule was set.
         """
-        if self.lr_scheduler is None:
-            raise RuntimeError("step_lr_scheduler needs a schedule: call set_lr_scheduler first.")
-        if epoch is None:
-            self.lr_scheduler.step()
-        else:
-            self.lr_scheduler.step(epoch)
+        self.get_last_lr()  # raises
+        self.lr_scheduler.step(*(() if epoch is None else (epoch,)))
         self._copy_lr_to_all()
 
     def _copy_lr_to_all(self) -> None:
@@ -75,7 +71,7 @@ class OptimizerInBackwardWrapper:
             RuntimeError: no schedule was set.
         """
         if self.lr_scheduler is None:
-            raise RuntimeError("get_last_lr needs a schedule: call set_lr_scheduler first.")
+            raise RuntimeError("The optimizer needs a schedule: call set_lr_scheduler first.")
         return self.lr_scheduler.get_last_lr()[0]
 
 

@@ -92,7 +92,7 @@ def gather_cpu_state_dict(
         if wanted is None or name in wanted:
             whole = _gather_to_host(tensor, device)
             if is_rank_zero:
-                gathered[name] = whole.cpu() if isinstance(tensor, DTensor) or whole.device.type != "cpu" else whole
+                gathered[name] = whole.cpu()
     return gathered
 
 
@@ -121,14 +121,14 @@ def get_full_optimizer_state_dict(
     Raises:
         ValueError: ``opt`` has a parameter that ``model`` lacks.
     """
-    groups, names = _named_groups(model, opt), _names(model)
+    names = _names(model, opt)
     state: dict[str, Any] = {}
     for parameter, values in opt.state.items():
         state[names[parameter]] = {
             key: _gather_to_host(value, device).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for key, value in values.items()
         }
-    return {"state": state, "param_groups": groups} if is_rank_zero else {}
+    return {"state": state, "param_groups": _named_groups(opt, names)} if is_rank_zero else {}
 
 
 def load_from_full_optimizer_state_dict(
@@ -146,7 +146,7 @@ def load_from_full_optimizer_state_dict(
         CheckpointError: the state belongs to other parameters.
         ValueError: ``opt`` has a parameter that ``model`` lacks.
     """
-    groups = _named_groups(model, opt)
+    groups = _named_groups(opt, _names(model, opt))
     ours = [name for group in groups for name in group["params"]]
     theirs = [name for group in full_sd["param_groups"] for name in group["params"]]
     if sorted(ours) != sorted(theirs):
@@ -161,13 +161,10 @@ def load_from_full_optimizer_state_dict(
         for name, values in full_sd["state"].items()
     }
     saved = {name: group for group in full_sd["param_groups"] for name in group["params"]}
-    new_groups = [
-        {**saved[group["params"][0]], "params": [number[name] for name in group["params"]]}
-        if group["params"]
-        else group
-        for group in groups
-    ]
-    opt.load_state_dict({"state": state, "param_groups": new_groups})
+    for group in groups:
+        first = saved[group["params"][0]] if group["params"] else {}
+        group |= {**first, "params": [number[name] for name in group["params"]]}
+    opt.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _shard(value: Any, parameter: nn.Parameter) -> Any:
@@ -177,15 +174,15 @@ def _shard(value: Any, parameter: nn.Parameter) -> Any:
     return value
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def _named_groups(model: nn.Module, opt: Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's ``param_groups`` with parameter names instead of parameters."""
-    names = _names(model)
+def _names(model: nn.Module, opt: Optimizer) -> dict[nn.Parameter, str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
     if any(parameter not in names for group in opt.param_groups for parameter in group["params"]):
         raise ValueError(
             f"{type(opt).__name__} has a parameter that the model lacks: build it over model.parameters()."
         )
+    return names
+
+
+def _named_groups(opt: Optimizer, names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
+    """Return the optimizer's ``param_groups`` with parameter names instead of parameters."""
     return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in opt.param_groups]
