@@ -23,5 +23,7 @@ class CappedLinear(nn.Linear):
 
 
 def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Compute ``softcap * tanh(logits / softcap)`` in float32; with None, return the logits unchanged."""
-    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+    """Compute ``softcap * tanh(logits / softcap)`` in at least float32; with None, return the logits unchanged."""
+    if softcap is None:
+        return logits
+    return softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)

@@ -1,10 +1,9 @@
 """Losses for fine-tuning and distillation."""
 
-from torchtune.modules.loss._linear_log_probs import linear_log_probs
+from torchtune.modules.loss._log_probs import linear_log_probs, token_log_probs
 from torchtune.modules.loss._row_losses import keep_row_losses
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
 from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
-from torchtune.modules.loss._token_log_probs import token_log_probs
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
 from torchtune.modules.loss.kd_losses import (
@@ -43,5 +42,5 @@ __all__ = [
     "token_log_probs",
 ]
 
-from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK as LOGITS_BLOCK
-from torchtune.modules.loss._projection import Projection as Projection
+from torchtune.modules.loss._chunked_logits import Projection as Projection
+from torchtune.modules.loss._cross_entropy_rows import LOGITS_BLOCK as LOGITS_BLOCK

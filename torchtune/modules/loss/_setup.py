@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss._chunked_logits import Projection
 from torchtune.modules.loss._row_losses import record_row_losses
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.modules.moe.balance import Balance, balance_of

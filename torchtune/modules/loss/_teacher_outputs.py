@@ -6,8 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtune.modules.loss._linear_divergence import Logits
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss._chunked_logits import Logits, Projection
 
 
 class TeacherOutputs(Protocol):
@@ -42,7 +41,7 @@ class TeacherStates:
     def __init__(self, hidden: Tensor, projection: Projection, vocab_size: int | None = None) -> None:
         self.vocab_size = len(projection.weight) if vocab_size is None else vocab_size
         self._hidden, self._projection = hidden.detach().flatten(0, -2), projection
-        self._logits = Logits(projection, self.vocab_size)
+        self._logits = Logits.of(projection)
 
     def select(self, index: Tensor, vocab_size: int) -> "TeacherStates":
         """See :class:`TeacherOutputs`."""
@@ -51,7 +50,7 @@ class TeacherStates:
     @torch.no_grad()
     def logits(self, rows: slice) -> Tensor:
         """Compute the logits [n, v] of some positions."""
-        return self._logits(self._hidden[rows])
+        return self._logits.whole(self._logits(self._hidden[rows]), self.vocab_size)
 
     def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """See :class:`TeacherOutputs`; returns the logits of both."""

@@ -4,18 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from torchtune.modules.loss._linear_cross_entropy import (
-    linear_cross_entropy_sum,
-    row_losses,
-    row_losses_and_gradient,
-)
-from torchtune.modules.loss._projection import Projection, plain_weight
+from torchtune.modules.loss._chunked_logits import Logits, Projection, chunked_sum
+from torchtune.modules.loss._cross_entropy_rows import cross_entropy, row_losses
+from torchtune.modules.loss._log_probs import log_probs_of_rows
 from torchtune.modules.loss._row_losses import record_row_losses
-from torchtune.modules.loss._split_vocabulary import split_cross_entropy_sum
 from torchtune.modules.loss.loss_types import SFTLoss
-from torchtune.utils import get_logger, log_once
 
 # Smaller chunks make the products slow and save little memory. The gradient of a trained weight takes more memory than
 # the logits of 512 positions.
@@ -40,9 +34,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     :meth:`set_model_output`.
 
     Logits are computed only for labeled tokens, chunk by chunk. Softmax and its gradient are computed in float32
-    (float64 for float64 weights), matrix products in the dtype of the weights. With a plain projection, the forward
-    pass computes the gradients; any other projection (an adapter, a bias, a soft cap) is recomputed in the backward
-    pass.
+    (float64 for float64 weights), matrix products in the dtype of the weights. The forward pass computes the gradients.
 
     Args:
         num_output_chunks: maximum number of chunks; a chunk has at least 256 positions, 512 with a trained projection.
@@ -75,8 +67,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         self.mask_ignored_tokens = mask_ignored_tokens
         # In a tuple, so that the projection does not become a submodule.
         self._projection: tuple[Any, ...] = ()
-        self._without_gradient = row_losses
-        self._with_gradient = row_losses_and_gradient
+        self._row_losses = row_losses
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:
@@ -85,8 +76,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> "LinearCrossEntropyLoss":
         """Compile the passes over a chunk's logits, but not the products and the loop over chunks."""
-        self._without_gradient = torch.compile(row_losses, *args, **kwargs)
-        self._with_gradient = torch.compile(row_losses_and_gradient, *args, **kwargs)
+        self._row_losses = torch.compile(row_losses, *args, **kwargs)
         return self
 
     def set_model_output(self, model: nn.Module) -> None:
@@ -103,13 +93,20 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         """The output projection of ``set_model_output``, or ``None`` before that call."""
         return self._projection[0] if self._projection else None
 
-    def compute_cross_entropy(
-        self, hidden_chunk: Tensor, target_chunk: Tensor, projection: Projection | None = None
-    ) -> Tensor:
+    def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
-        logits = (projection or self.linear_projection)(hidden_chunk)
-        losses = record_row_losses(self._without_gradient(logits, target_chunk.clamp(min=0)))
-        return losses.masked_fill(target_chunk == self.ignore_index, 0.0).sum()
+        logits = Logits.of(self.linear_projection)
+        return self._losses(logits(hidden_chunk), target_chunk, logits).sum()
+
+    def _losses(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
+        """Cross entropies [n] of logits [n, v], which are overwritten; 0 for ignored tokens."""
+        known = target.clamp(min=0)
+        if projection.group is None:
+            losses = cross_entropy(logits, known, self._row_losses)
+        else:
+            losses = -log_probs_of_rows(logits, known, projection.group)[0]
+        losses = record_row_losses(losses)
+        return losses.masked_fill(target == self.ignore_index, 0.0)
 
     def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]."""
@@ -149,58 +146,13 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             (int64 scalar).
         """
         count = (labels != self.ignore_index).sum()
-        outputs, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        rows = outputs
+        rows, target, logits = hidden.flatten(0, -2), labels.flatten(), Logits.of(projection)
         if self.mask_ignored_tokens:
             rows, target = self.mask_inputs(rows, target)
-        weight = plain_weight(projection)
-        if len(target) == 0:
-            return self._zero_loss(outputs, projection, weight), count
-        trained = weight is not None and torch.is_grad_enabled() and weight.requires_grad
-        chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, weight if trained else None)
-        if hasattr(weight, "device_mesh"):
-            return self._vocab_parallel(rows, weight, target, chunk_rows, getattr(projection, "softcap", None)), count
-        if weight is None:
-            log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
-        if weight is None or not self.mask_ignored_tokens:
-            return self._sum_with_recompute(rows, target, projection, chunk_rows), count
-        total = linear_cross_entropy_sum(
-            rows,
-            weight,
-            target,
-            chunk_rows=chunk_rows,
-            without_gradient=self._without_gradient,
-            with_gradient=self._with_gradient,
-        )
-        return total, count
 
-    def _sum_with_recompute(self, hidden: Tensor, target: Tensor, projection: Projection, chunk_rows: int) -> Tensor:
-        """Summed loss by calling the projection; the backward pass recomputes the logits."""
-        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
-            if torch.is_grad_enabled():
-                total = total + checkpoint(self.compute_cross_entropy, rows, targets, projection, use_reentrant=False)
-            else:
-                total = total + self.compute_cross_entropy(rows, targets, projection)
-        return total
+        def losses(chunk: Tensor, where: slice) -> Tensor:
+            return self._losses(chunk, target[where], logits)
 
-    def _vocab_parallel(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int, softcap: float | None
-    ) -> Tensor:
-        """Summed loss with a weight sharded over the vocabulary."""
-        if not self.mask_ignored_tokens:
-            hidden, target = self.mask_inputs(hidden, target)
-        group = weight.device_mesh.get_group()
-        return split_cross_entropy_sum(
-            hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group, softcap=softcap
-        )
-
-    @staticmethod
-    def _zero_loss(outputs: Tensor, projection: Projection, weight: Tensor | None) -> Tensor:
-        """Zero with a graph to all parameters, so that every rank runs the same backward pass."""
-        if weight is None:
-            zero = projection(outputs[:1]).sum() * 0.0
-        else:  # without calling the module: FSDP would all-gather it on this rank only
-            weight = weight.to_local() if hasattr(weight, "device_mesh") else weight
-            zero = nn.functional.linear(outputs[:1], weight).sum() * 0.0
-        return (zero + outputs.sum() * 0.0 + 0.0).to(torch.promote_types(outputs.dtype, torch.float32))
+        trained = projection.weight if logits.is_plain and logits.parameters else None
+        chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
+        return chunked_sum(rows, losses, logits, chunk_rows), count

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules.loss._linear_divergence import Logits, divergence_sum
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss._chunked_logits import Logits, Projection, chunked_sum
 from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -151,12 +150,12 @@ class DivergenceLoss(nn.Module, ABC):
         teacher = teacher.select(index, size)
 
         of_rows = self.divergence if teacher.are_likeliest else self._rows
+        logits = Logits.of(projection)
 
-        def divergence(logits: Tensor, rows: slice) -> Tensor:
-            return of_rows(*teacher.pair(logits, rows))
+        def divergence(chunk: Tensor, rows: slice) -> Tensor:
+            return of_rows(*teacher.pair(logits.whole(chunk, size), rows))
 
-        chunk_rows = self._chunk_rows(len(index), size)
-        total = divergence_sum(hidden.flatten(0, -2)[index], divergence, Logits(projection, size), chunk_rows)
+        total = chunked_sum(hidden.flatten(0, -2)[index], divergence, logits, self._chunk_rows(len(index), size))
         return total, torch.tensor(len(index), device=labels.device)
 
     def _chunk_rows(self, count: int, size: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss._chunked_logits import Projection
 from torchtune.modules.moe.balance import balance_of
 
 

@@ -1,0 +1,165 @@
+"""Chunked log-probabilities of tokens under an output projection, without materializing all logits."""
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules.loss._chunked_logits import Logits, Projection, at_least_float32, chunked_rows
+
+# Default number of logits per chunk.
+_CHUNK_ELEMENTS = 2**25
+
+
+class _SumOverVocabulary(torch.autograd.Function):
+    """All-reduce of partial sums; every rank computes the same values of it, so the gradient is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def log_probs_of_rows(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None, *, with_entropy: bool = False
+) -> tuple[Tensor, ...]:
+    """Compute the target's log-prob of every row, [n], and the entropy of the row's distribution if asked for.
+
+    Args:
+        logits: [n, v]; with a group, this rank's shard of the vocabulary.
+        targets: int64 [n].
+        group: process group of the shards.
+        with_entropy: also return the entropies, [n].
+
+    Returns:
+        One or two tensors, at least float32.
+    """
+    logits, columns = at_least_float32(logits), targets.unsqueeze(-1)
+    top = logits.detach().amax(-1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        columns = columns - group.rank() * logits.shape[1]
+    is_elsewhere = (columns < 0) | (columns >= logits.shape[1])
+    shifted = logits - top
+    exp = shifted.exp()
+    chosen = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere, 0.0).squeeze(-1)
+    sums = [exp.sum(-1), chosen]
+    if with_entropy:
+        sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
+    total, chosen, *weighted = sums if group is None else _SumOverVocabulary.apply(torch.stack(sums), group)
+    return chosen - total.log(), *(total.log() - one / total for one in weighted)
+
+
+def _log_probs(
+    hidden: Tensor,
+    targets: Tensor,
+    logits: Logits,
+    temperature: float,
+    chunk_rows: int,
+    *,
+    with_entropy: bool = False,
+) -> tuple[Tensor, ...]:
+    def function(chunk: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        scaled = chunk if temperature == 1.0 else at_least_float32(chunk) / temperature
+        return log_probs_of_rows(scaled, targets[rows], logits.group, with_entropy=with_entropy)
+
+    return chunked_rows(hidden, function, logits, chunk_rows)
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, return_entropy: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor: ...
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    chunk_rows: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute the log-probabilities of ``targets`` under softmax(projection / temperature).
+
+    Logits are computed chunk by chunk in the forward pass and recomputed in the backward pass; other memory is O(t).
+    Products are in the dtype of the weight, softmax and its gradient in float32 (float64 for float64 weights).
+
+    If the weight is sharded over its rows (a ``DTensor`` of tensor parallelism), every rank of the mesh must pass the
+    same tokens and gets the same values. The gradient of ``hidden`` is then a partial sum, which the backward pass of
+    the all-gather of ``hidden`` reduces.
+
+    Args:
+        hidden: hidden states [t, d], cast to the dtype of the weight.
+        weight: [v, d].
+        targets: int64 [t]; there is no ignore index, so leave out tokens without a target.
+        temperature: divides the logits, after bias and soft cap; above 0.
+        bias: [v], added to the product; sharded like the weight.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        return_entropy: also return the entropy of the distribution at each token, in nats; it is differentiable.
+        chunk_rows: tokens per chunk of logits; by default a chunk has 2**25 logits.
+
+    Returns:
+        Log-probabilities [t] in nats, float32 (float64 for float64 weights); with ``return_entropy`` also the
+        entropies [t]. Differentiable once, in hidden, weight and bias.
+
+    Raises:
+        ValueError: shapes do not match, or ``temperature`` or ``chunk_rows`` is not positive.
+
+    Example:
+        >>> from torchtune.modules.loss import linear_log_probs
+        >>> hidden, weight = torch.zeros(3, 8), torch.randn(4, 8)
+        >>> linear_log_probs(hidden, weight, torch.tensor([0, 3, 1])).exp()
+        tensor([0.2500, 0.2500, 0.2500])
+    """
+    rows, width = targets.shape[0], weight.shape[1]
+    if hidden.shape != (rows, width) or targets.dim() != 1:
+        raise ValueError(
+            f"linear_log_probs: hidden is {list(hidden.shape)} and targets {list(targets.shape)}, expected "
+            f"[t, {width}] and [t]: flatten batches, and keep the tokens that have a target."
+        )
+    if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
+        raise ValueError(f"linear_log_probs: temperature {temperature} and chunk_rows {chunk_rows} must be positive.")
+    logits = Logits(weight, bias, softcap)
+    chunk_rows = chunk_rows or logits.rows_of(_CHUNK_ELEMENTS)
+    found = _log_probs(hidden, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
+    return found if return_entropy else found[0]
+
+
+def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0) -> Tensor:
+    """Compute the log-probs of labels, with logits only of labeled tokens and chunk by chunk.
+
+    Args:
+        hidden: result of ``model(..., output="hidden")`` ``[b, s, d]``.
+        labels: int64 ``[b, s]``, already shifted: ``labels[i]`` is predicted at position ``i``.
+        projection: ``model.output``.
+        temperature: divisor of the logits.
+
+    Returns:
+        Tensor ``[b, s]`` in nats, float32 (float64 for float64 weights), 0 without a label. Differentiable once.
+
+    Example:
+        >>> from torchtune.modules.loss import token_log_probs
+        >>> hidden, labels = torch.zeros(1, 3, 8), torch.tensor([[0, -100, 1]])
+        >>> token_log_probs(hidden, labels, torch.nn.Linear(8, 4, bias=False)).exp()
+        tensor([[0.2500, 1.0000, 0.2500]], grad_fn=...)
+    """
+    targets, logits = labels.flatten(), Logits.of(projection)
+    index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
+    rows, chosen = hidden.flatten(0, -2).index_select(0, index), targets.index_select(0, index)
+    (found,) = _log_probs(rows, chosen, logits, temperature, logits.rows_of(_CHUNK_ELEMENTS))
+    return found.new_zeros(len(targets)).index_copy(0, index, found).view(labels.shape)
