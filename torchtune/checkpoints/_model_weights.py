@@ -15,7 +15,6 @@ from torchtune.modules.conversion import (
     Conversion,
     ConversionError,
     StoredWeight,
-    complete_conversions,
     get_conversions,
 )
 from torchtune.modules.peft import LoRALinear, init_from_weight
@@ -102,7 +101,7 @@ class ModelWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.conversions = model, complete_conversions(model)
+        self.model, self.conversions = model, get_conversions(model)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._owned_by = [conversion.owned_parameters(model) for conversion in self.conversions]
         self.owned: set[str] = set().union(*self._owned_by)

@@ -28,7 +28,6 @@ __all__ = [
     "Phase",
     "StoredWeight",
     "apply_conversions",
-    "complete_conversions",
     "full_shapes",
     "get_conversions",
     "nearest_module_names",
@@ -128,10 +127,6 @@ class Conversion(ABC):
     Parameters are named as in ``model.named_parameters()``. Methods that take a model find their modules by type, so
     that one conversion can be applied to several models.
 
-    Any object with ``phase`` and ``convert`` is a conversion, also for ``isinstance``; missing methods have the
-    defaults. Such an object may have ``is_own_key(name) -> bool`` and ``moves(name) -> bool`` instead of
-    :meth:`owned_parameters` and :meth:`moved_parameters`.
-
     Attributes:
         phase: position in the order of conversions.
 
@@ -147,13 +142,6 @@ class Conversion(ABC):
     """
 
     phase: ClassVar[Phase]
-
-    @classmethod
-    def __subclasshook__(cls, other: type) -> bool:
-        if cls is not Conversion:
-            return NotImplemented
-        found = {name for base in other.__mro__ for name in vars(base)}
-        return True if {"phase", "convert"} <= found else NotImplemented
 
     @abstractmethod
     def convert(self, model: nn.Module) -> ConversionReport:
@@ -208,7 +196,7 @@ class Conversion(ABC):
     @property
     def can_merge(self) -> bool:
         """Whether :meth:`merged` is implemented."""
-        return getattr(self.merged, "__func__", self.merged) is not Conversion.merged
+        return type(self).merged is not Conversion.merged
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """Return the merged weight: ``weight`` with the owned parameters merged in; other weights are unchanged.
@@ -258,46 +246,6 @@ class Conversion(ABC):
         """
 
 
-# Older method names -> methods of `Conversion`.
-_OLDER_NAMES = {"is_own_key": "owned_parameters", "moves": "moved_parameters"}
-
-
-class _CompletedConversion(Conversion):
-    """Adapter that adds the default methods to an object that does not subclass :class:`Conversion`."""
-
-    def __init__(self, conversion: Any) -> None:
-        self._conversion = conversion
-        for name in ["phase", *(name for name in vars(Conversion) if not name.startswith("_"))]:
-            if hasattr(conversion, name) and name not in ("can_merge", *_OLDER_NAMES.values()):
-                setattr(self, name, getattr(conversion, name))
-
-    def convert(self, model: nn.Module) -> ConversionReport:
-        raise NotImplementedError  # replaced in __init__
-
-    def owned_parameters(self, model: nn.Module) -> set[str]:
-        return self._call_or_select("owned_parameters", "is_own_key", model)
-
-    def moved_parameters(self, model: nn.Module) -> set[str]:
-        return self._call_or_select("moved_parameters", "moves", model)
-
-    def _call_or_select(self, method: str, older: str, model: nn.Module) -> set[str]:
-        if _overrides(self._conversion, method):
-            return getattr(self._conversion, method)(model)
-        test = getattr(self._conversion, older, lambda name: False)
-        return {name for name, _ in model.named_parameters() if test(name)}
-
-
-def _overrides(conversion: Any, method: str) -> bool:
-    found = getattr(conversion, method, None)
-    return found is not None and getattr(found, "__func__", found) is not getattr(Conversion, method)
-
-
-def _with_default_methods(conversion: Any) -> Conversion:
-    older = any(hasattr(conversion, old) and not _overrides(conversion, new) for old, new in _OLDER_NAMES.items())
-    is_subclass = Conversion in type(conversion).__mro__
-    return conversion if is_subclass and not older else _CompletedConversion(conversion)
-
-
 def _name(conversion: object) -> str:
     return type(conversion).__name__
 
@@ -305,9 +253,10 @@ def _name(conversion: object) -> str:
 def _check_members(conversion: object) -> None:
     if isinstance(conversion, type):
         raise ConversionError(f"model_converters: {conversion.__name__} is a class: give one of its objects.")
-    if not callable(getattr(conversion, "convert", None)):
+    if not isinstance(conversion, Conversion):
         raise ConversionError(
-            f"model_converters: {_name(conversion)} has no method convert(model), so it is no conversion."
+            f"model_converters: {_name(conversion)} is no conversion: derive it from "
+            "torchtune.modules.conversion.Conversion."
         )
     if not isinstance(getattr(conversion, "phase", None), Phase):
         raise ConversionError(
@@ -334,7 +283,7 @@ def _revert_later(done: Sequence[Conversion], conversions: Sequence[Conversion],
     first = next((conversion for conversion in conversions if conversion.phase == earliest), None)
     for conversion in reversed(later):
         try:
-            _with_default_methods(conversion).revert(model)
+            conversion.revert(model)
         except NotImplementedError as error:
             raise ConversionError(
                 f"model_converters: {_name(first)} must come before {_name(conversion)}, which the model already has "
@@ -391,7 +340,7 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
 
 
 def get_conversions(model: nn.Module) -> list[Conversion]:
-    """Return the conversions that were applied to ``model``, in order, as the original objects.
+    """Return the conversions that were applied to ``model``, in order.
 
     Example:
         >>> from torchtune.modules.conversion import get_conversions
@@ -399,17 +348,6 @@ def get_conversions(model: nn.Module) -> list[Conversion]:
         []
     """
     return list(getattr(model, "conversions", ()))
-
-
-def complete_conversions(model: nn.Module) -> list[Conversion]:
-    """Return the conversions that were applied to ``model``, in order, with all methods of :class:`Conversion`.
-
-    Example:
-        >>> from torchtune.modules.conversion import complete_conversions
-        >>> complete_conversions(model)
-        []
-    """
-    return [_with_default_methods(conversion) for conversion in get_conversions(model)]
 
 
 def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -424,7 +362,7 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    for conversion in complete_conversions(model):
+    for conversion in get_conversions(model):
         for form in conversion.stored_weights(model).values():
             shapes |= {name: form.shape if index == 0 else (0,) for index, name in enumerate(form.names)}
     found = {parameters[name]: shape for name, shape in shapes.items()}
@@ -448,7 +386,7 @@ def run_pre_optimizer_hooks(model: nn.Module) -> None:
         >>> run_pre_optimizer_hooks(model)  # before optimizer.step()
     """
     for part in _models_of(model):
-        for conversion in complete_conversions(part):
+        for conversion in get_conversions(part):
             conversion.pre_optimizer_hook(part)
 
 
@@ -460,7 +398,7 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
         >>> run_post_optimizer_hooks(model)  # after optimizer.step()
     """
     for part in _models_of(model):
-        for conversion in complete_conversions(part):
+        for conversion in get_conversions(part):
             conversion.post_optimizer_hook(part)
 
 

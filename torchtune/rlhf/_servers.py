@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from torchtune.modules.conversion import complete_conversions
+from torchtune.modules.conversion import get_conversions
 from torchtune.modules.peft import owned_parameters
 from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
@@ -126,7 +126,7 @@ class VLLMServer(Server):
 
     def contents(self, model: nn.Module) -> str:
         """Return ``"adapter"`` if the model has adapters that PEFT's format can represent."""
-        if any(one.owned_parameters(model) and not one.peft_config(model) for one in complete_conversions(model)):
+        if any(one.owned_parameters(model) and not one.peft_config(model) for one in get_conversions(model)):
             self._start_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
             return "merged"
         has_adapters = bool(owned_parameters(model))

@@ -9,25 +9,27 @@ from torch import nn
 
 from tests.torchtune.checkpoints.small import build, write_folder
 from torchtune.checkpoints import CheckpointError
-from torchtune.modules.conversion import ConversionReport, Phase
+from torchtune.modules.conversion import Conversion, ConversionReport, Phase
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 
 MERGED = ("adapter", "merged")
 
 
-class Scaled:
+class Scaled(Conversion):
     """A conversion from outside, whose parameters stand in no layout; it says that they are its own, or does not."""
 
     phase: ClassVar[Phase] = Phase.KERNEL
 
     def __init__(self, *, claims: bool) -> None:
-        if claims:
-            self.is_own_key = lambda name: name.endswith("gain")
+        self.claims = claims
 
     def convert(self, model: nn.Module) -> ConversionReport:
         model.norm.gain = nn.Parameter(torch.ones(4))
         return ConversionReport("Scaled", num_parameters=4)
+
+    def owned_parameters(self, model: nn.Module) -> set[str]:
+        return {"norm.gain"} if self.claims else set()
 
 
 def unfreeze(model: nn.Module, name: str) -> None:
@@ -91,8 +93,9 @@ def test_an_adapter_that_cannot_be_merged(tmp_path: Path) -> None:
     conversion = LoRA(4, 8)
     model = build(write_folder(tmp_path / "in"), conversion)
 
-    class Foreign:
-        phase, is_own_key, peft_config = conversion.phase, conversion.is_own_key, conversion.peft_config
+    class Foreign(Conversion):
+        phase, convert = conversion.phase, conversion.convert
+        owned_parameters, peft_config = conversion.owned_parameters, conversion.peft_config
 
     model.conversions = [Foreign()]
     assert "merged weights" in refused(model, tmp_path, contents=MERGED)
@@ -101,11 +104,14 @@ def test_an_adapter_that_cannot_be_merged(tmp_path: Path) -> None:
 def test_what_moves_without_a_gradient_is_trained(tmp_path: Path) -> None:
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
 
-    class Mover:
+    class Mover(Conversion):
         phase = Phase.OBJECTIVE
 
-        def moves(self, key: str) -> bool:
-            return key == "norm.scale"
+        def convert(self, model: nn.Module) -> ConversionReport:
+            return ConversionReport("Mover", ["norm"])
+
+        def moved_parameters(self, model: nn.Module) -> set[str]:
+            return {"norm.scale"}
 
     model.conversions = [*model.conversions, Mover()]
     assert "'norm.scale' is trained" in refused(model, tmp_path, contents="adapter")

@@ -14,7 +14,6 @@ from torchtune.modules.conversion import (
     ConversionReport,
     Phase,
     apply_conversions,
-    complete_conversions,
     get_conversions,
     nearest_module_names,
     run_post_optimizer_hooks,
@@ -33,7 +32,7 @@ class Recorder(nn.Module):
         self.calls: list[str] = []
 
 
-class Kernel:
+class Kernel(Conversion):
     """A third party's converter: nothing but a phase, ``convert`` and hooks."""
 
     phase: ClassVar[Phase] = Phase.KERNEL
@@ -74,7 +73,6 @@ def test_order_of_application_and_record(caplog):
     assert model.calls == ["convert a", "convert b"]
     assert [report.name for report in reports] == ["a", "b", "LoRA"]
     assert model.conversions == [first, second, lora] == get_conversions(model)
-    assert all(isinstance(conversion, Conversion) for conversion in model.conversions)
     lines = list(dict.fromkeys(record.getMessage() for record in caplog.records))
     assert lines == [
         "a: 1 modules converted (attn); by a test",
@@ -190,7 +188,7 @@ def test_forbidden_pairs(first, second, reason):
 
 
 def test_things_that_are_no_conversion():
-    class NoPhase:
+    class NoPhase(Conversion):
         def convert(self, model: nn.Module) -> ConversionReport:
             return ConversionReport("x")
 
@@ -198,7 +196,7 @@ def test_things_that_are_no_conversion():
         def convert(self, model: Recorder) -> None:
             return None
 
-    for thing, message in ((object(), "no method convert"), (NoPhase(), "must set `phase`"), (NoReport(), "NoneType")):
+    for thing, message in ((object(), "is no conversion"), (NoPhase(), "must set `phase`"), (NoReport(), "NoneType")):
         with pytest.raises(ConversionError, match=message):
             apply_conversions(Recorder(), [thing])
 
@@ -210,45 +208,6 @@ def test_nearest_names_hide_layer_numbers():
     assert len(nearest_module_names("zzz", paths)) == 3
 
 
-class Older(Kernel):
-    """A third party's converter with the optional methods of earlier releases."""
-
-    def is_own_key(self, key: str) -> bool:
-        return key.endswith(".gain")
-
-    def moves(self, key: str) -> bool:
-        return key.endswith(".bias")
-
-    def merged(self, name: str, weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
-        return 2 * weight
-
-    def peft_config(self, model: nn.Module) -> dict[str, int]:
-        return {"r": 1}
-
-
-def with_gain() -> Recorder:
-    model = Recorder()
-    model.attn["q_proj"].gain = nn.Parameter(torch.ones(4))
-    return model
-
-
-class OlderSubclass(Older, Conversion):
-    """The same, by somebody who subclassed the protocol of earlier releases."""
-
-
-@pytest.mark.parametrize("kind", [Older, OlderSubclass])
-def test_optional_methods_of_earlier_releases(kind):
-    model = with_gain()
-    apply_conversions(model, [kind()])
-    (conversion,) = complete_conversions(model)
-    assert conversion.phase is Phase.KERNEL
-    assert conversion.owned_parameters(model) == {"attn.q_proj.gain"}
-    assert conversion.moved_parameters(model) == {"attn.q_proj.bias"}
-    assert conversion.can_merge
-    assert conversion.merged("x", torch.ones(1), model).item() == 2
-    assert conversion.peft_config(model) == {"r": 1}
-
-
 def test_defaults_for_a_conversion_that_lacks_everything():
     class Mine(Conversion):
         phase = Phase.KERNEL
@@ -256,21 +215,16 @@ def test_defaults_for_a_conversion_that_lacks_everything():
         def convert(self, model: nn.Module) -> ConversionReport:
             return ConversionReport("mine")
 
-    for given in (Mine(), Kernel()):
-        model = with_gain()
-        apply_conversions(model, [given])
-        assert get_conversions(model) == [given]
-        (conversion,) = complete_conversions(model)
-        assert conversion.owned_parameters(model) == conversion.moved_parameters(model) == set()
-        assert conversion.stored_weights(model) == conversion.peft_config(model) == conversion.new_rows(model) == {}
-        weight = torch.ones(2)
-        assert conversion.from_full("a", weight)["a"] is conversion.to_full("a", {"a": weight}) is weight
-        assert conversion.merged("a", weight, model) is weight
-        assert not conversion.can_merge
-        style = object()
-        assert conversion.parallel_style(model, style) is style
-        with pytest.raises(NotImplementedError):
-            conversion.revert(model)
+    model, conversion = Recorder(), Mine()
+    assert conversion.owned_parameters(model) == conversion.moved_parameters(model) == set()
+    assert conversion.stored_weights(model) == conversion.peft_config(model) == conversion.new_rows(model) == {}
+    weight, style = torch.ones(2), object()
+    assert conversion.from_full("a", weight)["a"] is conversion.to_full("a", {"a": weight}) is weight
+    assert conversion.merged("a", weight, model) is weight
+    assert not conversion.can_merge
+    assert conversion.parallel_style(model, style) is style
+    with pytest.raises(NotImplementedError):
+        conversion.revert(model)
 
 
 def test_parameters_belong_to_an_adapter_by_their_module():
@@ -278,7 +232,7 @@ def test_parameters_belong_to_an_adapter_by_their_module():
     model.exploration = nn.Linear(4, 4)
     model.magnitudes = nn.Linear(4, 4)
     apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"], use_dora=True)])
-    (conversion,) = complete_conversions(model)
+    (conversion,) = get_conversions(model)
     own = {f"attn.q_proj.{name}" for name in ("lora_a.weight", "lora_b.weight", "magnitude")}
     assert conversion.owned_parameters(model) == own
     # Where there is a state dict alone, names are read part by part.

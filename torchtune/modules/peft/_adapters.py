@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from torchtune.modules.conversion import ConversionError, complete_conversions
+from torchtune.modules.conversion import ConversionError, get_conversions
 from torchtune.modules.peft._functional import merged_weight
 from torchtune.utils import deprecate_parameter
 
@@ -70,7 +70,7 @@ def owned_parameters(model: nn.Module) -> set[str]:
         >>> owned_parameters(model)
         set()
     """
-    return set().union(*(conversion.owned_parameters(model) for conversion in complete_conversions(model)))
+    return set().union(*(conversion.owned_parameters(model) for conversion in get_conversions(model)))
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -20,7 +20,6 @@ from torchtune.modules.peft._adapters import (
     MIXER_INPUTS,
     MLP_MODULES,
     get_adapter_params,
-    is_adapter_key,
     set_trainable_params,
 )
 from torchtune.modules.peft._functional import lora_scaling
@@ -255,10 +254,6 @@ class LoRA(Conversion):
     def owned_parameters(self, model: nn.Module) -> set[str]:
         """Return the names of the adapters' parameters."""
         return set(get_adapter_params(model))
-
-    def is_own_key(self, key: str) -> bool:
-        """Return whether the name of a state-dict key is that of an adapter; for code without a model."""
-        return is_adapter_key(key)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Shard an adapter like its base weight."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.modules.conversion import complete_conversions
+from torchtune.modules.conversion import get_conversions
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._split_experts import apply_expert_parallel, check_expert_parallel
@@ -199,7 +199,7 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
         matching = {name: module for name, module in model.named_modules() if _matches_pattern(name, pattern)}
         styles |= {pattern: style} if not matching else dict.fromkeys(matching, style)
     modules = dict(model.named_modules())
-    for conversion in complete_conversions(model):
+    for conversion in get_conversions(model):
         styles |= {name: conversion.parallel_style(modules[name], styles[name]) for name in styles if name in modules}
     return styles
 
@@ -307,7 +307,7 @@ def shard_model(
     for layer, following in itertools.pairwise(layers):
         inside = [module for module in following.modules() if id(module) in apart]
         layer.set_modules_to_forward_prefetch([following, *inside])
-    for conversion in complete_conversions(model):
+    for conversion in get_conversions(model):
         conversion.post_shard_hook(model, cpu_offload=cpu_offload)
 
 
