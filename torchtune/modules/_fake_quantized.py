@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from torchtune.modules import torchao_formats
+from torchtune.modules._recompute import recompute
 
 
 class FakeQuantSwitch:
@@ -48,10 +47,7 @@ class FakeQuantized(nn.Module):
         """Apply the layer: ``[..., in]`` to ``[..., out]``."""
         if not self.fake_quant.on:
             return super().forward(x)
-        if not torch.is_grad_enabled():
-            return self._simulate(x)
-        # Autograd would save a quantized copy of every weight: save only the input and recompute.
-        return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
+        return recompute(self._simulate, x)  # autograd would save a quantized copy of every weight
 
     def _simulate(self, x: Tensor) -> Tensor:
         weight = self.quantized_weight()
