@@ -9,7 +9,7 @@ that fits.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,91 +55,83 @@ class Candidate:
     memory: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
-def _batches(cfg: SettingsView, processes: int) -> Iterator[Option]:
-    """Yield smaller micro-batches with the same rows per step and rank."""
+def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
+    """Return the options of every lever: overrides, and the slowdown of a step relative to the initial settings."""
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
-    for size in (size for size in range(rows, 0, -1) if rows % size == 0 and (size & (size - 1) == 0 or size == rows)):
-        slower = 1.05 ** math.log2(rows / size)
-        yield (f"batch_size={size}", f"gradient_accumulation_steps={rows // size}"), slower
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0 and (size & (size - 1) == 0 or size == rows)]
+    batches = [
+        ((f"batch_size={size}", f"gradient_accumulation_steps={rows // size}"), 1.05 ** math.log2(rows / size))
+        for size in sizes
+    ]
+    levers = {
+        "gradient_accumulation_steps": batches,
+        "enable_activation_checkpointing": _recomputing(cfg),
+        "enable_activation_offloading": _switch("enable_activation_offloading", 1.25),
+        "optimizer_in_bwd": _switch("optimizer_in_bwd", 1.02, "clip_grad_norm=null"),
+        "optimizer": _optimizers(cfg),
+        "model": _bases(cfg),
+    }
+    if processes > 1:
+        levers["data_parallel_replicate_dim"] = _shards(cfg)
+    if processes > 1 and experts:
+        levers["expert_parallel_dim"] = _splits(cfg, processes, "expert_parallel_dim", 1.02)
+    if processes > 1 and last:
+        alone = "data_parallel_shard_dim=-1"
+        levers["tensor_parallel_dim"] = _splits(cfg, processes, "tensor_parallel_dim", 1.2, alone)
+        levers["context_parallel_dim"] = _splits(cfg, processes, "context_parallel_dim", 1.15, alone)
+        levers["fsdp_cpu_offload"] = _switch("fsdp_cpu_offload", 3.0)
+    found = []
+    for options in (options for key, options in levers.items() if cfg.can_set(key)):
+        changes = [(tuple(text for text in texts if not _is_given(cfg, text)), slower) for texts, slower in options]
+        given = next((slower for changed, slower in changes if not changed), 1.0)
+        found.append([(changed, slower / given) for changed, slower in changes])
+    return found
 
 
-def _switch(key: str, slower: float, *more: str) -> Callable[[SettingsView, int], Iterator[Option]]:
-    def options(cfg: SettingsView, processes: int) -> Iterator[Option]:
-        yield (f"{key}=False",), 1.0
-        yield (f"{key}=True", *more), slower
-
-    return options
+def _switch(key: str, slower: float, *more: str) -> list[Option]:
+    return [((f"{key}=False",), 1.0), ((f"{key}=True", *more), slower)]
 
 
-def _recomputing(cfg: SettingsView, processes: int) -> Iterator[Option]:
-    """Yield activation checkpointing of nothing, of element-wise operations, of every second layer, of all layers."""
-    yield ("enable_activation_checkpointing=False", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.0
-    if _selects(cfg):
-        for option, slower in (("op", 1.1), ("2", 1.17)):
-            yield ("enable_activation_checkpointing=False", "ac_mode=selective", f"ac_option={option}"), slower
-    yield ("enable_activation_checkpointing=True", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.33
+def _recomputing(cfg: SettingsView) -> list[Option]:
+    """Return activation checkpointing of nothing, of element-wise operations, of every second layer, of all layers."""
+    selects = cfg.can_set("ac_mode") and cfg.can_set("ac_option")
+    reset = ("ac_mode=null", "ac_option=null") if selects else ()
+    selective = [
+        (("enable_activation_checkpointing=False", "ac_mode=selective", f"ac_option={option}"), slower)
+        for option, slower in ((("op", 1.1), ("2", 1.17)) if selects else ())
+    ]
+    nothing = (("enable_activation_checkpointing=False", *reset), 1.0)
+    return [nothing, *selective, (("enable_activation_checkpointing=True", *reset), 1.33)]
 
 
-def _selects(cfg: SettingsView) -> bool:
-    return cfg.can_set("ac_mode") and cfg.can_set("ac_option")
-
-
-def _splits(key: str, slower: float, *more: str) -> Callable[[SettingsView, int], Iterator[Option]]:
+def _splits(cfg: SettingsView, processes: int, key: str, slower: float, *more: str) -> list[Option]:
     """Return options for sharding over more ranks, in powers of two within a machine."""
-
-    def options(cfg: SettingsView, processes: int) -> Iterator[Option]:
-        given = getattr(cfg, key)
-        for size in sorted({given, 2 * given, 4 * given, 8 * given}):
-            if size <= min(8, processes) and processes % size == 0:
-                yield (f"{key}={size}", *more), slower ** math.log2(size / given)
-
-    return options
+    given = getattr(cfg, key)
+    sizes = [size for size in (given, 2 * given, 4 * given, 8 * given) if size <= min(8, processes)]
+    return [((f"{key}={size}", *more), slower ** math.log2(size / given)) for size in sizes if processes % size == 0]
 
 
-def _shards(cfg: SettingsView, processes: int) -> Iterator[Option]:
-    yield (f"data_parallel_replicate_dim={cfg.data_parallel_replicate_dim}",), 1.0
-    if cfg.data_parallel_replicate_dim > 1:
-        yield ("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1
+def _shards(cfg: SettingsView) -> list[Option]:
+    given = [((f"data_parallel_replicate_dim={cfg.data_parallel_replicate_dim}",), 1.0)]
+    fewer = [(("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1)]
+    return given + (fewer if cfg.data_parallel_replicate_dim > 1 else [])
 
 
-def _optimizers(cfg: SettingsView, processes: int) -> Iterator[Option]:
-    """Yield 8-bit optimizer states instead of 16 or 32 bits."""
-    given = str(cfg.optimizer.get("_component_"))
-    yield (f"optimizer._component_={given}",), 1.0
-    if given == "torch.optim.AdamW":
-        yield ("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05
+def _optimizers(cfg: SettingsView) -> list[Option]:
+    """Return 8-bit optimizer states besides the given ones."""
+    given = "" if cfg.optimizer is None else str(cfg.optimizer.get("_component_"))
+    few_bits = [(("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05)]
+    return [((f"optimizer._component_={given}",), 1.0)] + (few_bits if given == "torch.optim.AdamW" else [])
 
 
-def _bases(cfg: SettingsView, processes: int) -> Iterator[Option]:
-    """Yield 4-bit frozen weights."""
-    given = str(cfg.model.get("_component_"))
-    yield (f"model._component_={given}",), 1.0
+def _bases(cfg: SettingsView) -> list[Option]:
+    """Return 4-bit frozen weights besides the given ones."""
+    given = "" if cfg.model is None else str(cfg.model.get("_component_"))
     package, _, name = given.rpartition(".")
-    if name.startswith("lora_"):
-        yield (f"model._component_={package}.q{name}",), 1.35
+    quantized = [((f"model._component_={package}.q{name}",), 1.35)]
+    return [((f"model._component_={given}",), 1.0)] + (quantized if name.startswith("lora_") else [])
 
 
-# Levers by the setting that a recipe must declare for them.
-LEVERS: tuple[tuple[str, Callable[[SettingsView, int], Iterator[Option]]], ...] = (
-    ("gradient_accumulation_steps", _batches),
-    ("enable_activation_checkpointing", _recomputing),
-    ("enable_activation_offloading", _switch("enable_activation_offloading", 1.25)),
-    ("optimizer_in_bwd", _switch("optimizer_in_bwd", 1.02, "clip_grad_norm=null")),
-    ("optimizer", _optimizers),
-    ("model", _bases),
-    ("data_parallel_replicate_dim", _shards),
-    ("expert_parallel_dim", _splits("expert_parallel_dim", 1.02)),
-    ("tensor_parallel_dim", _splits("tensor_parallel_dim", 1.2, "data_parallel_shard_dim=-1")),
-    ("context_parallel_dim", _splits("context_parallel_dim", 1.15, "data_parallel_shard_dim=-1")),
-    ("fsdp_cpu_offload", _switch("fsdp_cpu_offload", 3.0)),
-)
-_ON_MANY = (
-    "data_parallel_replicate_dim",
-    "expert_parallel_dim",
-    "tensor_parallel_dim",
-    "context_parallel_dim",
-    "fsdp_cpu_offload",
-)
 # Levers that are only tried if nothing fits without them.
 LAST = ("tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
 
@@ -172,25 +164,6 @@ def candidates(
             slower = math.prod(factor for _, factor in chosen)
             found[changed] = min(slower, found.get(changed, math.inf))
     return dict(sorted(found.items(), key=lambda item: (item[1], len(item[0]))))
-
-
-def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
-    """Return the options of every lever: overrides, and the slowdown of a step relative to the initial settings."""
-    found = []
-    for key, make in LEVERS:
-        if (
-            cfg.can_set(key)
-            and (processes > 1 or key not in _ON_MANY)
-            and (last or key not in LAST)
-            and (experts or key != "expert_parallel_dim")
-        ):
-            options = [
-                (tuple(text for text in texts if not _is_given(cfg, text)), slower)
-                for texts, slower in make(cfg, processes)
-            ]
-            given = next((slower for changed, slower in options if not changed), 1.0)
-            found.append([(changed, slower / given) for changed, slower in options])
-    return found
 
 
 def _is_given(cfg: SettingsView, text: str) -> bool:

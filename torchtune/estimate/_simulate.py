@@ -130,7 +130,7 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         **changes,
         "output_dir": folder,
         "tokenizer": {"_component_": f"{_HERE}.StandInTokenizer", "max_seq_len": length},
-        "metric_logger": {"_component_": f"{_HERE}.StandInLogger"},
+        "metric_logger": {"_component_": "torchtune.training.metric_logging.SilentLogger"},
         "dataset": data,
         "dataset_val": None,
         "run_val_every_n_steps": None,

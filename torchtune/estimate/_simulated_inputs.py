@@ -146,19 +146,3 @@ class _Row(dict[str, Any]):
         raise SimulationError(
             f"collate_fn: it reads '{name}', but rows of a simulated run only have {', '.join(self)}: use --dry-run."
         )
-
-
-class StandInLogger:
-    """Metric logger that logs nothing."""
-
-    def log(self, name: str, data: Any, step: int) -> None:
-        """Log nothing."""
-
-    def log_config(self, config: Any) -> None:
-        """Write nothing."""
-
-    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        """Log nothing."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""

@@ -3,7 +3,7 @@
 import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -44,8 +44,6 @@ class ModelSpec:
         model_types: values of ``model_type:`` in YAML for this family.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default the plan of
             :class:`~torchtune.modules.TransformerDecoder`.
-        meshes: modules with parameters sharded over another mesh than the data-parallel one: module name pattern (as
-            in ``parallel_plan``) -> mesh dimension, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
 
     Example:
         >>> torchtune.models.get_spec("qwen3").architectures
@@ -59,7 +57,6 @@ class ModelSpec:
     weight_maps: Mapping[str, WeightMap]
     model_types: tuple[str, ...] = ()
     parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
-    meshes: Mapping[str, str] = field(default_factory=dict)
     untrained: tuple[str, ...] = ()
     untrained_modules: tuple[tuple[str, str], ...] = ()
     untrained_layers: str | None = None

@@ -1,30 +1,15 @@
 """Norm and clipping of gradients with different shardings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtune.training.parallel._shards import own_part, reduce_partial
-from torchtune.utils import computes_on_cpu
 
 
-def _norms(grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return norms of plain gradients of one dtype and device, or of parts of them, in float32 or wider.
-
-    The norm of a 16-bit gradient in its own dtype has only 8 or 11 significant bits, and a sum of squares fewer.
-    """
-    if grads[0].itemsize >= 4:
-        return [torch.nn.utils.get_total_norm(grads)]
-    if not computes_on_cpu(grads[0].device):
-        return list(torch._foreach_norm(grads, 2, dtype=torch.float32))
-    # The CPU kernel would convert whole tensors and sum sequentially.
-    pieces = (piece for grad in grads for piece in grad.reshape(-1).split(2**16))
-    return [torch.linalg.vector_norm(piece.float()) for piece in pieces]
-
-
-def _norm_over(norms: list[torch.Tensor]) -> torch.Tensor:
+def _norm_over(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -32,7 +17,9 @@ def _norm_over(norms: list[torch.Tensor]) -> torch.Tensor:
 
 def _full_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm over all ranks of gradients of one dtype, device and sharding."""
-    norm, like = _norm_over(_norms([own_part(grad) for grad in grads])), grads[0]
+    like = grads[0]
+    wide = torch.promote_types(like.dtype, torch.float32)  # a 16-bit norm has only 8 or 11 significant bits
+    norm = _norm_over(torch._foreach_norm([own_part(grad) for grad in grads], 2, dtype=wide))
     if not isinstance(like, DTensor):
         return norm
     total = norm**2

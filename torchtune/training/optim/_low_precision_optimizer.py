@@ -19,7 +19,7 @@ from torchtune.training.optim._stochastic_rounding import (
     spread_within_rounding_,
 )
 from torchtune.training.parallel._shards import ShardGrid, own_part, shard_key
-from torchtune.utils import UserError, computes_on_cpu, get_logger, log_rank_zero
+from torchtune.utils import UserError, computes_on_cpu, get_logger
 
 # The update of an element depends only on that element and on scalars, so a parameter can be split into pieces.
 _ELEMENTWISE = {
@@ -86,8 +86,6 @@ class LowPrecisionOptimizer(Optimizer):
         for parameter, state in optimizer.state.items():
             self._load_parameter(parameter, state, fused=False)
         optimizer.state.clear()
-        if low_bit is not None:
-            self._say_what_stays()
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             getattr(self, hooks).update(getattr(optimizer, hooks))
             getattr(optimizer, hooks).clear()
@@ -114,20 +112,6 @@ class LowPrecisionOptimizer(Optimizer):
         """Return whether states are low-bit: as in torchao, if the full parameter is large, in full blocks."""
         numel = parameter.numel()
         return self._low_bit is not None and numel >= SMALLEST and numel % self._low_bit.block_size == 0
-
-    def _say_what_stays(self) -> None:
-        """Log the states that are not low-bit although the optimizer is."""
-        all_of = [parameter for group in self.param_groups for parameter in group["params"]]
-        stay = [parameter for parameter in all_of if not self._is_low_bit(parameter)]
-        if stay:
-            # Two states per element, as in all of torchao's optimizers.
-            size = sum(2 * p.numel() * self._storage_dtype(p).itemsize for p in stay)
-            log_rank_zero(
-                get_logger(),
-                f"Optimizer: states of {len(stay)} of {len(all_of)} parameters are not stored as "
-                f"{self._low_bit.name} ({size / 2**20:.1f} MiB over all ranks): these have fewer than {SMALLEST:,} "
-                f"elements, or no multiple of {self._low_bit.block_size}.",
-            )
 
     # Steps.
 

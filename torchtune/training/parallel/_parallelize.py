@@ -67,7 +67,7 @@ def parallelize(
         cpu_offload=cpu_offload and device.type != "cpu",
         reshard_after_forward=reshard_after_forward,
         dp_mesh=dims.fsdp_mesh,
-        meshes=_find_spec_meshes(model, dims) | meshes,
+        meshes=meshes,
     )
     unshard_output(model)
 
@@ -82,25 +82,6 @@ def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:
                 f"{name} is {size}: a model of text and images is split over data-parallel ranks alone: set it to 1, "
                 "and data_parallel_shard_dim to -1."
             )
-
-
-def _find_spec_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
-    """Return the mesh of every module that the model's spec shards over another mesh dimension, by module name."""
-    meshes = {}
-    for pattern, dimension in getattr(getattr(model, "spec", None), "meshes", {}).items():
-        if dimension not in dims.mesh.mesh_dim_names:
-            raise ParallelDimsError(
-                f"The ModelSpec '{model.spec.name}' shards '{pattern}' over '{dimension}', but the device mesh has "
-                f"only {', '.join(dims.mesh.mesh_dim_names)}: correct its meshes."
-            )
-        names = [name for name, _ in model.named_modules() if _matches_pattern(name, pattern)]
-        if not names:
-            raise ParallelDimsError(
-                f"The ModelSpec '{model.spec.name}' names a mesh for '{pattern}', which no module of the model "
-                "matches: correct its meshes."
-            )
-        meshes |= dict.fromkeys(names, dims.mesh[dimension])
-    return meshes
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,5 @@
 """Collectives over all ranks: exchange of objects, and joint errors."""
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,21 +26,12 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's value (pickled); ``value`` without distributed training. A collective.
-
-    It uses an all-reduce with zeros from other ranks, which needs two neighbors per rank; the tree of a broadcast needs
-    more connections with more ranks.
-    """
+    """Return rank 0's value (pickled); ``value`` without distributed training. A collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
-    device = _device(group)
-    data = bytearray(pickle.dumps(value)) if dist.get_rank(group) == 0 else bytearray()
-    size = torch.tensor(len(data), device=device)
-    dist.all_reduce(size, group=group)
-    buffer = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(int(size), dtype=torch.uint8)
-    buffer = buffer.to(device)
-    dist.all_reduce(buffer, group=group)
-    return pickle.loads(buffer.cpu().numpy().tobytes())
+    found = [value]
+    dist.broadcast_object_list(found, src=0, group=group)
+    return found[0]
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
