@@ -1,6 +1,5 @@
 """Byte-level BPE from ``vocab.json`` and ``merges.txt``."""
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,15 +11,6 @@ from torchtune.tokenizers._cached_bpe import WordEncoder
 from torchtune.tokenizers._protocols import check_text
 from torchtune.tokenizers._tokenizer_files import broken_file, read_json, read_text
 from torchtune.tokenizers._turns import decode_around
-
-
-@functools.lru_cache
-def bytes_to_unicode() -> dict[int, str]:
-    """Return GPT-2's byte -> character map: printable bytes map to themselves, others to code points from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {byte: chr(byte) for byte in printable}
-    table |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in table)}
-    return dict(sorted(table.items()))
 
 
 def _read_merges(path: str) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """GPT-2's byte-level BPE."""
 
-from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE, bytes_to_unicode
+from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
+from torchtune.tokenizers._cached_bpe import bytes_to_unicode
 from torchtune.tokenizers._protocols import BaseTokenizer
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\w]+| ?\d+| ?[^\s\w\d]+|\s+(?!\S)|\s+"
