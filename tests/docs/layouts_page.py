@@ -23,7 +23,6 @@ SHOWN = {
     "phi4": "``phi4_tokenizer``",
     "qwen2": "``qwen2_tokenizer``, ``qwen2_5_tokenizer``, ``qwen3_tokenizer``",
     "qwen3": "``qwen3_tokenizer`` with ``thinking: True``",
-    "gpt_oss": "``gpt_oss_tokenizer``",
 }
 
 

@@ -58,7 +58,7 @@ _KINDS = {
     "tekken.json": ("a tekken.json", "read it with torchtune.models.mistral.mistral_instruct_tokenizer"),
     "vocab.json": ("a vocab.json", "qwen2_tokenizer or phi4_tokenizer reads it, together with merges.txt"),
     "merges": ("a merges.txt", "qwen2_tokenizer or phi4_tokenizer reads it, together with vocab.json"),
-    "ranks": ("a file of tiktoken's ranks", "read it with llama3_tokenizer or gpt_oss_tokenizer"),
+    "ranks": ("a file of tiktoken's ranks", "read it with llama3_tokenizer"),
     "pieces": ("a SentencePiece model", "read it with the family's own tokenizer, such as llama2_tokenizer"),
     "pointer": ("a pointer of Git LFS", "fetch the file itself, with git lfs pull or tune download"),
 }

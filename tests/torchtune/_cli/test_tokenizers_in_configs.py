@@ -19,7 +19,6 @@ _MERGES = {"path": "{}/vocab.json", "merges_file": "{}/merges.txt"}
 # Tokenizer -> the files that it is given.
 FILES: dict[str, dict[str, str]] = {
     "torchtune.models.gemma.gemma_tokenizer": _PIECES,
-    "torchtune.models.gpt_oss.gpt_oss_tokenizer": {"path": "{}/ranks.tiktoken"},
     "torchtune.models.llama2.llama2_tokenizer": _PIECES,
     "torchtune.models.llama3.llama3_tokenizer": {"path": "{}/ranks.tiktoken"},
     "torchtune.models.llama3_2_vision.llama3_2_vision_transform": {"path": "{}/ranks.tiktoken"},

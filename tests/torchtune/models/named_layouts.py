@@ -14,12 +14,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
 from tests.torchtune.tokenizers import chat_templates as plain
-from tests.torchtune.tokenizers import chat_templates_harmony as harmony
 from tests.torchtune.tokenizers import chat_templates_mistral as mistral
 from tests.torchtune.tokenizers import chat_templates_tools as tools
 from tests.torchtune.tokenizers.chat_case import Case, Pieces, Turns, assistant
 from torchtune.models.gemma import gemma_tokenizer
-from torchtune.models.gpt_oss import gpt_oss_tokenizer
 from torchtune.models.llama2 import llama2_tokenizer
 from torchtune.models.llama3 import llama3_tokenizer
 from torchtune.models.mistral import mistral_instruct_tokenizer, mistral_tokenizer
@@ -29,7 +27,7 @@ from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2._tokenizer import PRETOKENIZE_REGEX
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
-from torchtune.tokenizers._patterns import CL100K_PATTERN, O200K_PATTERN
+from torchtune.tokenizers._patterns import CL100K_PATTERN
 
 Encoded = tuple[list[int], list[bool]]
 
@@ -42,7 +40,6 @@ class Row:
     finish: Callable[[Encoded, Any], Encoded] = lambda encoded, ours: encoded  # what ours ends otherwise
     roles: dict[str, str] = field(default_factory=dict)  # role -> its name for ours
     needs_system: bool = False  # the template adds a system turn of its own, ours does not
-    one_call: bool = False  # a turn calls one tool
     fill: bool = False  # a text that is empty has no space in front
     rstrip: bool = False  # spaces at the end of a text are dropped
     parses: Callable[[Path], Any] | None = None  # ours, where it can be asked to parse control tokens
@@ -291,29 +288,5 @@ ROWS = [
         _mistral("mistral_v7_tekken", mistral.V7_TEKKEN, mistral.v7_tekken, 13),
         tekken("v7", names_control=True),
         lambda folder: mistral_instruct_tokenizer(str(folder / "tekken.json")),
-    ),
-    *(
-        Row(
-            Case(
-                name,
-                harmony.HARMONY,
-                harmony.harmony,
-                harmony.CONTROL,
-                "<|return|>",
-                calls=True,
-                reasoning="thinking",
-                ends=["<|end|>"],
-                switches={"current_date": "2025-06-28", "reasoning_effort": "low"},
-            ),
-            bytes_of(O200K_PATTERN),
-            lambda folder, file=file: gpt_oss_tokenizer(
-                str(folder / file),
-                str(folder / "tokenizer.json"),
-                reasoning_effort="low",
-                current_date="2025-06-28",
-            ),
-            one_call=True,
-        )
-        for name, file in (("gpt_oss", "tokenizer.json"), ("gpt_oss_ranks", "tokenizer.model"))
     ),
 ]

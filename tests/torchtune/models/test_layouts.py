@@ -40,8 +40,6 @@ def turns_for(row: Row, turns: Turns) -> Turns:
 
     if row.needs_system and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": "Be short."}, *turns]
-    if row.one_call:
-        turns = [{**turn, "tool_calls": turn["tool_calls"][:1]} if turn.get("tool_calls") else turn for turn in turns]
     return [{**turn, "content": turn["content"] if turn.get("tool_calls") else text(turn["content"])} for turn in turns]
 
 

@@ -3,20 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._rope_scaling import YarnRopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row
-from torchtune.models._weight_names import HF_HALF
-from torchtune.models._weight_ops import FusedExperts, Identity
+from torchtune.models._family import (
+    HF_HALF,
+    Fields,
+    FusedExperts,
+    HFFormat,
+    Identity,
+    Row,
+    YarnRopeScaling,
+    family,
+    model_builders,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    if fields.take("swiglu_alpha", 1.702) != 1.702:
-        raise fields.refusal("swiglu_alpha", fields.peek("swiglu_alpha"))
     if (fields.take("quantization_config", None) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
         raise fields.refusal("quantization_config", fields.peek("quantization_config"))
     found: dict[str, Any] = {"expert_dim": fields.take("intermediate_size")}
@@ -39,6 +39,7 @@ _FORMAT = HFFormat(
         ("swiglu_limit", "expert_limit", 7.0),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
+    only=(("swiglu_alpha", 1.702),),
     read_more=_read,
     defaults=(
         ("attention_bias", True),
@@ -61,15 +62,9 @@ _ROWS = (
         for name, op in ((matrix, FusedExperts(transpose=False)), (f"{matrix}_bias", Identity()))
     ),
 )
-SPEC = ModelSpec(
-    name="gpt_oss",
-    architectures=("GptOssForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": replace(HF_HALF, rows=(*HF_HALF.rows, *_ROWS))},
-)
+SPEC = family("gpt_oss", _FORMAT, HF_HALF.extended(_ROWS))
 
-_20B = Description(
+_20B = _FORMAT.describe(
     vocab_size=201_088,
     num_layers=24,
     embed_dim=2880,
@@ -84,16 +79,12 @@ _20B = Description(
     attn_output_bias=True,
     window=128,
     window_layers=tuple(range(0, 24, 2)),
-    attn_sinks=True,
     rope_base=150_000.0,
-    rope_layout="half",
     rope_scaling=YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False),
     num_experts=32,
     experts_per_token=4,
     expert_dim=2880,
     expert_limit=7.0,
-    router_normalize=True,
-    router_bias=True,
     router_balance=0.9,
 )
 
@@ -102,4 +93,3 @@ SIZES = {
     "gpt_oss_120b": replace(_20B, num_layers=36, window_layers=tuple(range(0, 36, 2)), num_experts=128),
 }
 BUILDERS = model_builders(__name__, "gpt-oss", SPEC, SIZES)
-globals().update(BUILDERS)
