@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_type_hints
@@ -59,19 +60,19 @@ _FLOATS = frozenset("attn_dropout norm_eps rope_base hidden_capping_value final_
 
 
 def component_builders(
-    name: str,
     module: str,
+    name: str,
     title: str,
     spec: ModelSpec,
     describe: Callable[..., Description],
     required: str,
     **defaults: Any,
-) -> tuple[Builder, Builder]:
+) -> dict[str, Builder]:
     """Make the builders of a family from the sizes of a model.
 
     Args:
+        module: ``__name__`` of the module that exports the builders, which become attributes of it.
         name: name of the first function.
-        module: ``__name__`` of the module that exports them.
         title: name of the family in docstrings.
         spec: the model family.
         describe: makes the description from the arguments of the builder.
@@ -79,7 +80,7 @@ def component_builders(
         **defaults: name -> default of the other arguments.
 
     Returns:
-        ``name`` and ``lora_name``.
+        The builders ``name`` and ``lora_name``.
     """
     empty = inspect.Parameter.empty
     parameters = [
@@ -99,7 +100,13 @@ def component_builders(
     arguments = "".join(f"\n        {key}: {_NUMBERS[key]}" for key in signature.parameters)
     dress(builder, name, module, f"Build a decoder of the {title} family from its sizes.\n\n    Args:{arguments}\n    ")
     what = f"a {title} decoder with LoRA adapters from its sizes"
-    return builder, lora_builder(builder, f"lora_{name}", module, what)
+    return exported(module, {name: builder, f"lora_{name}": lora_builder(builder, f"lora_{name}", module, what)})
+
+
+def exported(module: str, builders: dict[str, Builder]) -> dict[str, Builder]:
+    """Make builders attributes of a module, as if it had defined them, and return them."""
+    vars(sys.modules[module]).update(builders)
+    return builders
 
 
 def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
@@ -132,7 +139,7 @@ def model_builders(
     """Make a builder for every row of a family's table.
 
     Args:
-        module: ``__name__`` of the module that exports the builders.
+        module: ``__name__`` of the module that exports the builders, which become attributes of it.
         title: name of the family in docstrings, for example ``"Llama 3"``.
         spec: the model family.
         sizes: builder name -> description.
@@ -158,7 +165,7 @@ def model_builders(
             builders[f"qlora_{name}"] = lora_builder(
                 base, f"qlora_{name}", module, f"{sentence} with LoRA adapters over a 4-bit base", quantize_base=True
             )
-    return builders
+    return exported(module, builders)
 
 
 def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_base: bool = False) -> Builder:

@@ -2,18 +2,24 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from torchtune.models._builders import Builder, dress
+from torchtune.models._builders import Builder, dress, exported
 from torchtune.modules.classifier import classifier_model
 
 _NEW = "Use torchtune.modules.classifier_model instead."
 
 
-def classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
+def classifier_builders(module: str, bases: Mapping[str, Builder]) -> dict[str, Callable[..., nn.Module]]:
+    """Make the classifier variants ``x_classifier`` of builders ``x``, as attributes of a module."""
+    names = {f"{name}_classifier": base for name, base in bases.items()}
+    return exported(module, {name: _classifier_builder(base, name, module) for name, base in names.items()})
+
+
+def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
     """Make the classifier variant of a builder, with the additional argument ``num_classes``.
 
     Args:

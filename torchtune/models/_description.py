@@ -315,26 +315,6 @@ class Description:
         return tuple(i for i in self.key_layers if not self.full_keys_as_values or i in self.window_layers)
 
     @property
-    def layer_embed_layers(self) -> tuple[int, ...]:
-        """Layers with per-layer token embeddings."""
-        return tuple(range(self.num_layers if self.layer_embed_dim else 0))
-
-    @property
-    def expert_latent_layers(self) -> tuple[int, ...]:
-        """Layers with ``expert_latent_dim``."""
-        return self.expert_layers if self.expert_latent_dim else ()
-
-    @property
-    def expert_norm_layers(self) -> tuple[int, ...]:
-        """Layers with ``expert_norms``."""
-        return self.expert_layers if self.expert_norms else ()
-
-    @property
-    def router_norm_layers(self) -> tuple[int, ...]:
-        """Layers with ``router_norm``."""
-        return self.expert_layers if self.router_norm else ()
-
-    @property
     def sa_norm_layers(self) -> tuple[int, ...]:
         """Layers with a norm before attention or a mixer."""
         return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in self.attnless_layers)
@@ -342,7 +322,7 @@ class Description:
     @property
     def mlp_norm_layers(self) -> tuple[int, ...]:
         """Layers with ``mlp_norm``, a norm before the feed-forward."""
-        without = {*self.expert_norm_layers, *self.mlpless_layers}
+        without = {*(self.expert_layers if self.expert_norms else ()), *self.mlpless_layers}
         return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in without)
 
     @property
@@ -352,39 +332,9 @@ class Description:
         return tuple(i for i in range(self.num_layers) if i not in without)
 
     @property
-    def mixer_norm_layers(self) -> tuple[int, ...]:
-        """Mixer layers with a norm inside the mixer."""
-        return self.mixer_layers if getattr(self.mixer, "has_norm", True) else ()
-
-    @property
-    def latent_layers(self) -> tuple[int, ...]:
-        """Layers with latent attention."""
-        return self.attn_layers if self.kv_latent_dim else ()
-
-    @property
-    def query_bias_layers(self) -> tuple[int, ...]:
-        """Layers with a bias of queries; in latent attention, ``q_bias`` is the bias of the latent of queries."""
-        return self.attn_layers if self.q_bias and not self.kv_latent_dim else ()
-
-    @property
-    def input_query_layers(self) -> tuple[int, ...]:
-        """Layers with queries that are projections of the input."""
-        return () if self.q_latent_dim else self.attn_layers
-
-    @property
-    def latent_query_layers(self) -> tuple[int, ...]:
-        """Layers with queries that are projections of a latent."""
-        return self.attn_layers if self.q_latent_dim else ()
-
-    @property
-    def shared_expert_layers(self) -> tuple[int, ...]:
-        """Layers with a shared expert."""
-        return self.expert_layers if self.shared_expert_dim else ()
-
-    @property
-    def shared_gate_layers(self) -> tuple[int, ...]:
-        """Layers with a gated shared expert."""
-        return self.shared_expert_layers if self.shared_expert_gate else ()
+    def mixer_has_norm(self) -> bool:
+        """Whether mixers have a norm inside."""
+        return getattr(self.mixer, "has_norm", True)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -397,31 +347,6 @@ class Description:
         """Layers with a dense feed-forward."""
         without = {*self.expert_layers, *self.mlpless_layers}
         return tuple(i for i in range(self.num_layers) if i not in without)
-
-    @property
-    def mlp_gate_layers(self) -> tuple[int, ...]:
-        """Layers with a dense, gated feed-forward."""
-        return self.mlp_layers if self.mlp_gated else ()
-
-    @property
-    def expert_gate_layers(self) -> tuple[int, ...]:
-        """Layers with a mixture of gated experts."""
-        return self.expert_layers if self.mlp_gated else ()
-
-    @property
-    def ungated_expert_layers(self) -> tuple[int, ...]:
-        """Layers with a mixture of experts without gates."""
-        return () if self.mlp_gated else self.expert_layers
-
-    @property
-    def shared_expert_gate_layers(self) -> tuple[int, ...]:
-        """Layers with a shared expert with a gated feed-forward (not ``shared_expert_gate``)."""
-        return self.shared_expert_layers if self.mlp_gated else ()
-
-    @property
-    def mlp_bias_layers(self) -> tuple[int, ...]:
-        """Layers with a dense feed-forward with biases."""
-        return self.mlp_layers if self.mlp_bias else ()
 
     @property
     def q_dim(self) -> int:

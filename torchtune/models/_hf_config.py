@@ -69,6 +69,8 @@ class HFFormat:
         activation: name of the activation field, and its default.
         eps_field: name of the field with the norms' eps.
         fixed: (field, value) pairs of a description that are not in the file.
+        only: (field, value) pairs of the file with the only value that is supported.
+        unused: fields of the file that do not affect the model.
         own: fields with another name than in a description: (their name, our name, default and type).
         read_more: reads fields that the other attributes cannot express: ``read_more(fields) -> values of a
             description``. It calls ``fields.take(name, default)``; a field that is never read raises an error.
@@ -94,11 +96,24 @@ class HFFormat:
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
+    only: tuple[tuple[str, Any], ...] = ()
+    unused: tuple[str, ...] = ()
     own: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = _no_more
     write_more: Callable[[Description], dict[str, Any]] = _no_more
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     defaults: tuple[tuple[str, Any], ...] = ()
+
+    def describe(self, **values: Any) -> Description:
+        """Make a description from the values that differ between models of the architecture."""
+        constant = {
+            "rope_layout": self.rope_layout,
+            "qk_norm": self.qk_norm,
+            "activation": _ACTIVATIONS[self.activation[1]],
+            **dict.fromkeys(("q_bias", "k_bias", "v_bias"), self.biases == "qkv"),
+            **dict(self.fixed),
+        }
+        return Description(**{**constant, **values})
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
         """Make a description from the contents of a ``config.json``.
@@ -153,23 +168,22 @@ class HFFormat:
             k_bias=qkv_bias,
             v_bias=qkv_bias,
             attn_output_bias=attention_bias and self.output_bias,
-            qk_norm=self.qk_norm,
-            rope_layout=self.rope_layout,
             activation=fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
             mlp_bias=bool(fields.take(mlp_flag, False)) if self.has_mlp_bias else False,
             norm_eps=float(fields.take(self.eps_field, 1e-6)),
             tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
             num_classes=_read_classes(config, fields),
-            **dict(self.fixed),
             **read_rope(fields, self.ropes),
             **{ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in self.own},
         )
         more = self.read_more(fields)
+        fields.skip(*self.unused)
+        fields.require(**dict(self.only))
         values |= self._read_windows(fields, num_layers, more.get("unrotated_layers", ())) | more
         if self.rotates_windows_only and values.get("window"):
             values["unrotated_layers"] = tuple(i for i in range(num_layers) if i not in values["window_layers"])
         try:
-            description = Description(**values)
+            description = self.describe(**values)
         except ModelError as error:
             names = {**_THEIR_NAMES, **({"num_experts": "num_local_experts"} if "num_local_experts" in config else {})}
             theirs = re.sub(r"\w+", lambda name: names.get(name[0], name[0]), str(error))

@@ -5,8 +5,7 @@ from typing import Any
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_fields import Fields
 
-# Fields with a single supported value, and fields that transformers does not read.
-_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+# Fields that transformers does not read.
 _UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -30,11 +29,8 @@ def read_experts(fields: Fields, number: int, width: int, *, first_dense: int) -
         width: default width of an expert.
         first_dense: default number of first layers without experts.
     """
-    for name in _UNUSED:  # two of them are numbers of MTP layers, which are not trained
-        fields.take(name, None)
-    for name, value in _FIXED.items():
-        if fields.take(name, value) != value:
-            raise fields.refusal(name, fields.peek(name))
+    fields.skip(*_UNUSED)  # two of them are numbers of MTP layers, which are not trained
+    fields.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     width, layers = fields.take("moe_intermediate_size", width), fields.take("num_hidden_layers")
     return {
         "num_experts": fields.take("n_routed_experts", fields.take("num_local_experts", number)),
@@ -67,8 +63,7 @@ def read_latents(fields: Fields, *, kv: int, queries: int, keys: int, values: in
         whole_head: whether ``head_dim``, if present, is the number of all channels of a key or of the rotated ones.
     """
     turning, fixed = fields.take("qk_rope_head_dim", 64), fields.take("qk_nope_head_dim", keys)
-    for name in ("qk_head_dim", "num_key_value_heads"):  # redundant: the sum of both, and num_attention_heads
-        fields.take(name, None)
+    fields.skip("qk_head_dim", "num_key_value_heads")  # redundant: the sum of both, and num_attention_heads
     parts = "qk_nope_head_dim + qk_rope_head_dim" if whole_head else "qk_rope_head_dim"
     size = turning + fixed * whole_head
     if fields.take("head_dim", size) != size:

@@ -123,6 +123,17 @@ class Fields:
             self._expect(isinstance(value, Mapping), name, value, "an object")
         return value
 
+    def skip(self, *names: str) -> None:
+        """Mark fields as read that do not affect the model."""
+        for name in names:
+            self.take(name, None)
+
+    def require(self, **values: Any) -> None:
+        """Raise :class:`ModelError` if a field has another value than the only one that is supported."""
+        for name, value in values.items():
+            if self.take(name, value) != value:
+                raise self.refusal(name, self.peek(name))
+
     def list_of(self, name: str, num_layers: int, kind: type) -> list[Any] | None:
         """Return a list with one value per layer or with layer indices; None if the field is absent."""
         value = self.take(name, None)

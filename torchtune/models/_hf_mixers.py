@@ -57,10 +57,9 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
     layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
     if kinds is not None:
         layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
-    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
-        fields.take(name, None)  # of MTP layers, which are not trained, and of caches
-    if not fields.take("attn_output_gate", True):
-        raise fields.refusal("attn_output_gate", False)
+    # Of MTP layers, which are not trained, and of caches.
+    fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+    fields.require(attn_output_gate=True)
     if layers:
         require_silu(fields)
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _NUMBERS}
@@ -83,11 +82,9 @@ def read_mamba(fields: Fields, inner: int, **more: Any) -> Mamba2Mixer:
         more: further arguments of the mixer.
     """
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _MAMBA}
-    fields.take("mamba_chunk_size", None)  # only affects how transformers computes
+    fields.skip("mamba_chunk_size")  # only affects how transformers computes
     require_silu(fields)
-    for name, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
-        if bool(fields.take(name, expected)) != expected:
-            raise fields.refusal(name, not expected)
+    fields.require(mamba_conv_bias=True, mamba_proj_bias=False)
     size = fields.take("mamba_d_head", "auto")
     if size == "auto":
         size = inner // max(numbers["num_heads"], 1)

@@ -77,8 +77,8 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if "none" in allowed:
-        for field in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"):
-            fields.take(field, None)  # present in some files, but unused
+        # Present in some files, but unused.
+        fields.skip("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
         return found
     # Description raises for a size of 0.
     width = fields.take("head_dim", 0) or fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1) or 1
@@ -87,9 +87,8 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     local = fields.take("rope_local_base_freq", None)
     together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
     name = "rope_scaling" if scaling or not together else "rope_parameters"
-    for field in ("rope_theta", "rope_scaling", "rope_local_base_freq") if "kinds" in allowed else ():
-        if fields.take(field, None) is not None:  # transformers reads only rope_parameters
-            raise fields.refusal(field, fields.peek(field))
+    if "kinds" in allowed:  # transformers reads only rope_parameters
+        fields.require(rope_theta=None, rope_scaling=None, rope_local_base_freq=None)
     if {"window", "kinds"} & set(allowed):  # one set of parameters per kind of layer
         if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers reads only these
             raise fields.refusal("rope_parameters", together)

@@ -70,13 +70,14 @@ class Row:
         external: template or templates of the external names.
         tune: template or templates of our names.
         op: converts the external tensors to ours and back.
-        when: attribute or attributes of the description with the condition: a bool, or the indices of layers.
+        when: conditions, separated by spaces: attributes of the description, each a bool, a number (0 is False), or the
+            indices of layers; ``!`` before one negates it.
     """
 
     external: str | tuple[str, ...]
     tune: str | tuple[str, ...]
     op: Op = Identity()  # noqa: RUF009 - ops are frozen dataclasses
-    when: str | tuple[str, ...] | None = None
+    when: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,10 @@ class WeightMap:
     tied: tuple[Tied, ...] = ()
     ignore: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = (("", ""),)
+
+    def extended(self, rows: Iterable[Row]) -> "WeightMap":
+        """Return the map with further rows."""
+        return replace(self, rows=(*self.rows, *rows))
 
     def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
         """Return the map for a composite checkpoint with this model as one part.
@@ -411,15 +416,20 @@ def _fill(template: str, description: Description, **fixed: int) -> list[str]:
     return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]
 
 
+def _holds(condition: str, description: Description, layer: int | None) -> bool:
+    value = getattr(description, condition.removeprefix("!"))
+    holds = layer in value if isinstance(value, Sequence | frozenset) else bool(value)
+    return holds != condition.startswith("!")
+
+
 @lru_cache(maxsize=32)
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
     for row in weight_map.rows:
-        where = [getattr(description, name) for name in _templates(row.when or ())]
         kinds = (kind for kind in _LAYERS if any(f"{{{kind}}}" in template for template in _templates(row.tune)))
         kind = next(kinds, None)
         for layer in range(getattr(description, _PLACEHOLDERS[kind])) if kind else (None,):
-            if not all(layer in at if isinstance(at, Sequence | frozenset) else at for at in where):
+            if not all(_holds(condition, description, layer) for condition in row.when.split()):
                 continue
             fixed = {} if layer is None else {kind: layer}
             if kind == "layer":
@@ -490,9 +500,10 @@ def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
     """Adapters of stacked ``X.gate_proj``: ``X.lora_gate_a`` and ``_b``; peft reads one per expert of gated ones."""
     theirs, (path, _, name) = _PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
-    gated, ungated = ((row.when, layers) for layers in ("expert_gate_layers", "ungated_expert_layers"))
-    each = [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, gated) for side in "AB"]
-    return [*each, _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=ungated))]
+    each = [
+        Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, f"{row.when} mlp_gated") for side in "AB"
+    ]
+    return [*each, _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=f"{row.when} !mlp_gated"))]
 
 
 def _peft_row_of_fused_experts(row: Row) -> Row:  # peft wraps parameters in the order in which the module has them

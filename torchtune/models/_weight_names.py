@@ -15,9 +15,9 @@ _LINEARS = (
     ("attn.k_proj", "self_attn.k_proj", "attention.wk", "attn_k", "k_bias"),
     ("attn.v_proj", "self_attn.v_proj", "attention.wv", "attn_v", "v_bias"),
     ("attn.output_proj", "self_attn.o_proj", "attention.wo", "attn_output", "attn_output_bias"),
-    ("mlp.w1", "mlp.gate_proj", "feed_forward.w1", "ffn_gate", "mlp_bias_layers"),
-    ("mlp.w2", "mlp.down_proj", "feed_forward.w2", "ffn_down", "mlp_bias_layers"),
-    ("mlp.w3", "mlp.up_proj", "feed_forward.w3", "ffn_up", "mlp_bias_layers"),
+    ("mlp.w1", "mlp.gate_proj", "feed_forward.w1", "ffn_gate", "mlp_bias"),
+    ("mlp.w2", "mlp.down_proj", "feed_forward.w2", "ffn_down", "mlp_bias"),
+    ("mlp.w3", "mlp.up_proj", "feed_forward.w3", "ffn_up", "mlp_bias"),
 )
 _NORMS = (
     # ours, Hugging Face, Meta, GGUF, when
@@ -28,8 +28,8 @@ _NORMS = (
 )
 # Embeddings, final norm, output: ours, Hugging Face, Meta, GGUF, when
 _ENDS = (
-    ("tok_embeddings.weight", "model.embed_tokens.weight", "tok_embeddings.weight", "token_embd.weight", None),
-    ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", None),
+    ("tok_embeddings.weight", "model.embed_tokens.weight", "tok_embeddings.weight", "token_embd.weight", ""),
+    ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", ""),
     ("output.weight", "lm_head.weight", "output.weight", "output.weight", "untied"),
 )
 # Fused projections: Hugging Face's module, ours, rows of each, attributes for weight and bias.
@@ -38,17 +38,18 @@ _FUSED = {
         "self_attn.qkv_proj",
         ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         ("q_dim", "kv_dim", "kv_dim"),
-        ("attn_layers", "q_bias"),
+        "q_bias",
     ),
-    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, ("mlp_layers", "mlp_bias")),
+    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, "mlp_bias"),
 }
 # Conditions of projections that some layers lack.
 _WHERE = {
-    "attn.q_proj": "input_query_layers",
+    "attn.q_proj": "attn_layers !q_latent_dim",
     "attn.k_proj": "key_layers",
     "attn.v_proj": "value_layers",
-    "mlp.w3": "mlp_gate_layers",
+    "mlp.w3": "mlp_layers mlp_gated",
 }
+_SHARED = "expert_layers shared_expert_dim"
 _HF, _META, _GGUF = 1, 2, 3
 _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
@@ -61,11 +62,10 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
         when = _WHERE.get(row[0], "mlp_layers" if row[0].startswith("mlp.") else "attn_layers")
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
-        when = "query_bias_layers" if row[4] == "q_bias" else (when, row[4])
-        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=when))
+        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, _when_bias(when, row[4])))
     for row in _NORMS:
         where = "key_layers" if row[0] == "attn.k_norm" else "attn_layers"
-        op, when = (qk, (where, row[4])) if row[4] == "has_qk_norm" else (Identity(), row[4])
+        op, when = (qk, f"{where} has_qk_norm") if row[4] == "has_qk_norm" else (Identity(), row[4])
         rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{row[0]}.scale", op, when=when))
     return tuple(rows)
 
@@ -99,12 +99,13 @@ def hf_names(
             for ours, theirs in norms.items()
         ]
     for name in fused:
-        external, ours, sizes, (where, bias) = _FUSED[name]
+        external, ours, sizes, bias = _FUSED[name]
+        where = "attn_layers" if name == "qkv" else "mlp_layers"
         parts = tuple(f"layers.{{layer}}.{part}.weight" for part in ours)
         biases = tuple(part.replace(".weight", ".bias") for part in parts)
         rows = [row for row in rows if row.tune not in parts and row.tune not in biases]
         rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes), when=where))
-        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=(where, bias)))
+        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=f"{where} {bias}"))
     return WeightMap(
         tuple(rows),
         tied=(Tied("lm_head.weight", "tok_embeddings.weight"),),
@@ -133,9 +134,9 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
         rows.append(Row(f"{theirs}{bias}", f"{ours}router.selection_bias", when="expert_layers"))
     for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
-        where = "expert_gate_layers" if name == "gate_proj" else "expert_layers"
+        where = "expert_layers mlp_gated" if name == "gate_proj" else "expert_layers"
         rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), where))
-    return replace(weight_map, rows=(*weight_map.rows, *rows))
+    return weight_map.extended(rows)
 
 
 def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = True, both: bool = False) -> WeightMap:
@@ -166,16 +167,18 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
     """
     ours = "layers.{layer}.mlp."
     rows = [
-        Row(f"{_LAYER[_HF]}{block}.{theirs}.weight", f"{ours}shared_expert.{name}.weight", when=where)
+        Row(f"{_LAYER[_HF]}{block}.{theirs}.weight", f"{ours}shared_expert.{name}.weight", when=f"{_SHARED} {where}")
         for name, theirs, where in (
-            ("w1", "gate_proj", "shared_expert_layers"),
-            ("w2", "down_proj", "shared_expert_layers"),
-            ("w3", "up_proj", "shared_expert_gate_layers"),
+            ("w1", "gate_proj", ""),
+            ("w2", "down_proj", ""),
+            ("w3", "up_proj", "mlp_gated"),
         )
     ]
     if gate is not None:
-        rows.append(Row(f"{_LAYER[_HF]}{gate}.weight", f"{ours}shared_gate.weight", when="shared_gate_layers"))
-    return replace(weight_map, rows=(*weight_map.rows, *rows))
+        rows.append(
+            Row(f"{_LAYER[_HF]}{gate}.weight", f"{ours}shared_gate.weight", when=f"{_SHARED} shared_expert_gate")
+        )
+    return weight_map.extended(rows)
 
 
 def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMap:
@@ -188,28 +191,28 @@ def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMa
     """
     rows = []
     for theirs, ours, *op in names:
-        when = "mixer_norm_layers" if ours.startswith("norm.") else "mixer_layers"
+        when = "mixer_layers mixer_has_norm" if ours.startswith("norm.") else "mixer_layers"
         rows.append(Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.{place}.{ours}", *op, when=when))
-    return replace(weight_map, rows=(*weight_map.rows, *rows))
+    return weight_map.extended(rows)
 
 
 def latent_attention(weight_map: WeightMap) -> WeightMap:
     """Add latent attention to a weight map, with DeepSeek's names."""
     theirs, ours = f"{_LAYER[_HF]}self_attn.", "layers.{layer}.attn."
     rows = [
-        Row(f"{theirs}{external}", f"{ours}{name}", when=when)
+        Row(f"{theirs}{external}", f"{ours}{name}", when=f"attn_layers {when}")
         for external, name, when in (
-            ("q_a_proj.weight", "q_down_proj.weight", "latent_query_layers"),
-            ("q_a_proj.bias", "q_down_proj.bias", ("latent_query_layers", "q_bias")),
-            ("q_a_layernorm.weight", "q_down_norm.scale", "latent_query_layers"),
-            ("q_b_proj.weight", "q_proj.weight", "latent_query_layers"),
-            ("kv_a_proj_with_mqa.weight", "kv_down_proj.weight", "latent_layers"),
-            ("kv_a_proj_with_mqa.bias", "kv_down_proj.bias", ("latent_layers", "k_bias")),
-            ("kv_a_layernorm.weight", "kv_down_norm.scale", "latent_layers"),
-            ("kv_b_proj.weight", "kv_proj.weight", "latent_layers"),
+            ("q_a_proj.weight", "q_down_proj.weight", "q_latent_dim"),
+            ("q_a_proj.bias", "q_down_proj.bias", "q_latent_dim q_bias"),
+            ("q_a_layernorm.weight", "q_down_norm.scale", "q_latent_dim"),
+            ("q_b_proj.weight", "q_proj.weight", "q_latent_dim"),
+            ("kv_a_proj_with_mqa.weight", "kv_down_proj.weight", "kv_latent_dim"),
+            ("kv_a_proj_with_mqa.bias", "kv_down_proj.bias", "kv_latent_dim k_bias"),
+            ("kv_a_layernorm.weight", "kv_down_norm.scale", "kv_latent_dim"),
+            ("kv_b_proj.weight", "kv_proj.weight", "kv_latent_dim"),
         )
     ]
-    return replace(weight_map, rows=(*weight_map.rows, *rows))
+    return weight_map.extended(rows)
 
 
 def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
@@ -226,6 +229,11 @@ def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
         return external
 
     return replace(weight_map, rows=tuple(replace(row, external=rename(row.external)) for row in weight_map.rows))
+
+
+def _when_bias(where: str, bias: str) -> str:
+    # In latent attention, q_bias is the bias of the latent of queries.
+    return "attn_layers q_bias !kv_latent_dim" if bias == "q_bias" else f"{where} {bias}"
 
 
 def _when_norm(ours: str) -> str:

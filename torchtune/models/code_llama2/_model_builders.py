@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
+from torchtune.models._family import model_builders
 from torchtune.models.llama2._model_builders import SIZES as LLAMA2
 from torchtune.models.llama2._model_builders import SPEC as LLAMA2_SPEC
 
@@ -26,4 +26,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Code Llama", SPEC, SIZES)
-globals().update(BUILDERS)

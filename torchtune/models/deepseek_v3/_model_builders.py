@@ -4,14 +4,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_experts import read_experts, read_latents, router_fields, write_experts, write_latents
-from torchtune.models._hf_fields import Fields
-from torchtune.models._rope_scaling import YarnRopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, latent_attention, shared_expert
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    YarnRopeScaling,
+    experts,
+    family,
+    latent_attention,
+    model_builders,
+    read_experts,
+    read_latents,
+    router_fields,
+    shared_expert,
+    write_experts,
+    write_latents,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -36,16 +45,9 @@ FORMAT = HFFormat(
 )
 _EXPERTS = partial(experts, block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 WEIGHTS = shared_expert(_EXPERTS(latent_attention(HF_HALF), bias="gate.e_score_correction_bias"), "mlp.shared_experts")
-SPEC = ModelSpec(
-    name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": WEIGHTS},
-    untrained_layers="eh_proj.weight",
-)
+SPEC = family("deepseek_v3", FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
 
-_671B = Description(
+_671B = FORMAT.describe(
     vocab_size=129_280,
     num_layers=61,
     embed_dim=7168,
@@ -63,10 +65,8 @@ _671B = Description(
     experts_per_token=8,
     expert_dim=2048,
     expertless_layers=(0, 1, 2),
-    router_scores="sigmoid",
     router_normalize=True,
     router_scale=2.5,
-    router_selection_bias=True,
     router_groups=8,
     router_top_groups=4,
     shared_expert_dim=2048,
@@ -98,4 +98,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "DeepSeek", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import Fields, HFFormat, Identity, family, hf_names, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -33,16 +27,10 @@ FORMAT = HFFormat(
         ("tie_word_embeddings", True),
     ),
 )
-SPEC = ModelSpec(
-    name="ernie4_5",
-    architectures=("Ernie4_5ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity())},  # checkpoints are also interleaved
-)
+SPEC = family("ernie4_5", FORMAT, hf_names(Identity()))  # checkpoints are also interleaved
 
 SIZES = {
-    "ernie4_5_0_3b": Description(
+    "ernie4_5_0_3b": FORMAT.describe(
         vocab_size=103_424,
         num_layers=18,
         embed_dim=1024,
@@ -57,4 +45,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "ERNIE 4.5", SPEC, SIZES)
-globals().update(BUILDERS)

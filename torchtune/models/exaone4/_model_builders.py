@@ -1,25 +1,25 @@
 """Sizes of EXAONE 4: post-norms; in models with sliding windows, only the window layers have RoPE."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._rope_scaling import Llama3RopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import (
+    HFFormat,
+    Identity,
+    Llama3RopeScaling,
+    family,
+    hf_names,
+    model_builders,
+)
 
 _NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
 
 
-def _read(fields: Fields) -> dict[str, Any]:
-    if fields.take("sliding_window_pattern", 4) != 4:
-        raise fields.refusal("sliding_window_pattern", fields.peek("sliding_window_pattern"))
-    return {}
+def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out ``sliding_window_pattern`` if ``layer_types`` is present."""
+    skipped = ("sliding_window_pattern",) if config.get("layer_types") is not None else ()
+    return {name: value for name, value in config.items() if name not in skipped}
 
 
 _FORMAT = HFFormat(
@@ -31,7 +31,8 @@ _FORMAT = HFFormat(
     window_layers=4,
     rotates_windows_only=True,
     fixed=(("norm_order", "post"),),
-    read_more=_read,
+    only=(("sliding_window_pattern", 4),),
+    prepare=_prepare,
     defaults=(
         ("num_key_value_heads", 32),
         ("max_position_embeddings", 2048),
@@ -41,21 +42,9 @@ _FORMAT = HFFormat(
 )
 
 
-def _from_config(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
-    """:meth:`HFFormat.read` that ignores ``sliding_window_pattern`` if ``layer_types`` is present."""
-    skipped = ("sliding_window_pattern",) if config.get("layer_types") is not None else ()
-    return _FORMAT.read({name: value for name, value in config.items() if name not in skipped}, ignore_fields)
+SPEC = family("exaone4", _FORMAT, hf_names(Identity(), _NORMS))
 
-
-SPEC = ModelSpec(
-    name="exaone4",
-    architectures=("Exaone4ForCausalLM",),
-    from_hf_config=_from_config,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": hf_names(Identity(), _NORMS)},
-)
-
-_1_2B = Description(
+_1_2B = _FORMAT.describe(
     vocab_size=102_400,
     num_layers=30,
     embed_dim=2048,
@@ -64,11 +53,8 @@ _1_2B = Description(
     num_heads=32,
     num_kv_heads=8,
     head_dim=64,
-    qk_norm="before_rope",
     rope_base=1_000_000.0,
-    rope_layout="half",
     rope_scaling=Llama3RopeScaling(factor=16.0),
-    norm_order="post",
     norm_eps=1e-5,
     tie_word_embeddings=True,
 )
@@ -90,4 +76,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "EXAONE 4", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -2,22 +2,24 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, is_number
-from torchtune.models._hf_mixers import read_mamba, write_mamba
-from torchtune.models._mixers import Mamba2Mixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, mixers, renamed
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    Mamba2Mixer,
+    family,
+    is_number,
+    mixers,
+    model_builders,
+    read_mamba,
+    renamed,
+    write_mamba,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     layers = fields.take("num_hidden_layers")
-    for name in ("num_logits_to_keep", "layer_types", "layers_block_type"):
-        fields.take(name, None)  # used in generation only, or implied by the architecture
-    if fields.take("projectors_bias", False):
-        raise fields.refusal("projectors_bias", True)
     has_norm, before_gate = bool(fields.take("mamba_rms_norm", False)), fields.take("mamba_norm_before_gate", True)
     if has_norm and before_gate:
         raise fields.refusal("mamba_norm_before_gate", True)
@@ -74,6 +76,9 @@ FORMAT = HFFormat(
     has_mlp_bias=True,
     fixed=(("mixer_beside_attn", True),),
     own=(("embedding_multiplier", "embed_scale", 1.0), ("lm_head_multiplier", "hidden_scale", 1.0)),
+    only=(("projectors_bias", False),),
+    # Used in generation only, or implied by the architecture.
+    unused=("num_logits_to_keep", "layer_types", "layers_block_type"),
     read_more=_read,
     write_more=_write,
     defaults=(
@@ -87,15 +92,9 @@ _NAMES = {
     "post_attention_layernorm": "pre_ff_layernorm",
     ".mlp.": ".feed_forward.",
 }
-SPEC = ModelSpec(
-    name="falcon_h1",
-    architectures=("FalconH1ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": mixers(renamed(HF_HALF, _NAMES), Mamba2Mixer.names, "mixer")},
-    not_in_peft=("mamba.out_proj",),
+SPEC = family(
+    "falcon_h1", FORMAT, mixers(renamed(HF_HALF, _NAMES), Mamba2Mixer.names, "mixer"), not_in_peft=("mamba.out_proj",)
 )
 
 SIZES: dict[str, Description] = {}  # read from config.json, with their factors
 BUILDERS = model_builders(__name__, "Falcon-H1", SPEC, SIZES)
-globals().update(BUILDERS)

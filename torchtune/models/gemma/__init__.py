@@ -1,16 +1,12 @@
 """Gemma."""
 
-from torchtune._lazy import attach
-from torchtune.models.gemma._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
+__getattr__, __dir__, __all__ = face(
     __name__,
     {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
-        **dict.fromkeys(("gemma", "lora_gemma"), "_component_builders"),
         "GemmaChatTemplate": "_prompt_template",
         "GemmaTokenizer": "_tokenizer",
         "gemma_tokenizer": "_tokenizer",
     },
 )
-__all__ += ["SPEC"]

@@ -3,18 +3,19 @@
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_INTERLEAVED
+from torchtune.models._family import (
+    HF_INTERLEAVED,
+    Description,
+    Fields,
+    HFFormat,
+    component_builders,
+    family,
+    model_builders,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     """Compute the embedding scale from the width; early files name the exact GELU but mean its tanh approximation."""
-    if fields.take("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise fields.refusal("hidden_activation", fields.peek("hidden_activation"))
     found: dict[str, Any] = {"embed_scale": fields.take("hidden_size") ** 0.5}
     return found | ({"activation": "gelu_tanh"} if fields.peek("hidden_act") == "gelu" else {})
 
@@ -26,6 +27,7 @@ FORMAT = HFFormat(
     biases="attention_bias",
     activation=("hidden_act", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True),),
+    only=(("hidden_activation", "gelu_pytorch_tanh"),),
     read_more=_read,
     defaults=(
         ("head_dim", 256),
@@ -34,22 +36,13 @@ FORMAT = HFFormat(
         ("tie_word_embeddings", True),
     ),
 )
-SPEC = ModelSpec(
-    name="gemma",
-    architectures=("GemmaForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": HF_INTERLEAVED},
-    model_types=("GEMMA",),
-)
+SPEC = family("gemma", FORMAT, HF_INTERLEAVED, model_types=("GEMMA",))
 
 gemma_description = partial(
-    Description,
+    FORMAT.describe,
     head_dim=256,
     max_seq_len=8192,
-    activation="gelu_tanh",
     norm_eps=1e-6,
-    norm_unit_offset=True,
     tie_word_embeddings=True,
 )
 _gemma = partial(gemma_description, vocab_size=256_000)
@@ -63,4 +56,20 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma", SPEC, SIZES)
-globals().update(BUILDERS)
+
+
+def _describe(embed_dim: int, **sizes: Any) -> Description:
+    return gemma_description(embed_dim=embed_dim, embed_scale=embed_dim**0.5, **sizes)
+
+
+COMPONENTS = component_builders(
+    __name__,
+    "gemma",
+    "Gemma",
+    SPEC,
+    _describe,
+    "vocab_size num_layers num_heads head_dim num_kv_heads embed_dim intermediate_dim max_seq_len",
+    attn_dropout=0.0,
+    norm_eps=1e-6,
+    rope_base=10_000,
+)

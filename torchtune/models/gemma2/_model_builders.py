@@ -3,13 +3,16 @@
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import InterleaveRope
+from torchtune.models._family import (
+    Description,
+    Fields,
+    HFFormat,
+    InterleaveRope,
+    component_builders,
+    family,
+    hf_names,
+    model_builders,
+)
 
 # Norms of a layer: ours -> Hugging Face's.
 NORMS = {
@@ -27,8 +30,6 @@ def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) ->
         caps[name] = fields.take(name, None if fields.has(name) else default)
     width = fields.take("head_dim")
     scalar = fields.take("query_pre_attn_scalar", 256)
-    if fields.take("use_bidirectional_attention", False):
-        raise fields.refusal("use_bidirectional_attention", True)
     return {
         "attn_softcap": caps["attn_logit_softcapping"],
         "logit_softcap": caps["final_logit_softcapping"],
@@ -55,6 +56,7 @@ FORMAT = HFFormat(
     window_layers=2,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
+    only=(("use_bidirectional_attention", False),),
     read_more=partial(read_softcaps, attn=50.0, final=30.0),
     write_more=write_softcaps,
     defaults=(
@@ -66,14 +68,7 @@ FORMAT = HFFormat(
         ("tie_word_embeddings", True),
     ),
 )
-SPEC = ModelSpec(
-    name="gemma2",
-    architectures=("Gemma2ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(InterleaveRope(), NORMS)},
-    model_types=("GEMMA2",),
-)
+SPEC = family("gemma2", FORMAT, hf_names(InterleaveRope(), NORMS), model_types=("GEMMA2",))
 
 
 def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
@@ -93,7 +88,7 @@ def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, 
     }
     values = common | numbers
     layers = tuple(i for i in range(num_layers) if (i + 1) % full_every) if values["window"] else ()
-    return Description(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
+    return FORMAT.describe(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
 
 
 _gemma2 = partial(gemma2_description, vocab_size=256_000)
@@ -106,4 +101,38 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma 2", SPEC, SIZES)
-globals().update(BUILDERS)
+
+
+def _describe(
+    head_dim: int,
+    hidden_capping_value: float,
+    final_capping_value: float,
+    sliding_window_size: int,
+    query_pre_attn_scalar: int | None,
+    **sizes: Any,
+) -> Description:
+    return gemma2_description(
+        **sizes,
+        head_dim=head_dim,
+        attn_softcap=hidden_capping_value,
+        logit_softcap=final_capping_value,
+        window=sliding_window_size,
+        attn_scale=None if query_pre_attn_scalar in (None, head_dim) else query_pre_attn_scalar**-0.5,
+    )
+
+
+COMPONENTS = component_builders(
+    __name__,
+    "gemma2",
+    "Gemma 2",
+    SPEC,
+    _describe,
+    "vocab_size num_layers num_heads head_dim num_kv_heads embed_dim intermediate_dim max_seq_len",
+    attn_dropout=0.0,
+    norm_eps=1e-6,
+    rope_base=10_000,
+    hidden_capping_value=50.0,
+    final_capping_value=30.0,
+    sliding_window_size=4096,
+    query_pre_attn_scalar=None,
+)

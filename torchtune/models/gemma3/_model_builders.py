@@ -3,14 +3,16 @@
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._rope_scaling import LinearRopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import (
+    Description,
+    Fields,
+    HFFormat,
+    Identity,
+    LinearRopeScaling,
+    family,
+    hf_names,
+    model_builders,
+)
 from torchtune.models.gemma2._model_builders import NORMS, gemma2_description, read_softcaps, write_softcaps
 
 
@@ -18,8 +20,6 @@ def _read(fields: Fields) -> dict[str, Any]:
     pattern = fields.take("sliding_window_pattern", 6)
     if pattern != 6 and fields.peek("layer_types") is None:
         raise fields.refusal("sliding_window_pattern", pattern)
-    if fields.take("attn_logit_softcapping", None) is not None:  # transformers ignores it
-        raise fields.refusal("attn_logit_softcapping", fields.peek("attn_logit_softcapping"))
     return read_softcaps(fields, attn=None, final=None)
 
 
@@ -39,6 +39,7 @@ FORMAT = HFFormat(
     ropes=("window",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
+    only=(("use_bidirectional_attention", False), ("attn_logit_softcapping", None)),  # transformers ignores the second
     read_more=_read,
     write_more=_write,
     defaults=(
@@ -53,12 +54,8 @@ FORMAT = HFFormat(
         ("vocab_size", 262_208),
     ),
 )
-SPEC = ModelSpec(
-    name="gemma3",
-    architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM"),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity(), NORMS)},
+SPEC = family(
+    "gemma3", FORMAT, hf_names(Identity(), NORMS), architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM")
 )
 
 _gemma3 = partial(
@@ -95,4 +92,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma 3", SPEC, SIZES)
-globals().update(BUILDERS)

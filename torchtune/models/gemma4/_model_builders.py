@@ -3,15 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, shown
-from torchtune.models._rope_scaling import ProportionalRopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row, WeightMap
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import FusedExperts, Identity
+from torchtune.models._family import (
+    Description,
+    Fields,
+    FusedExperts,
+    HFFormat,
+    Identity,
+    ModelError,
+    ProportionalRopeScaling,
+    Row,
+    family,
+    hf_names,
+    model_builders,
+    shown,
+)
 from torchtune.models.gemma2._model_builders import NORMS
 
 _ROPES = {
@@ -123,7 +128,10 @@ FORMAT = HFFormat(
     ropes=("kinds",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(
-        *(("norm_order", "both"), ("norm_rounds_last", True), ("v_norm", True), ("attn_scale", 1.0)),
+        ("norm_order", "both"),
+        ("norm_rounds_last", True),
+        ("v_norm", True),
+        ("attn_scale", 1.0),
         ("layer_scale", True),
     ),
     read_more=read_gemma4,
@@ -167,13 +175,17 @@ def _rows() -> tuple[Row, ...]:
     return (
         Row(f"{_LAYER}layer_scalar", f"{_OURS}layer_scale.scale", when="layer_scale"),
         *(Row(f"model.{theirs}", f"layer_embeddings.{ours}", when="layer_embed_dim") for theirs, ours in whole.items()),
-        *(Row(f"{_LAYER}{theirs}", _OURS + ours, when="layer_embed_layers") for theirs, ours in per_layer.items()),
+        *(Row(f"{_LAYER}{theirs}", _OURS + ours, when="layer_embed_dim") for theirs, ours in per_layer.items()),
         *(
-            Row(f"{_LAYER}{theirs}.weight", f"{_OURS}mlp.norms.{ours}.scale", when="expert_norm_layers")
+            Row(f"{_LAYER}{theirs}.weight", f"{_OURS}mlp.norms.{ours}.scale", when="expert_layers expert_norms")
             for theirs, ours in norms.items()
         ),
         *(
-            Row(f"{_LAYER}mlp.{theirs}.weight", f"{_OURS}mlp.shared_expert.{ours}.weight", when="shared_expert_layers")
+            Row(
+                f"{_LAYER}mlp.{theirs}.weight",
+                f"{_OURS}mlp.shared_expert.{ours}.weight",
+                when="expert_layers shared_expert_dim",
+            )
             for theirs, ours in mlp.items()
         ),
         *(
@@ -185,17 +197,10 @@ def _rows() -> tuple[Row, ...]:
     )
 
 
-def _names() -> WeightMap:
-    llama = hf_names(Identity(), NORMS)
-    return replace(llama, rows=(*llama.rows, *_rows()))
-
-
-SPEC = ModelSpec(
-    name="gemma4",
-    architectures=("Gemma4ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": _names()},
+SPEC = family(
+    "gemma4",
+    FORMAT,
+    hf_names(Identity(), NORMS).extended(_rows()),
     # Published files have unused key and value weights of layers that share those of other layers.
     untrained_modules=tuple(
         (f"self_attn.{name}", "shared_kv") for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
@@ -207,7 +212,7 @@ def _windows(num_layers: int, full_every: int = 6) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if (i + 1) % full_every)
 
 
-_31B = Description(
+_31B = FORMAT.describe(
     vocab_size=262_144,
     num_layers=60,
     embed_dim=5376,
@@ -219,20 +224,12 @@ _31B = Description(
     full_head_dim=512,
     full_num_kv_heads=4,
     full_keys_as_values=True,
-    qk_norm="before_rope",
-    v_norm=True,
-    attn_scale=1.0,
     window=1024,
     window_layers=_windows(60),
     rope_base=1_000_000.0,
     rope_window_base=10_000.0,
-    rope_layout="half",
     rope_scaling=ProportionalRopeScaling(fraction=0.25),
-    activation="gelu_tanh",
     norm_eps=1e-6,
-    norm_order="both",
-    norm_rounds_last=True,
-    layer_scale=True,
     embed_scale=5376**0.5,
     logit_softcap=30.0,
     tie_word_embeddings=True,
@@ -289,4 +286,3 @@ SIZES = {
     "gemma4_31b": _31B,
 }
 BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
+from torchtune.models._family import Description, family, model_builders
 from torchtune.models.gemma4._model_builders import FORMAT, write_gemma4
 from torchtune.models.gemma4._model_builders import SPEC as GEMMA4
 
@@ -27,14 +26,7 @@ _FORMAT = replace(
         ("sliding_window", 1024),
     ),
 )
-SPEC = replace(
-    GEMMA4,
-    name="gemma4_unified",
-    architectures=("Gemma4UnifiedForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-)
+SPEC = family("gemma4_unified", _FORMAT, GEMMA4.weight_map(), untrained_modules=GEMMA4.untrained_modules)
 
 SIZES: dict[str, Description] = {}  # read from config.json
 BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -2,12 +2,7 @@
 
 from functools import partial
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import HFFormat, Identity, family, hf_names, model_builders
 
 # Norms of a layer: ours -> Hugging Face's.
 NORMS = {
@@ -34,21 +29,14 @@ FORMAT = HFFormat(
         ("rms_norm_eps", 1.5625e-07),
     ),
 )
-SPEC = ModelSpec(
-    name="glm4",
-    architectures=("Glm4ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity(), NORMS, fused=("gate_up",))},
-)
+SPEC = family("glm4", FORMAT, hf_names(Identity(), NORMS, fused=("gate_up",)))
 
 _glm4 = partial(
-    Description,
+    FORMAT.describe,
     vocab_size=151_552,
     max_seq_len=32_768,
     head_dim=128,
     rope_dim=64,
-    norm_order="both",
     norm_eps=1e-5,
 )
 
@@ -66,4 +54,3 @@ SIZES = {
     "glm4_32b_0414": _glm4(num_layers=61, embed_dim=6144, intermediate_dim=23_040, num_heads=48, num_kv_heads=8),
 }
 BUILDERS = model_builders(__name__, "GLM-4", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -3,13 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_experts import read_experts, router_fields, write_experts
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, shared_expert
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    experts,
+    family,
+    model_builders,
+    read_experts,
+    router_fields,
+    shared_expert,
+    write_experts,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -40,16 +46,9 @@ _FORMAT = HFFormat(
     ),
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj", "gate.e_score_correction_bias")
-SPEC = ModelSpec(
-    name="glm4_moe",
-    architectures=("Glm4MoeForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": shared_expert(_EXPERTS, "mlp.shared_experts")},
-    untrained_layers="eh_proj.weight",
-)
+SPEC = family("glm4_moe", _FORMAT, shared_expert(_EXPERTS, "mlp.shared_experts"), untrained_layers="eh_proj.weight")
 
-_AIR = Description(
+_AIR = _FORMAT.describe(
     vocab_size=151_552,
     num_layers=46,
     embed_dim=4096,
@@ -62,15 +61,12 @@ _AIR = Description(
     k_bias=True,
     v_bias=True,
     rope_base=1_000_000.0,
-    rope_layout="half",
     rope_dim=64,
     num_experts=128,
     experts_per_token=8,
     expert_dim=1408,
     expertless_layers=(0,),
-    router_scores="sigmoid",
     router_normalize=True,
-    router_selection_bias=True,
     shared_expert_dim=1408,
     norm_eps=1e-5,
 )
@@ -90,4 +86,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
-globals().update(BUILDERS)

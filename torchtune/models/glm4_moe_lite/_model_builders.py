@@ -2,12 +2,18 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_experts import read_experts, read_latents, router_fields, write_experts, write_latents
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
+from torchtune.models._family import (
+    Description,
+    Fields,
+    HFFormat,
+    family,
+    model_builders,
+    read_experts,
+    read_latents,
+    router_fields,
+    write_experts,
+    write_latents,
+)
 from torchtune.models.deepseek_v3._model_builders import WEIGHTS
 
 _KINDS = ("sparse", "dense")
@@ -42,17 +48,10 @@ _FORMAT = HFFormat(
     write_more=_write,
     defaults=(("max_position_embeddings", 202_752), ("rms_norm_eps", 1e-5)),
 )
-SPEC = ModelSpec(
-    name="glm4_moe_lite",
-    architectures=("Glm4MoeLiteForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": WEIGHTS},
-    untrained_layers="eh_proj.weight",
-)
+SPEC = family("glm4_moe_lite", _FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
 
 SIZES = {
-    "glm4_7_flash": Description(
+    "glm4_7_flash": _FORMAT.describe(
         vocab_size=154_880,
         num_layers=47,
         embed_dim=2048,
@@ -70,13 +69,10 @@ SIZES = {
         experts_per_token=4,
         expert_dim=1536,
         expertless_layers=(0,),
-        router_scores="sigmoid",
         router_normalize=True,
         router_scale=1.8,
-        router_selection_bias=True,
         shared_expert_dim=1536,
         norm_eps=1e-5,
     ),
 }
 BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
-globals().update(BUILDERS)

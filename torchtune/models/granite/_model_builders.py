@@ -3,13 +3,7 @@
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import Description, Fields, HFFormat, Identity, family, hf_names, model_builders
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
@@ -42,21 +36,14 @@ FORMAT = HFFormat(
     write_more=write_multipliers,
     defaults=(("max_position_embeddings", 2048),),
 )
-SPEC = ModelSpec(
-    name="granite",
-    architectures=("GraniteForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity())},
-)
+SPEC = family("granite", FORMAT, hf_names(Identity()))
 
 _granite = partial(
-    Description,
+    FORMAT.describe,
     num_layers=40,
     max_seq_len=131_072,
     num_heads=32,
     num_kv_heads=8,
-    rope_layout="half",
     embed_scale=12.0,
     residual_scale=0.22,
     tie_word_embeddings=True,
@@ -81,4 +68,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Granite 3", SPEC, SIZES)
-globals().update(BUILDERS)

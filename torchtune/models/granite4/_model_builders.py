@@ -3,19 +3,27 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_mixers import read_mamba, write_mamba
-from torchtune.models._mixers import Mamba2Mixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row
-from torchtune.models._weight_names import hf_names, mixers, renamed, with_fused_experts
-from torchtune.models._weight_ops import Identity, Split
+from torchtune.models._family import (
+    Description,
+    Fields,
+    HFFormat,
+    Identity,
+    Mamba2Mixer,
+    Row,
+    Split,
+    family,
+    hf_names,
+    mixers,
+    model_builders,
+    read_mamba,
+    renamed,
+    with_fused_experts,
+    write_mamba,
+)
 from torchtune.models.granite._model_builders import read_multipliers, write_multipliers
 
-_OF_MAMBA = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias", "proj_bias")
+# Present in files of models without Mamba layers, too.
+_OF_MAMBA = "n_heads n_groups d_state d_head d_conv expand chunk_size conv_bias proj_bias".split()
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -24,8 +32,6 @@ def _read(fields: Fields) -> dict[str, Any]:
     mixed = tuple(i for i in range(layers) if kinds is None or kinds[i : i + 1] == ["linear_attention"])
     rotated = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
     width, expand = fields.take("shared_intermediate_size", 1024), fields.take("mamba_expand", 2)
-    for name in (*(f"mamba_{name}" for name in _OF_MAMBA), "time_step_limit"):
-        fields.take(name, None)  # present in files of models without Mamba layers
     return {
         **read_multipliers(fields),
         **_read_experts(fields, width),
@@ -73,6 +79,7 @@ FORMAT = HFFormat(
     biases="attention_bias",
     mixer_kind="linear_attention",
     own=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
+    unused=("time_step_limit", *(f"mamba_{name}" for name in _OF_MAMBA)),
     read_more=_read,
     write_more=_write,
     defaults=(("max_position_embeddings", 2048), ("intermediate_size", 11_008)),
@@ -90,20 +97,14 @@ _ROWS = (
         f"{_LAYER}shared_mlp.input_linear.weight",
         (f"{_SHARED}w1.weight", f"{_SHARED}w3.weight"),
         Split(("shared_expert_dim",) * 2),
-        "shared_expert_layers",
+        "expert_layers shared_expert_dim",
     ),
-    Row(f"{_LAYER}shared_mlp.output_linear.weight", f"{_SHARED}w2.weight", when="shared_expert_layers"),
+    Row(f"{_LAYER}shared_mlp.output_linear.weight", f"{_SHARED}w2.weight", when="expert_layers shared_expert_dim"),
 )
 _HF = renamed(with_fused_experts(hf_names(Identity(), fused=("gate_up",)), "block_sparse_moe"), _NAMES)
-SPEC = ModelSpec(
-    name="granite4",
-    architectures=("GraniteMoeHybridForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": mixers(replace(_HF, rows=(*_HF.rows, *_ROWS)), Mamba2Mixer.names)},
-)
+SPEC = family("granite4", FORMAT, mixers(_HF.extended(_ROWS), Mamba2Mixer.names))
 
-_MICRO = Description(
+_MICRO = FORMAT.describe(
     vocab_size=100_352,
     num_layers=40,
     embed_dim=2560,
@@ -112,7 +113,6 @@ _MICRO = Description(
     num_heads=40,
     num_kv_heads=8,
     rope_base=10_000_000.0,
-    rope_layout="half",
     embed_scale=12.0,
     residual_scale=0.22,
     hidden_scale=1 / 10,
@@ -173,4 +173,3 @@ BUILDERS = {
         __name__, "Granite 4-H" if row.mixer else "Granite 4", SPEC, {size: row}
     ).items()
 }
-globals().update(BUILDERS)

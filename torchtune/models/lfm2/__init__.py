@@ -1,7 +1,5 @@
 """LFM2 and LFM2.5, the dense models."""
 
-from torchtune._lazy import attach
-from torchtune.models.lfm2._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(__name__, dict.fromkeys(BUILDERS, "_model_builders"))
-__all__ += ["SPEC"]
+__getattr__, __dir__, __all__ = face(__name__)

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_mixers import require_silu
-from torchtune.models._mixers import ShortConvMixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, mixers, renamed
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    ShortConvMixer,
+    family,
+    mixers,
+    model_builders,
+    renamed,
+    require_silu,
+)
 
 RENAMED = {
     "model.norm.": "model.embedding_norm.",
@@ -35,8 +39,6 @@ def read_layers(fields: Fields) -> dict[str, Any]:
         convolved = tuple(i for i in range(layers) if attended is not None and i not in attended)
     require_silu(fields)  # transformers ignores the field
     taps = fields.take("conv_L_cache", 3)
-    if fields.take("conv_bias", False):
-        raise fields.refusal("conv_bias", True)
     return {
         "mixer": ShortConvMixer(conv_taps=taps) if convolved else None,
         "mixer_layers": convolved,
@@ -76,6 +78,7 @@ FORMAT = HFFormat(
     qk_norm="before_rope",
     mixer_kind="conv",
     eps_field="norm_eps",
+    only=(("conv_bias", False),),
     read_more=_read,
     write_more=_write,
     defaults=(
@@ -86,16 +89,10 @@ FORMAT = HFFormat(
         ("rope_theta", 1_000_000.0),
     ),
 )
-SPEC = ModelSpec(
-    name="lfm2",
-    architectures=("Lfm2ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names)},
-)
+SPEC = family("lfm2", FORMAT, mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names))
 
 _CONVOLVED = tuple(i for i in range(16) if i not in (2, 5, 8, 10, 12, 14))
-_1_2B = Description(
+_1_2B = FORMAT.describe(
     vocab_size=65_536,
     num_layers=16,
     embed_dim=2048,
@@ -103,11 +100,9 @@ _1_2B = Description(
     max_seq_len=128_000,
     num_heads=32,
     num_kv_heads=8,
-    qk_norm="before_rope",
     mixer=ShortConvMixer(),
     mixer_layers=_CONVOLVED,
     rope_base=1_000_000.0,
-    rope_layout="half",
     norm_eps=1e-5,
     tie_word_embeddings=True,
 )
@@ -117,4 +112,3 @@ SIZES = {
     "lfm2_1_2b": _1_2B,
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
-globals().update(BUILDERS)

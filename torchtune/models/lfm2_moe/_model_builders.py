@@ -3,13 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_fields import Fields
-from torchtune.models._mixers import ShortConvMixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row
-from torchtune.models._weight_names import HF_HALF, experts, mixers, renamed
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    Row,
+    ShortConvMixer,
+    experts,
+    family,
+    mixers,
+    model_builders,
+    renamed,
+)
 from torchtune.models.lfm2._model_builders import FORMAT, RENAMED, read_layers, write_layers
 from torchtune.models.lfm2._model_builders import SIZES as LFM2_SIZES
 
@@ -45,15 +50,9 @@ _EXPERTS = experts(renamed(HF_HALF, RENAMED), "feed_forward", "w1", "w3", "w2")
 _BIAS = Row(
     "model.layers.{layer}.feed_forward.expert_bias",
     "layers.{layer}.mlp.router.selection_bias",
-    when=("expert_layers", "router_selection_bias"),
+    when="expert_layers router_selection_bias",
 )
-SPEC = ModelSpec(
-    name="lfm2_moe",
-    architectures=("Lfm2MoeForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": mixers(replace(_EXPERTS, rows=(*_EXPERTS.rows, _BIAS)), ShortConvMixer.names)},
-)
+SPEC = family("lfm2_moe", _FORMAT, mixers(_EXPERTS.extended([_BIAS]), ShortConvMixer.names))
 
 SIZES = {
     "lfm2_8b_a1b": replace(
@@ -72,4 +71,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
-globals().update(BUILDERS)

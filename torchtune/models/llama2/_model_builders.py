@@ -3,20 +3,19 @@
 from dataclasses import replace
 from functools import partial
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import LLAMA
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
-
-SPEC = ModelSpec(
-    name="llama2",
-    architectures=("LlamaForCausalLM",),
-    from_hf_config=LLAMA.read,
-    to_hf_config=LLAMA.write,
-    weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
-    model_types=("LLAMA2", "REWARD"),
+from torchtune.models._classifiers import classifier_builders
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    LLAMA,
+    META,
+    Description,
+    component_builders,
+    family,
+    model_builders,
 )
+
+SPEC = family("llama2", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA2", "REWARD"))
 
 _llama2 = partial(Description, vocab_size=32_000, max_seq_len=4096)
 
@@ -30,4 +29,16 @@ BUILDERS = {
     **model_builders(__name__, "Llama 2", SPEC, SIZES),
     **model_builders(__name__, "the reward model of Llama 2", SPEC, REWARD_SIZES),
 }
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "llama2",
+    "Llama 2",
+    SPEC,
+    Description,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    attn_dropout=0.0,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+    rope_base=10_000.0,
+)
+COMPONENTS |= classifier_builders(__name__, COMPONENTS)

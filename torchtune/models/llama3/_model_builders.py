@@ -2,18 +2,22 @@
 
 from functools import partial
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import LLAMA
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    LLAMA,
+    META,
+    Description,
+    component_builders,
+    family,
+    model_builders,
+)
 
-SPEC = ModelSpec(
-    name="llama3",
-    architectures=("LlamaForCausalLM",),
-    from_hf_config=LLAMA.read,
-    to_hf_config=LLAMA.write,
-    weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
+SPEC = family(
+    "llama3",
+    LLAMA,
+    HF_INTERLEAVED,
+    formats={"meta": META, "gguf": GGUF},
     model_types=("LLAMA3", "LLAMA2", "LLAMA3_2"),  # also reads any Llama by its config.json,
 )
 
@@ -24,4 +28,15 @@ SIZES = {
     "llama3_70b": _llama3(num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
 }
 BUILDERS = model_builders(__name__, "Llama 3", SPEC, SIZES)
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "llama3",
+    "Llama 3",
+    SPEC,
+    Description,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    attn_dropout=0.0,
+    rope_base=500_000,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+)

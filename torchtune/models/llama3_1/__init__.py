@@ -1,14 +1,10 @@
 """Llama 3.1."""
 
-from torchtune._lazy import attach
-from torchtune.models.llama3_1._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
+__getattr__, __dir__, __all__ = face(
     __name__,
     {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
-        **dict.fromkeys(("llama3_1", "lora_llama3_1"), "_component_builders"),
         "Llama3ScaledRoPE": "_position_embeddings",
     },
 )
-__all__ += ["SPEC"]

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
-from torchtune.models._rope_scaling import Llama3RopeScaling
+from torchtune.models._family import Llama3RopeScaling, component_builders, llama3_scaled, model_builders
 from torchtune.models.llama3._model_builders import SIZES as LLAMA3
 from torchtune.models.llama3._model_builders import SPEC as LLAMA3_SPEC
 
@@ -17,4 +16,16 @@ SIZES = {
     "llama3_1_405b": replace(_8B, num_layers=126, embed_dim=16_384, intermediate_dim=53_248, num_heads=128),
 }
 BUILDERS = model_builders(__name__, "Llama 3.1", SPEC, SIZES)
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "llama3_1",
+    "Llama 3.1",
+    SPEC,
+    llama3_scaled,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    attn_dropout=0.0,
+    rope_base=500_000,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+    scale_factor=8,
+)

@@ -1,13 +1,5 @@
 """Llama 3.2, the text models."""
 
-from torchtune._lazy import attach
-from torchtune.models.llama3_2._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
-        **dict.fromkeys(("llama3_2", "lora_llama3_2"), "_component_builders"),
-    },
-)
-__all__ += ["SPEC"]
+__getattr__, __dir__, __all__ = face(__name__)

@@ -2,21 +2,20 @@
 
 from functools import partial
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import LLAMA
-from torchtune.models._rope_scaling import Llama3RopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
-
-SPEC = ModelSpec(
-    name="llama3_2",
-    architectures=("LlamaForCausalLM",),
-    from_hf_config=LLAMA.read,
-    to_hf_config=LLAMA.write,
-    weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
-    model_types=("LLAMA3_2",),
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    LLAMA,
+    META,
+    Description,
+    Llama3RopeScaling,
+    component_builders,
+    family,
+    llama3_scaled,
+    model_builders,
 )
+
+SPEC = family("llama3_2", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA3_2",))
 
 _llama3_2 = partial(
     Description,
@@ -34,4 +33,17 @@ SIZES = {
     "llama3_2_3b": _llama3_2(num_layers=28, embed_dim=3072, num_heads=24),
 }
 BUILDERS = model_builders(__name__, "Llama 3.2", SPEC, SIZES, tie_option=True)
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "llama3_2",
+    "Llama 3.2",
+    SPEC,
+    llama3_scaled,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    attn_dropout=0.0,
+    rope_base=500_000,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+    scale_factor=32,
+    tie_word_embeddings=True,
+)

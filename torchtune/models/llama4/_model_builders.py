@@ -3,13 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._rope_scaling import Llama3RopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, renamed, shared_expert, with_fused_experts
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    Llama3RopeScaling,
+    experts,
+    family,
+    model_builders,
+    renamed,
+    shared_expert,
+    with_fused_experts,
+)
 
 _KINDS = ("full_attention", "chunked_attention")
 
@@ -83,16 +89,10 @@ _FORMAT = HFFormat(
 )
 _EXPERTS = with_fused_experts(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), "mlp", transpose=False)
 _NAMES = {".mlp.gate.": ".mlp.router.", ".mlp.": ".feed_forward."}
-SPEC = ModelSpec(
-    name="llama4",
-    architectures=("Llama4ForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES)},
-)
+SPEC = family("llama4", _FORMAT, renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES))
 
 _UNROTATED = tuple(range(3, 48, 4))
-_SCOUT = Description(
+_SCOUT = _FORMAT.describe(
     vocab_size=202_048,
     num_layers=48,
     embed_dim=5120,
@@ -114,8 +114,6 @@ _SCOUT = Description(
     num_experts=16,
     experts_per_token=1,
     expert_dim=8192,
-    router_scores="sigmoid",
-    router_scales_input=True,
     router_balance=0.001,
     shared_expert_dim=8192,
 )
@@ -131,4 +129,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Llama 4", SPEC, SIZES)
-globals().update(BUILDERS)

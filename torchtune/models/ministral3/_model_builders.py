@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_rope import write_growth, write_scaling
-from torchtune.models._rope_scaling import YarnRopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_INTERLEAVED
+from torchtune.models._family import (
+    HF_INTERLEAVED,
+    HFFormat,
+    YarnRopeScaling,
+    family,
+    model_builders,
+    write_growth,
+    write_scaling,
+)
 
 _YARN = YarnRopeScaling(
     factor=16.0, original_max_seq_len=16_384, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
@@ -33,15 +35,9 @@ FORMAT = HFFormat(
         ("rope_parameters", _DEFAULT),
     ),
 )
-SPEC = ModelSpec(
-    name="ministral3",
-    architectures=("Ministral3ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": HF_INTERLEAVED},
-)
+SPEC = family("ministral3", FORMAT, HF_INTERLEAVED)
 
-_8B = Description(
+_8B = FORMAT.describe(
     vocab_size=131_072,
     num_layers=34,
     embed_dim=4096,
@@ -61,4 +57,3 @@ SIZES = {
     "ministral3_8b": _8B,
 }
 BUILDERS = model_builders(__name__, "Ministral 3", SPEC, SIZES)
-globals().update(BUILDERS)

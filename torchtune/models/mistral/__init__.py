@@ -1,15 +1,10 @@
 """Mistral."""
 
-from torchtune._lazy import attach
-from torchtune.models.mistral._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
+__getattr__, __dir__, __all__ = face(
     __name__,
     {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
-        **dict.fromkeys(
-            ("mistral", "mistral_classifier", "lora_mistral", "lora_mistral_classifier"), "_component_builders"
-        ),
         "MistralTokenizer": "_tokenizer",
         "mistral_tokenizer": "_tokenizer",
         "MistralInstructTokenizer": "_instruct_tokenizer",
@@ -17,4 +12,3 @@ __getattr__, __dir__, __all__ = attach(
         "MistralChatTemplate": "_prompt_template",
     },
 )
-__all__ += ["SPEC"]

@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import MISTRAL
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
+from torchtune.models._classifiers import classifier_builders
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    META,
+    MISTRAL,
+    Description,
+    component_builders,
+    family,
+    model_builders,
+)
 
-SPEC = ModelSpec(
-    name="mistral",
-    architectures=("MistralForCausalLM",),
-    from_hf_config=MISTRAL.read,
-    to_hf_config=MISTRAL.write,
-    weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
-    model_types=("MISTRAL", "REWARD"),
+SPEC = family(
+    "mistral", MISTRAL, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("MISTRAL", "REWARD")
 )
 
 _7B = Description(
@@ -54,4 +55,15 @@ BUILDERS = {
     **model_builders(__name__, "Mistral", SPEC, SIZES),
     **model_builders(__name__, "the reward model of Mistral", SPEC, REWARD_SIZES),
 }
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "mistral",
+    "Mistral",
+    SPEC,
+    Description,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len",
+    attn_dropout=0.0,
+    norm_eps=1e-5,
+    rope_base=10_000,
+)
+COMPONENTS |= classifier_builders(__name__, COMPONENTS)

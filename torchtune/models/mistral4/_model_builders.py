@@ -2,15 +2,26 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_experts import read_experts, read_latents, router_fields, write_experts, write_latents
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_rope import write_growth, write_scaling
-from torchtune.models._rope_scaling import YarnRopeScaling
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, latent_attention, shared_expert, with_fused_experts
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    YarnRopeScaling,
+    experts,
+    family,
+    latent_attention,
+    model_builders,
+    read_experts,
+    read_latents,
+    router_fields,
+    shared_expert,
+    with_fused_experts,
+    write_experts,
+    write_growth,
+    write_latents,
+    write_scaling,
+)
 
 _YARN = YarnRopeScaling(factor=128.0, original_max_seq_len=8192, mscale=1.0, mscale_all_dim=1.0)
 # Default of transformers without rope_parameters.
@@ -38,16 +49,10 @@ _FORMAT = HFFormat(
     defaults=(("max_position_embeddings", 1_048_576), ("rope_parameters", _DEFAULT)),
 )
 _EXPERTS = experts(latent_attention(HF_HALF), "mlp", "gate_proj", "up_proj", "down_proj")
-SPEC = ModelSpec(
-    name="mistral4",
-    architectures=("Mistral4ForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": shared_expert(with_fused_experts(_EXPERTS, "mlp"), "mlp.shared_experts")},
-)
+SPEC = family("mistral4", _FORMAT, shared_expert(with_fused_experts(_EXPERTS, "mlp"), "mlp.shared_experts"))
 
 SIZES = {
-    "mistral4_119b": Description(
+    "mistral4_119b": _FORMAT.describe(
         vocab_size=131_072,
         num_layers=36,
         embed_dim=4096,
@@ -72,4 +77,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Mistral 4", SPEC, SIZES)
-globals().update(BUILDERS)

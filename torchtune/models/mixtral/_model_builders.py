@@ -2,11 +2,7 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_INTERLEAVED, experts
+from torchtune.models._family import HF_INTERLEAVED, HFFormat, experts, family, model_builders
 
 _FORMAT = HFFormat(
     "MixtralForCausalLM",
@@ -27,15 +23,9 @@ _FORMAT = HFFormat(
         ("rope_theta", 1e6),
     ),
 )
-SPEC = ModelSpec(
-    name="mixtral",
-    architectures=("MixtralForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": experts(HF_INTERLEAVED, "block_sparse_moe", "w1", "w3", "w2")},
-)
+SPEC = family("mixtral", _FORMAT, experts(HF_INTERLEAVED, "block_sparse_moe", "w1", "w3", "w2"))
 
-_8X7B = Description(
+_8X7B = _FORMAT.describe(
     vocab_size=32_000,
     num_layers=32,
     embed_dim=4096,
@@ -47,7 +37,6 @@ _8X7B = Description(
     num_experts=8,
     experts_per_token=2,
     expert_dim=14_336,
-    router_normalize=True,
     router_balance=0.02,
 )
 _8X22B = replace(
@@ -68,4 +57,3 @@ SIZES = {
     "mixtral_8x22b_instruct": replace(_8X22B, vocab_size=32_768),
 }
 BUILDERS = model_builders(__name__, "Mixtral", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -4,15 +4,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, shown
-from torchtune.models._hf_mixers import require_silu
-from torchtune.models._mixers import Mamba2Mixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row
-from torchtune.models._weight_names import HF_HALF, experts, mixers, renamed, shared_expert
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    Mamba2Mixer,
+    ModelError,
+    Row,
+    experts,
+    family,
+    mixers,
+    model_builders,
+    renamed,
+    require_silu,
+    shared_expert,
+    shown,
+)
 
 _KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _NUMBERS = (  # their name, our name, default of transformers
@@ -24,10 +32,12 @@ _NUMBERS = (  # their name, our name, default of transformers
     ("time_step_min", "dt_min", 0.001),
 )
 # Fields of MTP layers, of other implementations, and fields that do not affect the model in transformers.
-_UNUSED = """num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern chunk_size expand norm_eps
+_UNUSED = tuple(
+    """num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern chunk_size expand norm_eps
     time_step_max time_step_floor time_step_limit mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels
     num_logits_to_keep hidden_dropout rescale_prenorm_residual residual_in_fp32 n_shared_experts attention_bias
     moe_shared_expert_overlap sliding_window""".split()
+)
 
 
 def _layers(kinds: str) -> dict[str, tuple[int, ...]]:
@@ -69,11 +79,6 @@ def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(fields: Fields) -> dict[str, Any]:
     kinds = fields.take("hybrid_override_pattern")
-    for name in _UNUSED:
-        fields.take(name, None)
-    for name, expected in (("use_conv_bias", True), ("use_bias", False), ("mlp_bias", False)):
-        if bool(fields.take(name, expected)) != expected:
-            raise fields.refusal(name, not expected)
     require_silu(fields, "mamba_hidden_act")
     numbers = {ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in _NUMBERS}
     return {
@@ -121,6 +126,8 @@ FORMAT = HFFormat(
     ropes=("none",),
     eps_field="layer_norm_epsilon",
     fixed=(("mlp_gated", False), ("norm_rounds_last", True)),
+    only=(("use_conv_bias", True), ("use_bias", False), ("mlp_bias", False)),
+    unused=_UNUSED,
     read_more=_read,
     write_more=_write,
     prepare=_prepare,
@@ -136,8 +143,8 @@ FORMAT = HFFormat(
 _THEIRS, _OURS = "model.layers.{layer}.mlp.", "layers.{layer}.mlp."
 _ROWS = (
     Row(f"{_THEIRS}gate.e_score_correction_bias", f"{_OURS}router.selection_bias", when="expert_layers"),
-    Row(f"{_THEIRS}fc1_latent_proj.weight", f"{_OURS}latent_in.weight", when="expert_latent_layers"),
-    Row(f"{_THEIRS}fc2_latent_proj.weight", f"{_OURS}latent_out.weight", when="expert_latent_layers"),
+    Row(f"{_THEIRS}fc1_latent_proj.weight", f"{_OURS}latent_in.weight", when="expert_layers expert_latent_dim"),
+    Row(f"{_THEIRS}fc2_latent_proj.weight", f"{_OURS}latent_out.weight", when="expert_layers expert_latent_dim"),
 )
 _HF = mixers(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), Mamba2Mixer.names)
 _NAMES = {
@@ -152,19 +159,17 @@ _NAMES = {
     "mlp.": "mixer.",
     "mamba.": "mixer.",
 }
-_RENAMED = renamed(shared_expert(replace(_HF, rows=(*_HF.rows, *_ROWS)), "mlp.shared_experts"), _NAMES)
-SPEC = ModelSpec(
-    name="nemotron_h",
-    architectures=("NemotronHForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": replace(_RENAMED, modules=(("backbone.", "model."),))},
+_RENAMED = renamed(shared_expert(_HF.extended(_ROWS), "mlp.shared_experts"), _NAMES)
+SPEC = family(
+    "nemotron_h",
+    FORMAT,
+    replace(_RENAMED, modules=(("backbone.", "model."),)),
     untrained=("mtp.",),
     not_in_peft=("mixer.out_proj",),
 )
 
 SIZES = {
-    "nemotron3_nano_30b_a3b": Description(
+    "nemotron3_nano_30b_a3b": FORMAT.describe(
         vocab_size=131_072,
         num_layers=52,
         embed_dim=2688,
@@ -175,9 +180,6 @@ SIZES = {
         head_dim=128,
         mixer=Mamba2Mixer(num_heads=64, head_dim=64, num_groups=8, dt_min=0.001),
         **_layers("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
-        rope_layout="half",
-        activation="relu2",
-        mlp_gated=False,
         num_experts=128,
         experts_per_token=6,
         expert_dim=1856,
@@ -185,8 +187,6 @@ SIZES = {
         router_scale=2.5,
         router_normalize=True,
         **_OF_ROUTER,
-        norm_rounds_last=True,
     ),
 }
 BUILDERS = model_builders(__name__, "Nemotron 3 Nano", SPEC, SIZES)
-globals().update(BUILDERS)

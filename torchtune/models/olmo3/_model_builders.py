@@ -3,11 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_rope import write_scaling
-from torchtune.models._rope_scaling import YarnRopeScaling
+from torchtune.models._family import Description, Fields, YarnRopeScaling, family, model_builders, write_scaling
 from torchtune.models.olmo2._model_builders import FORMAT as OLMO2_FORMAT
 from torchtune.models.olmo2._model_builders import SIZES as OLMO2
 from torchtune.models.olmo2._model_builders import SPEC as OLMO2_SPEC
@@ -43,13 +39,7 @@ FORMAT = replace(
     write_more=_write,
     defaults=(*OLMO2_FORMAT.defaults, ("rope_theta", _BASE), ("rope_local_base_freq", _BASE), ("sliding_window", 4096)),
 )
-SPEC = replace(
-    OLMO2_SPEC,
-    name="olmo3",
-    architectures=(FORMAT.architecture,),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-)
+SPEC = family("olmo3", FORMAT, OLMO2_SPEC.weight_map())
 
 
 def _olmo3(older: str) -> Description:
@@ -67,4 +57,3 @@ def _olmo3(older: str) -> Description:
 
 SIZES = {"olmo3_7b": _olmo3("olmo2_7b"), "olmo3_32b": _olmo3("olmo2_32b")}
 BUILDERS = model_builders(__name__, "OLMo 3", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts
+from torchtune.models._family import HF_HALF, Description, Fields, HFFormat, experts, family, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -36,16 +31,10 @@ _FORMAT = HFFormat(
     write_more=_write,
     defaults=(("max_position_embeddings", 4096), ("rms_norm_eps", 1e-5)),
 )
-SPEC = ModelSpec(
-    name="olmoe",
-    architectures=("OlmoeForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")},
-)
+SPEC = family("olmoe", _FORMAT, experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"))
 
 SIZES = {
-    "olmoe_1b_7b": Description(
+    "olmoe_1b_7b": _FORMAT.describe(
         vocab_size=50_304,
         num_layers=16,
         embed_dim=2048,
@@ -53,9 +42,6 @@ SIZES = {
         max_seq_len=4096,
         num_heads=16,
         num_kv_heads=16,
-        qk_norm="before_rope",
-        qk_norm_whole=True,
-        rope_layout="half",
         num_experts=64,
         experts_per_token=8,
         expert_dim=1024,
@@ -63,4 +49,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "OLMoE", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -2,12 +2,14 @@
 
 from functools import partial
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import (
+    HFFormat,
+    Identity,
+    component_builders,
+    family,
+    hf_names,
+    model_builders,
+)
 
 FORMAT = HFFormat(
     "Phi3ForCausalLM",
@@ -23,16 +25,9 @@ FORMAT = HFFormat(
         ("rms_norm_eps", 1e-5),
     ),
 )
-SPEC = ModelSpec(
-    name="phi3",
-    architectures=("Phi3ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity(), fused=("qkv", "gate_up"))},
-    model_types=("PHI3_MINI", "PHI4"),
-)
+SPEC = family("phi3", FORMAT, hf_names(Identity(), fused=("qkv", "gate_up")), model_types=("PHI3_MINI", "PHI4"))
 
-phi3_description = partial(Description, rope_layout="half")
+phi3_description = partial(FORMAT.describe)
 
 SIZES = {
     "phi3_mini": phi3_description(
@@ -48,4 +43,14 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-3", SPEC, SIZES)
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "phi3",
+    "Phi-3",
+    SPEC,
+    phi3_description,
+    "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len",
+    attn_dropout=0.0,
+    norm_eps=1e-5,
+    rope_base=10_000,
+)

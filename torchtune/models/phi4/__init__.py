@@ -1,14 +1,11 @@
 """Phi-4."""
 
-from torchtune._lazy import attach
-from torchtune.models.phi4._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
+__getattr__, __dir__, __all__ = face(
     __name__,
     {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
         "Phi4Tokenizer": "_tokenizer",
         "phi4_tokenizer": "_tokenizer",
     },
 )
-__all__ += ["SPEC"]

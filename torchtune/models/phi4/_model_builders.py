@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
+from torchtune.models._family import model_builders
 from torchtune.models.phi3._model_builders import SPEC as PHI3_SPEC
 from torchtune.models.phi3._model_builders import phi3_description
 
@@ -21,4 +21,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-4", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -1,13 +1,10 @@
 """Qwen 2."""
 
-from torchtune._lazy import attach
-from torchtune.models.qwen2._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
+__getattr__, __dir__, __all__ = face(
     __name__,
     {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
-        **dict.fromkeys(("qwen2", "lora_qwen2"), "_component_builders"),
         "Qwen2Tokenizer": "_tokenizer",
         "qwen2_tokenizer": "_tokenizer",
         "Qwen2RotaryPositionalEmbeddings": "_positional_embeddings",
@@ -15,4 +12,3 @@ __getattr__, __dir__, __all__ = attach(
         "qwen2_tune_to_hf": "_convert_weights",
     },
 )
-__all__ += ["SPEC"]

@@ -1,31 +1,28 @@
 """Sizes of Qwen 2."""
 
 from functools import partial
+from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import QWEN2
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_HALF
-
-SPEC = ModelSpec(
-    name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
-    from_hf_config=QWEN2.read,
-    to_hf_config=QWEN2.write,
-    weight_maps={"hf": HF_HALF, "gguf": GGUF},
-    model_types=("QWEN2",),
+from torchtune.models._family import (
+    GGUF,
+    HF_HALF,
+    QWEN2,
+    Builder,
+    Description,
+    ModelError,
+    ModelSpec,
+    component_builders,
+    family,
+    model_builders,
 )
 
+SPEC = family("qwen2", QWEN2, HF_HALF, formats={"gguf": GGUF}, model_types=("QWEN2",))
+
 qwen2_size = partial(
-    Description,
+    QWEN2.describe,
     vocab_size=151_936,
     max_seq_len=32_768,
-    q_bias=True,
-    k_bias=True,
-    v_bias=True,
     rope_base=1_000_000.0,
-    rope_layout="half",
     norm_eps=1e-6,
 )
 
@@ -41,4 +38,59 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Qwen2", SPEC, SIZES)
-globals().update(BUILDERS)
+
+
+def _describe(
+    head_dim: int | None,
+    q_proj_bias: bool,
+    k_proj_bias: bool,
+    v_proj_bias: bool,
+    q_norm: bool,
+    k_norm: bool,
+    *,
+    qk_norm: str,
+    **sizes: Any,
+) -> Description:
+    if q_norm != k_norm:
+        raise ModelError("q_norm and k_norm must be given together.")
+    return QWEN2.describe(
+        **sizes,
+        head_dim=head_dim or 0,
+        q_bias=q_proj_bias,
+        k_bias=k_proj_bias,
+        v_bias=v_proj_bias,
+        qk_norm=qk_norm if q_norm else "none",
+    )
+
+
+def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm: str) -> dict[str, Builder]:
+    """Make the component builders of a Qwen family.
+
+    Args:
+        module: ``__name__`` of the module that exports them.
+        name: name of the first function.
+        title: name of the family in docstrings.
+        spec: the model family.
+        qk_norm: value of ``Description.qk_norm`` if queries and keys have norms.
+    """
+    return component_builders(
+        module,
+        name,
+        title,
+        spec,
+        partial(_describe, qk_norm=qk_norm),
+        "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len",
+        head_dim=None,
+        attn_dropout=0.0,
+        norm_eps=1e-5,
+        rope_base=1_000_000.0,
+        tie_word_embeddings=False,
+        q_proj_bias=True,
+        k_proj_bias=True,
+        v_proj_bias=True,
+        q_norm=False,
+        k_norm=False,
+    )
+
+
+COMPONENTS = qwen_components(__name__, "qwen2", "Qwen 2", SPEC, "after_rope")

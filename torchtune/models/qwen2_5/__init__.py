@@ -1,14 +1,11 @@
 """Qwen 2.5."""
 
-from torchtune._lazy import attach
-from torchtune.models.qwen2_5._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
+__getattr__, __dir__, __all__ = face(
     __name__,
     {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
         "Qwen2_5Tokenizer": "_tokenizer",
         "qwen2_5_tokenizer": "_tokenizer",
     },
 )
-__all__ += ["SPEC"]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
+from torchtune.models._family import model_builders
 from torchtune.models.qwen2._model_builders import SIZES as QWEN2
 from torchtune.models.qwen2._model_builders import SPEC as QWEN2_SPEC
 from torchtune.models.qwen2._model_builders import qwen2_size
@@ -33,5 +33,4 @@ SIZES = {
 }
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
 # Compatibility: a config of earlier releases uses this name.
-BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
-globals().update(BUILDERS)
+lora_qwen2_5_7b = BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]

@@ -2,22 +2,12 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import QWEN3
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_HALF
+from torchtune.models._family import GGUF, HF_HALF, QWEN3, family, model_builders
+from torchtune.models.qwen2._model_builders import qwen_components
 
-SPEC = ModelSpec(
-    name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    from_hf_config=QWEN3.read,
-    to_hf_config=QWEN3.write,
-    weight_maps={"hf": HF_HALF, "gguf": GGUF},
-    model_types=("QWEN3",),
-)
+SPEC = family("qwen3", QWEN3, HF_HALF, formats={"gguf": GGUF}, model_types=("QWEN3",))
 
-_0_6B = Description(
+_0_6B = QWEN3.describe(
     vocab_size=151_936,
     num_layers=28,
     embed_dim=1024,
@@ -26,9 +16,7 @@ _0_6B = Description(
     num_heads=16,
     num_kv_heads=8,
     head_dim=128,
-    qk_norm="before_rope",
     rope_base=1_000_000.0,
-    rope_layout="half",
     norm_eps=1e-6,
     tie_word_embeddings=True,
 )
@@ -53,4 +41,4 @@ SIZES = {
     "qwen3_32b": replace(_32B, max_seq_len=_LONG),
 }
 BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES)
-globals().update(BUILDERS)
+COMPONENTS = qwen_components(__name__, "qwen3", "Qwen 3", SPEC, "before_rope")

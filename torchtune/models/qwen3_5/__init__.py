@@ -1,7 +1,5 @@
 """Qwen 3.5 and 3.6, the dense text decoders."""
 
-from torchtune._lazy import attach
-from torchtune.models.qwen3_5._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(__name__, dict.fromkeys(BUILDERS, "_model_builders"))
-__all__ += ["SPEC"]
+__getattr__, __dir__, __all__ = face(__name__)

@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_mixers import linear_layers, read_delta_net, write_delta_net
-from torchtune.models._mixers import DeltaNetMixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, mixers
+from torchtune.models._family import (
+    HF_HALF,
+    DeltaNetMixer,
+    HFFormat,
+    family,
+    linear_layers,
+    mixers,
+    model_builders,
+    read_delta_net,
+    write_delta_net,
+)
 
 FORMAT = HFFormat(
     "Qwen3_5ForCausalLM",
@@ -28,16 +32,9 @@ FORMAT = HFFormat(
         ("partial_rotary_factor", 0.25),
     ),
 )
-SPEC = ModelSpec(
-    name="qwen3_5",
-    architectures=("Qwen3_5ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": mixers(HF_HALF, DeltaNetMixer.names)},
-    untrained=("mtp.",),
-)
+SPEC = family("qwen3_5", FORMAT, mixers(HF_HALF, DeltaNetMixer.names), untrained=("mtp.",))
 
-_9B = Description(
+_9B = FORMAT.describe(
     vocab_size=248_320,
     num_layers=32,
     embed_dim=4096,
@@ -46,15 +43,11 @@ _9B = Description(
     num_heads=16,
     num_kv_heads=4,
     head_dim=256,
-    qk_norm="before_rope",
-    attn_gate=True,
     mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
     mixer_layers=linear_layers(32),
     rope_base=10_000_000.0,
-    rope_layout="half",
     rope_dim=64,
     norm_eps=1e-6,
-    norm_unit_offset=True,
 )
 SIZES = {
     "qwen3_5_9b": _9B,
@@ -69,4 +62,3 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Qwen3.5", SPEC, SIZES)
-globals().update(BUILDERS)

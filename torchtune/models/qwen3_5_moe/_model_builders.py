@@ -1,12 +1,19 @@
 """Sizes of Qwen 3.5's MoE models: Qwen 3.5's layers with experts and a gated shared expert."""
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_mixers import linear_layers, read_delta_net, write_delta_net
-from torchtune.models._mixers import DeltaNetMixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert, with_fused_experts
+from torchtune.models._family import (
+    HF_HALF,
+    DeltaNetMixer,
+    HFFormat,
+    experts,
+    family,
+    linear_layers,
+    mixers,
+    model_builders,
+    read_delta_net,
+    shared_expert,
+    with_fused_experts,
+    write_delta_net,
+)
 
 FORMAT = HFFormat(
     "Qwen3_5MoeForCausalLM",
@@ -41,16 +48,11 @@ FORMAT = HFFormat(
 )
 _EXPERTS = experts(mixers(HF_HALF, DeltaNetMixer.names), "mlp", "gate_proj", "up_proj", "down_proj")
 _NAMES = shared_expert(_EXPERTS, "mlp.shared_expert", "mlp.shared_expert_gate")
-SPEC = ModelSpec(
-    name="qwen3_5_moe",
-    architectures=("Qwen3_5MoeForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": _NAMES, "hf_fused": with_fused_experts(_NAMES, "mlp")},
-    untrained=("mtp.",),
+SPEC = family(
+    "qwen3_5_moe", FORMAT, _NAMES, formats={"hf_fused": with_fused_experts(_NAMES, "mlp")}, untrained=("mtp.",)
 )
 SIZES = {
-    "qwen3_5_35b_a3b": Description(
+    "qwen3_5_35b_a3b": FORMAT.describe(
         vocab_size=248_320,
         num_layers=40,
         embed_dim=2048,
@@ -59,23 +61,16 @@ SIZES = {
         num_heads=16,
         num_kv_heads=2,
         head_dim=256,
-        qk_norm="before_rope",
-        attn_gate=True,
         mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
         mixer_layers=linear_layers(40),
         rope_base=10_000_000.0,
-        rope_layout="half",
         rope_dim=64,
         num_experts=256,
         experts_per_token=8,
         expert_dim=512,
-        router_normalize=True,
         shared_expert_dim=512,
-        shared_expert_gate=True,
         router_balance=0.001,
         norm_eps=1e-6,
-        norm_unit_offset=True,
     )
 }
 BUILDERS = model_builders(__name__, "Qwen3.5 MoE", SPEC, SIZES)
-globals().update(BUILDERS)

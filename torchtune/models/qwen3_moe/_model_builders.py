@@ -3,12 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, layers_without_experts
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    experts,
+    family,
+    layers_without_experts,
+    model_builders,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -40,15 +44,9 @@ _FORMAT = HFFormat(
     write_more=_write,
     defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
 )
-SPEC = ModelSpec(
-    name="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")},
-)
+SPEC = family("qwen3_moe", _FORMAT, experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"))
 
-_30B = Description(
+_30B = _FORMAT.describe(
     vocab_size=151_936,
     num_layers=48,
     embed_dim=2048,
@@ -57,9 +55,7 @@ _30B = Description(
     num_heads=32,
     num_kv_heads=4,
     head_dim=128,
-    qk_norm="before_rope",
     rope_base=1_000_000.0,
-    rope_layout="half",
     num_experts=128,
     experts_per_token=8,
     expert_dim=768,
@@ -76,4 +72,3 @@ SIZES = {
     "qwen3_235b_a22b": replace(_235B, max_seq_len=_LONG),
 }
 BUILDERS = model_builders(__name__, "Qwen3 MoE", SPEC, SIZES)
-globals().update(BUILDERS)

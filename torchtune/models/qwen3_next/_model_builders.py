@@ -2,14 +2,23 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, layers_without_experts
-from torchtune.models._hf_mixers import FUSED_DELTA_NET, linear_layers, read_delta_net, write_delta_net
-from torchtune.models._mixers import DeltaNetMixer
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert
+from torchtune.models._family import (
+    FUSED_DELTA_NET,
+    HF_HALF,
+    DeltaNetMixer,
+    Description,
+    Fields,
+    HFFormat,
+    experts,
+    family,
+    layers_without_experts,
+    linear_layers,
+    mixers,
+    model_builders,
+    read_delta_net,
+    shared_expert,
+    write_delta_net,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -47,16 +56,11 @@ _FORMAT = HFFormat(
     ),
 )
 _NAMES = experts(mixers(HF_HALF, FUSED_DELTA_NET), "mlp", "gate_proj", "up_proj", "down_proj")
-SPEC = ModelSpec(
-    name="qwen3_next",
-    architectures=("Qwen3NextForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": shared_expert(_NAMES, "mlp.shared_expert", "mlp.shared_expert_gate")},
-    untrained=("mtp.",),
+SPEC = family(
+    "qwen3_next", _FORMAT, shared_expert(_NAMES, "mlp.shared_expert", "mlp.shared_expert_gate"), untrained=("mtp.",)
 )
 SIZES = {
-    "qwen3_next_80b_a3b": Description(
+    "qwen3_next_80b_a3b": _FORMAT.describe(
         vocab_size=151_936,
         num_layers=48,
         embed_dim=2048,
@@ -65,23 +69,17 @@ SIZES = {
         num_heads=16,
         num_kv_heads=2,
         head_dim=256,
-        qk_norm="before_rope",
-        attn_gate=True,
         mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, fused=True),
         mixer_layers=linear_layers(48),
         rope_base=10_000_000.0,
-        rope_layout="half",
         rope_dim=64,
         num_experts=512,
         experts_per_token=10,
         expert_dim=512,
         router_normalize=True,
         shared_expert_dim=512,
-        shared_expert_gate=True,
         router_balance=0.001,
         norm_eps=1e-6,
-        norm_unit_offset=True,
     )
 }
 BUILDERS = model_builders(__name__, "Qwen3-Next", SPEC, SIZES)
-globals().update(BUILDERS)

@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF
+from torchtune.models._family import HF_HALF, Description, Fields, HFFormat, family, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -36,16 +31,10 @@ FORMAT = HFFormat(
         ("num_key_value_heads", 8),
     ),
 )
-SPEC = ModelSpec(
-    name="seed_oss",
-    architectures=("SeedOssForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": HF_HALF},
-)
+SPEC = family("seed_oss", FORMAT, HF_HALF)
 
 SIZES = {
-    "seed_oss_36b": Description(
+    "seed_oss_36b": FORMAT.describe(
         vocab_size=155_136,
         num_layers=64,
         embed_dim=5120,
@@ -58,9 +47,7 @@ SIZES = {
         k_bias=True,
         v_bias=True,
         rope_base=10_000_000.0,
-        rope_layout="half",
         norm_eps=1e-6,
     ),
 }
 BUILDERS = model_builders(__name__, "Seed-OSS", SPEC, SIZES)
-globals().update(BUILDERS)

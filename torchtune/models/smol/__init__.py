@@ -1,13 +1,5 @@
 """SmolLM 2."""
 
-from torchtune._lazy import attach
-from torchtune.models.smol._model_builders import BUILDERS, SPEC
+from torchtune.models._family import face
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        **dict.fromkeys(BUILDERS, "_model_builders"),
-        **dict.fromkeys(("smollm2",), "_component_builders"),
-    },
-)
-__all__ += ["SPEC"]
+__getattr__, __dir__, __all__ = face(__name__)

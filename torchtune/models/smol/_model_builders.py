@@ -2,18 +2,23 @@
 
 from functools import partial
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import LLAMA
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    LLAMA,
+    META,
+    Description,
+    component_builders,
+    family,
+    llama3_scaled,
+    model_builders,
+)
 
-SPEC = ModelSpec(
-    name="smol",
-    architectures=("LlamaForCausalLM",),
-    from_hf_config=LLAMA.read,
-    to_hf_config=LLAMA.write,
-    weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
+SPEC = family(
+    "smol",
+    LLAMA,
+    HF_INTERLEAVED,
+    formats={"meta": META, "gguf": GGUF},
     model_types=("SMOLLM2", "LLAMA3", "LLAMA3_2", "LLAMA2"),
 )
 
@@ -29,4 +34,19 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "SmolLM2", SPEC, SIZES)
-globals().update(BUILDERS)
+COMPONENTS = component_builders(
+    __name__,
+    "smollm2",
+    "SmolLM 2",
+    SPEC,
+    llama3_scaled,
+    "num_layers num_heads num_kv_heads embed_dim intermediate_dim",
+    max_seq_len=8192,
+    vocab_size=49_152,
+    attn_dropout=0.0,
+    rope_base=100_000,
+    norm_eps=1e-5,
+    scale_factor=None,
+    tie_word_embeddings=True,
+)
+del COMPONENTS["lora_smollm2"]

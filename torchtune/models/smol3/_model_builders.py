@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
-from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import hf_names
-from torchtune.models._weight_ops import Identity
+from torchtune.models._family import Description, Fields, HFFormat, Identity, family, hf_names, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -42,16 +36,10 @@ FORMAT = HFFormat(
         ("tie_word_embeddings", True),
     ),
 )
-SPEC = ModelSpec(
-    name="smol3",
-    architectures=("SmolLM3ForCausalLM",),
-    from_hf_config=FORMAT.read,
-    to_hf_config=FORMAT.write,
-    weight_maps={"hf": hf_names(Identity())},
-)
+SPEC = family("smol3", FORMAT, hf_names(Identity()))
 
 SIZES = {
-    "smollm3_3b": Description(
+    "smollm3_3b": FORMAT.describe(
         vocab_size=128_256,
         num_layers=36,
         embed_dim=2048,
@@ -61,10 +49,8 @@ SIZES = {
         num_kv_heads=4,
         norm_eps=1e-6,
         rope_base=5_000_000.0,
-        rope_layout="half",
         unrotated_layers=tuple(range(3, 36, 4)),
         tie_word_embeddings=True,
     ),
 }
 BUILDERS = model_builders(__name__, "SmolLM 3", SPEC, SIZES)
-globals().update(BUILDERS)

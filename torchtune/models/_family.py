@@ -1,0 +1,86 @@
+"""Names that the package of a family is made of: its description, config format, weight names and builders."""
+
+# ruff: noqa: F401 - families import these names from here
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtune._lazy import attach
+from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_config import LLAMA, MISTRAL, QWEN2, QWEN3, HFFormat
+from torchtune.models._hf_experts import read_experts, read_latents, router_fields, write_experts, write_latents
+from torchtune.models._hf_fields import Fields, is_number, layers_without_experts, shown
+from torchtune.models._hf_mixers import (
+    FUSED_DELTA_NET,
+    linear_layers,
+    read_delta_net,
+    read_mamba,
+    require_silu,
+    write_delta_net,
+    write_mamba,
+)
+from torchtune.models._hf_rope import write_growth, write_scaling
+from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, ShortConvMixer
+from torchtune.models._rope_scaling import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ProportionalRopeScaling,
+    YarnRopeScaling,
+)
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_map import Row, WeightMap
+from torchtune.models._weight_names import (
+    GGUF,
+    HF_HALF,
+    HF_INTERLEAVED,
+    META,
+    experts,
+    hf_names,
+    latent_attention,
+    mixers,
+    renamed,
+    shared_expert,
+    with_fused_experts,
+)
+from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Split
+
+
+def family(
+    name: str,
+    hf_format: HFFormat,
+    names: WeightMap,
+    *,
+    formats: Mapping[str, WeightMap] | None = None,
+    **more: Any,
+) -> ModelSpec:
+    """Make the specification of a family.
+
+    Args:
+        name: name in the registry, that of the package.
+        hf_format: reads and writes its ``config.json``.
+        names: weight names of Hugging Face's files.
+        formats: weight names of other formats.
+        **more: further attributes of the :class:`ModelSpec`.
+    """
+    values = {
+        "architectures": (hf_format.architecture,),
+        "from_hf_config": hf_format.read,
+        "to_hf_config": hf_format.write,
+        "weight_maps": {"hf": names, **(formats or {})},
+    }
+    return ModelSpec(name=name, **{**values, **more})
+
+
+def face(
+    package: str, exports: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a family's package, with its spec and builders.
+
+    Args:
+        package: ``__name__`` of the package.
+        exports: further exported name -> module in the package.
+    """
+    builders = importlib.import_module(f"{package}._model_builders")
+    found = ("SPEC", *builders.BUILDERS, *getattr(builders, "COMPONENTS", ()))
+    return attach(package, {**dict.fromkeys(found, "_model_builders"), **(exports or {})})
