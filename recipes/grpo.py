@@ -65,6 +65,14 @@ class Settings:
     sampler: Annotated[Component, RuntimeArgs("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
     # Reward functions of answers; their weighted sum is the reward.
     rewards: list[Component] = field(default_factory=list)
+    # Environment with tools, one per answer, for answers of several turns; or several by the column "environment".
+    environment: Component | dict[str, Component] | None = None
+    # Maximum number of turns of the model, with an environment.
+    max_turns: PositiveInt = 8
+    # Maximum seconds of a reset, of the tool calls of a turn, or of the reward of an environment.
+    tool_timeout: Annotated[float, Range(above=0)] = 60.0
+    # Format of tool calls: hermes, qwen_xml, llama3, mistral, harmony or gemma4; null: that of the chat template.
+    tool_format: str | None = None
     # Advantage estimator of a group's rewards; null subtracts their mean.
     advantages: Component | None = None
     # Number of optimizer steps on the answers of a step.
@@ -277,6 +285,10 @@ class GRPORecipe:
         for loader in filter(None, (self.loader, self.loader_val)):
             rlhf.check_prompts(loader.dataset, self.sampler, model)
         self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
+        limits = {"max_turns": cfg.max_turns, "timeout": cfg.tool_timeout, "tool_format": cfg.tool_format}
+        self.environments = rlhf.setup_environments(
+            cfg.environment, self.sampler, self.tokenizer, cfg.rewards, **limits
+        )
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
         self.loss_fn = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
         load = partial(self.load_model, cfg)
@@ -290,7 +302,11 @@ class GRPORecipe:
         """Sample and score answers, which depend only on the seed, the step and the row."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
-        rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
+        seeds = None if greedy else seeds
+        if self.environments is None:
+            rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, seeds)
+        else:
+            rollouts = self.environments(prompts, num_samples, seeds)
         return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)
 
     def make_experience(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
@@ -298,7 +314,7 @@ class GRPORecipe:
         cfg = self.cfg
         scored = self.sample(prompts, cfg.num_samples)
         advantages = self.advantages(scored.rewards, self.dims)
-        self.step_metrics.log_mean(scored.figures())
+        self.step_metrics.log_mean(scored.figures() | (self.environments.figures() if self.environments else {}))
         batches, num_terms, num_labels = scored.batches(
             advantages, self.loss_fn, self.dims, cfg.tokens_per_batch, cfg.drop_unfinished, self.shares_prefix
         )

@@ -96,15 +96,16 @@ class PromptDataset(Dataset):
         return len(self._store)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``tokens``, ``labels``, ``row`` (its columns) and ``number`` (of the row).
+        """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row) and the prompt's ``messages``.
 
         ``labels`` equal the tokens; a prompt is not answered if all its labels are ignored.
         """
         tokens = self._store.arrays(index)[0].tolist()
         row = dict(self._rows[index])
-        if (answer := self._split(row)[1]) is not None:
+        messages, answer = self._split(row)
+        if answer is not None:
             row.setdefault("answer", answer)
-        return {"tokens": tokens, "labels": tokens, "row": row, "number": index}
+        return {"tokens": tokens, "labels": tokens, "row": row, "number": index, "messages": messages}
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of a prompt."""

@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = attach(
         "stream_tokens": "_tokens",
     },
     between_rooms={
+        "Request": "_continuous_batch",
         "evaluating": "_decode",
         "finite_steps": "_tokens",
         "seeded_draws": "_tokens",

@@ -88,6 +88,10 @@ class Batch:
         """Whether a sequence is running or waiting."""
         return bool(self._rows or self._waiting)
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Let more prompts wait for free rows."""
+        self._waiting.extend(requests)
+
     def forward(self) -> tuple[Tensor, list[Row]]:
         """Run the model once.
 

@@ -120,6 +120,7 @@ def stream_tokens(
     use_cache: bool = True,
     max_sequences: int | None = None,
     is_over: Callable[[int, int], bool] | None = None,
+    more: Callable[[bool], Sequence[Request]] | None = None,
 ) -> Iterator[TokenStep]:
     """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
 
@@ -146,6 +147,8 @@ def stream_tokens(
         max_sequences: number of sequences in the batch; by default all. Samples of one prompt are always together.
         is_over: called with the index of a sequence and its new token, before the step is yielded; True ends the
             sequence.
+        more: called after every step, with whether all sequences have ended; returns further prompts to join the batch,
+            with indices of their own. Generation ends if it is True and there are none.
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or
@@ -165,9 +168,10 @@ def stream_tokens(
     longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
     if not (temperature >= 0 and (top_k or 0) >= 0):
         raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
-    if draws is not None and (len(draws) != len(prompts) * num_samples or draws.shape[1] < longest):
+    expected = len(prompts) * num_samples
+    if draws is not None and ((more is None and len(draws) != expected) or draws.shape[1] < longest):
         raise GenerationError(
-            f"draws has the shape {list(draws.shape)}: give [{len(prompts) * num_samples}, {longest}] numbers."
+            f"draws has the shape {list(draws.shape)}: give [{expected}, {longest}] numbers."
         )
     requests, device = _requests(model, prompts, max_new_tokens, num_samples), _device(model, prompts)
     stop = frozenset(int(token) for token in stop_tokens or ())
@@ -185,7 +189,7 @@ def stream_tokens(
         over = is_over is not None and is_over(index, token)
         return over or token in stop
 
-    steps = decode(model, requests, size=size, device=device, use_cache=use_cache, draw=draw, ends=ends)
+    steps = decode(model, requests, size=size, device=device, use_cache=use_cache, draw=draw, ends=ends, more=more)
     with closing(steps):
         for indices, tokens, probabilities in steps:
             log_probs = probabilities.gather(-1, tokens)[:, 0].log()

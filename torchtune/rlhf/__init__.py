@@ -1,6 +1,6 @@
 """Post-training: preference and reward losses, and building blocks of reinforcement learning recipes."""
 
-from torchtune.rlhf import loss, reward_functions, utils
+from torchtune.rlhf import environments, loss, reward_functions, utils
 from torchtune.rlhf._advantages import GroupAdvantages, has_variance
 from torchtune.rlhf._experience import (
     Prompt,
@@ -45,6 +45,7 @@ from torchtune.rlhf._server_sampler import ServerSampler
 from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
+from torchtune.rlhf.environments import setup_environments
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.rlhf.rewards import (
@@ -100,6 +101,7 @@ __all__ = [
     "collate_prompts",
     "collate_rollouts",
     "document_log_probs",
+    "environments",
     "estimate_advantages",
     "evaluate_rollouts",
     "get_batch_log_probs",
@@ -123,6 +125,7 @@ __all__ = [
     "reward_functions",
     "rollout_batches",
     "score_rollouts",
+    "setup_environments",
     "setup_kd_loss",
     "setup_policy_loss",
     "setup_ppo_loss",

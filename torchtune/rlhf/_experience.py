@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, collate_documents
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, Message, collate_documents
 from torchtune.rlhf._advantages import GroupAdvantages, has_variance
-from torchtune.rlhf._rollouts import Rollout, RolloutError, rollout_batches, texts_of
+from torchtune.rlhf._rollouts import ENDS, Episode, Rollout, RolloutError, rollout_batches, texts_of
 from torchtune.rlhf.loss._base import setup_loss
 from torchtune.rlhf.loss.grpo import GRPOLoss
 from torchtune.rlhf.reward_functions import RewardSum
@@ -32,6 +32,7 @@ class Prompt:
         row: columns of the dataset's row.
         number: index of the row.
         is_blank: placeholder that keeps this rank in step with the others; its answers are ignored.
+        messages: the conversation, for environments, which add tools and observations to it.
 
     Example:
         >>> torchtune.rlhf.Prompt(tokens=[5, 6], row={"answer": "7"}, number=0).row["answer"]
@@ -42,6 +43,7 @@ class Prompt:
     row: Mapping[str, Any]
     number: int
     is_blank: bool = False
+    messages: Sequence[Message] = ()
 
 
 @dataclass(eq=False)
@@ -83,6 +85,7 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
             example["row"],
             example["number"],
             is_blank=bool((torch.as_tensor(example["labels"]) == CROSS_ENTROPY_IGNORE_IDX).all()),
+            messages=example.get("messages", ()),
         )
         for example in batch
     ]
@@ -167,12 +170,19 @@ class ScoredRollouts:
         found |= {f"rewards/{name}": [part[i] for i in real] for name, part in self.parts.items()}
         sums = {name: (sum(v for v in part if not math.isnan(v)), _count_finite(part)) for name, part in found.items()}
         answers = [self.rollouts[i] for i in real]
+        episodes = [one for one in answers if isinstance(one, Episode)]
         if size > 1:
             groups = [i for i, prompt in enumerate(self.prompts) if not prompt.is_blank]
             flat = ~has_variance(self.rewards)[groups]
             sums["groups/without_variance"] = (float(flat.sum()), len(groups))
+        if episodes:
+            counts = {f"ends/{end}": sum(one.end == end for one in episodes) for end in ENDS}
+            counts |= {
+                f"tools/{name}": sum(getattr(one, name) for one in episodes) for name in ("turns", "calls", "errors")
+            }
+            sums |= {name: (float(count), len(episodes)) for name, count in counts.items()}
         return sums | {
-            "answers/tokens": (float(sum(len(one.answer) for one in answers)), len(answers)),
+            "answers/tokens": (float(sum(one.num_sampled for one in answers)), len(answers)),
             "answers/unfinished": (float(sum(not one.finished for one in answers)), len(answers)),
             "answers/dropped": (float(len(real) - _count_finite(found["rewards/total"])), len(answers)),
         }
@@ -223,10 +233,14 @@ def _count_finite(values: Sequence[float]) -> int:
 def score_rollouts(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], rewards: RewardSum, tokenizer: Any
 ) -> ScoredRollouts:
-    """Score the answers; empty answers and answers to blank prompts get no reward."""
+    """Score the answers, and add the rewards of environments.
+
+    Empty answers, answers to blank prompts and invalid episodes get no reward.
+    """
     size = len(rollouts) // max(len(prompts), 1)
     texts = texts_of(rollouts, tokenizer)
-    real = [i for i, rollout in enumerate(rollouts) if rollout.answer and not prompts[i // size].is_blank]
+    answered = [i for i, rollout in enumerate(rollouts) if rollout.answer and not prompts[i // size].is_blank]
+    real = [i for i in answered if getattr(rollouts[i], "is_valid", True)]
     of = [prompts[i // size] for i in real]
     scores = rewards([one.row for one in of], [texts[i] for i in real], [one.number for one in of])
     total = torch.full((len(rollouts),), math.nan, dtype=torch.float64)
@@ -235,6 +249,10 @@ def score_rollouts(
     for name, values in scores.parts.items():
         for i, value in zip(real, values, strict=True):
             parts[name][i] = value
+    for i in real:
+        if isinstance(rollouts[i], Episode) and rollouts[i].reward is not None:
+            parts.setdefault(rollouts[i].environment, [math.nan] * len(rollouts))[i] = rollouts[i].reward
+            total[i] += rollouts[i].reward
     return ScoredRollouts(list(prompts), list(rollouts), texts, total.view(len(prompts), size), parts)
 
 
@@ -323,9 +341,14 @@ class RolloutRecord:
                 "reward": _json_number(scored.rewards[group, sample].item()),
                 "rewards": {name: _json_number(part[i]) for name, part in scored.parts.items()},
                 "advantage": _json_number(advantages[group, sample].item()),
-                "tokens": len(rollout.answer),
+                "tokens": rollout.num_sampled,
                 "finished": rollout.finished,
+                **(self._of_episode(rollout) if isinstance(rollout, Episode) else {}),
             }
+
+    def _of_episode(self, episode: Episode) -> dict[str, Any]:
+        found = {name: getattr(episode, name) for name in ("end", "turns", "calls", "errors", "failure")}
+        return {**found, "episode": self._tokenizer.decode(episode.answer, skip_special_tokens=False)}
 
 
 def _describe_signal(scored: ScoredRollouts) -> str:
@@ -405,7 +428,7 @@ def check_rollout_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "ref_checkpointer", "is null, so the model would be its own teacher: name the teacher's checkpoint"
     if settings.ref_model is not None and settings.ref_checkpointer is None:
         yield "ref_model", "needs the checkpoint of that model: set ref_checkpointer"
-    if not settings.rewards and not distills:
+    if not settings.rewards and not distills and settings.environment is None:
         yield "rewards", "is empty: name what scores an answer, for example torchtune.rlhf.reward_functions.ExactMatch"
     if settings.num_samples < 2 and not distills:
         yield "num_samples", "is 1: answers are compared with the others to their prompt, so set it to 2 or more"

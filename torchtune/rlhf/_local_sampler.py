@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtune.generation import generate_tokens, seeded_draws
 from torchtune.rlhf._rollouts import Rollout, RolloutError
@@ -96,3 +97,9 @@ def check_stop_tokens(given: Sequence[int] | None, tokenizer: Any, model: nn.Mod
             f"stop_tokens is {list(given)}: give token ids below {size:,}, one at least, or null for the tokenizer's."
         )
     return list(given)
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Return whether ranks share the computation of each token."""
+    meshes = [weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)]
+    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)

@@ -13,6 +13,9 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, MIN_SHARED, Batch, collate_
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
+# Reasons of the end of an episode; the last two make it invalid.
+ENDS = ("completed", "max_turns", "max_tokens", "context", "parse_error", "timeout", "environment_failed")
+INVALID_ENDS = ENDS[-2:]
 MOST_LOG_PROB = 1e-3  # 0, with a tolerance for rounding in float32
 
 
@@ -30,6 +33,8 @@ class Rollout:
         log_probs: log-probs of the answer's tokens from sampling, float32 ``[s - prompt_len]``; ``None`` if the sampler
             does not return them.
         finished: whether the answer ended before its maximum length.
+        mask: bool ``[s - prompt_len]``, True at sampled tokens, which are trained on; ``None`` if all are sampled. The
+            others, replies of an environment, have the log-prob 0.
 
     Raises:
         RolloutError: tokens are not non-negative integers, or log-probs differ in number from the answer's tokens, are
@@ -45,6 +50,7 @@ class Rollout:
     prompt_len: int
     log_probs: Tensor | None
     finished: bool
+    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         tokens, log_probs = self.tokens, self.log_probs
@@ -68,6 +74,52 @@ class Rollout:
     def answer(self) -> list[int]:
         """Token ids of the answer."""
         return self.tokens[self.prompt_len :].tolist()
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Token ids of the answer after the last reply of an environment."""
+        answer = self.answer
+        others = [] if self.mask is None else (~self.mask).nonzero().flatten().tolist()
+        return answer[others[-1] + 1 :] if others else answer
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.tokens) - self.prompt_len if self.mask is None else int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class Episode(Rollout):
+    """A conversation with an environment: the turns of the policy, and replies between them.
+
+    Attributes:
+        end: reason of its end, one of :data:`ENDS`.
+        reward: reward of the environment; ``None`` without ``get_reward``, NaN if the episode is invalid.
+        environment: class name of the environment.
+        turns: number of turns of the policy.
+        calls: number of tool calls that ran.
+        errors: number of turns with calls that could not run; the model was told why.
+        failure: message of the environment's error.
+
+    Example:
+        >>> mask = torch.tensor([True, False, True])
+        >>> episode = torchtune.rlhf.environments.Episode(torch.arange(5), 2, None, True, mask, end="completed")
+        >>> episode.last_turn, episode.num_sampled, episode.is_valid
+        ([4], 2, True)
+    """
+
+    end: str = "completed"
+    reward: float | None = None
+    environment: str = ""
+    turns: int = 1
+    calls: int = 0
+    errors: int = 0
+    failure: str | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the environment worked; other episodes are not trained on."""
+        return self.end not in INVALID_ENDS
 
 
 def _describe_tensor(values: Tensor) -> str:
@@ -135,12 +187,15 @@ def collate_rollouts(
     known = all(rollout.log_probs is not None for rollout in rollouts)
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         before, new = rollout.prompt_len - 1, len(rollout.tokens) - rollout.prompt_len
-        labels = torch.cat([torch.full((before,), CROSS_ENTROPY_IGNORE_IDX), rollout.tokens[rollout.prompt_len :]])
+        answer = rollout.tokens[rollout.prompt_len :]
+        if rollout.mask is not None:
+            answer = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
+        labels = torch.cat([torch.full((before,), CROSS_ENTROPY_IGNORE_IDX), answer])
         documents.append({"tokens": rollout.tokens[:-1], "labels": labels})
         values.append(torch.cat([torch.zeros(before), torch.full((new,), float(advantage))]))
         if known:
             sampled.append(torch.cat([torch.zeros(before), rollout.log_probs.float()]))
-    counts = [len(rollout.tokens) - rollout.prompt_len for rollout in rollouts]
+    counts = [rollout.num_sampled for rollout in rollouts]
     entries = {"advantages": torch.cat(values)[None]}
     if known:
         entries["sampled"] = torch.cat(sampled)[None]
@@ -227,7 +282,7 @@ def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[
 
 
 def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
-    """Decode every answer, without its stop token.
+    """Decode every answer (after several turns, the last one), without its stop token.
 
     Example:
         >>> tokens = torch.tensor(tokenizer.encode("the cat", add_bos=False))
@@ -236,5 +291,5 @@ def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
         ['the cat']
     """
     stop = set(tokenizer.stop_tokens)
-    answers = [rollout.answer for rollout in rollouts]
+    answers = [rollout.last_turn for rollout in rollouts]
     return [tokenizer.decode(answer[:-1] if answer and answer[-1] in stop else answer) for answer in answers]

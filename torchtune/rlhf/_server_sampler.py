@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.generation import evaluating
 from torchtune.modules.loss import token_log_probs
-from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens
+from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens, is_tensor_parallel
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
 from torchtune.training import CheckpointStore
@@ -93,7 +93,7 @@ class ServerSampler:
         max_difference: float | None = 0.2,
     ) -> None:
         check_sampling(max_new_tokens, temperature)
-        if _is_tensor_parallel(model):
+        if is_tensor_parallel(model):
             raise RolloutError(
                 "sampler: the ranks of a tensor-parallel group could get different answers from a server: set "
                 "tensor_parallel_dim to 1, or sample with torchtune.rlhf.LocalSampler."
@@ -191,11 +191,6 @@ def _make_server(
         stop = eos if eos in settings.stop_tokens else settings.stop_tokens[0]
         return TransformersServer(url, None, settings, checkpoint_dir / "tokenizer.json", stop)
     raise RolloutError(f"sampler.server is {kind!r}: it must be vllm or transformers.")
-
-
-def _is_tensor_parallel(model: nn.Module) -> bool:
-    meshes = [weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)]
-    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 @torch.no_grad()

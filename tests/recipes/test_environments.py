@@ -1,0 +1,88 @@
+"""GRPO over several turns with tools: it learns to call them, comes back after a kill, and is the same on two ranks."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.noting import STOP
+from tests.recipes.runs import Run, start, write_config
+from torchtune.rlhf import RolloutError
+
+FULL = "full_grpo_single_device"
+SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "lr_scheduler": None, "shuffle": False}
+EPISODES = {
+    "environment": {"_component_": "tests.recipes.noting.Notes"},
+    "tool_format": "by_length",
+    "max_turns": 3,
+    "rewards": [],
+    "sampler__stop_tokens": STOP,
+    "sampler__max_new_tokens": 9,
+}
+
+
+def lines(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.output_dir / name).read_text().splitlines()]
+
+
+def test_calls_become_more_frequent_and_are_written_down(tmp_path):
+    settings = {"num_samples": 8, "batch_size": 6, "epochs": 3, "optimizer__lr": 0.01, "lr_scheduler": None}
+    run = start(FULL, tmp_path, **EPISODES, **settings, dataset_val="${dataset}", run_val_every_n_steps=12)
+    calls = [record["tools/calls"] for record in run.records if "tools/calls" in record]
+    assert sum(calls[-3:]) > 1.2 * sum(calls[:3])
+    record = next(record for record in run.records if "ends/completed" in record)
+    assert sum(value for name, value in record.items() if name.startswith("ends/")) == pytest.approx(1.0)
+    assert record["rewards/Notes"] == record["rewards/total"]
+    assert {"seconds/generate", "seconds/tools", "seconds/idle", "seconds/score"} <= record.keys()
+    assert max(record["policy/sampler_difference"] for record in run.records if "loss" in record) < 1e-4
+    assert any("val_tools/turns" in record for record in run.records)
+    found = lines(run)
+    assert all(line["reward"] == 1 + line["calls"] for line in found)
+    assert any("<|im_start|>tool" in line["episode"] and "2 notes" in line["episode"] for line in found)
+    assert {line["end"] for line in found} > {"completed", "max_turns"}
+
+
+def test_a_killed_run_draws_the_same_episodes_and_ends_bit_equal(tmp_path):
+    settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 4, "num_iterations": 2, "batch_size": 3}
+    settings["environment"] = {**EPISODES["environment"], "pause": 0.01}
+    whole = start(FULL, tmp_path, **{**EPISODES, **settings, "sampler__max_sequences": 6})
+    output_dir = tmp_path / "resumed"
+    output_dir.mkdir()
+    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
+    (output_dir / "logs").mkdir()
+    shutil.copy(whole.output_dir / "rollouts.jsonl", output_dir)
+    settings["environment"] = {**EPISODES["environment"], "pause": 0.002}
+    settings |= {"output_dir": output_dir, "resume_from_checkpoint": True}
+    resumed = start(FULL, tmp_path, **{**EPISODES, **settings, "sampler__max_sequences": 6})
+    assert lines(resumed) == lines(whole)
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
+
+
+def test_two_processes_train_as_one(forker, tmp_path):
+    settings = {**EPISODES, **SGD, "clip_grad_norm": 1.0, "max_steps_per_epoch": 2, "num_samples": 4}
+    output_dir = tmp_path / "two"
+    config = write_config(
+        "full_grpo_distributed", tmp_path, output_dir, **settings, data_parallel_shard_dim=2, batch_size=2
+    )
+    forker.start("full_grpo_distributed", config, ranks=2)
+    assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+    whole, run = start(FULL, tmp_path, **settings, batch_size=4), Run(None, output_dir)
+    for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
+        ours, theirs = ([record[name] for record in one.records if name in record] for one in (run, whole))
+        assert ours == pytest.approx(theirs, rel=1e-3), name
+    found = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in lines(run, name)]
+    assert sorted(found) == sorted(line["episode"] for line in lines(whole))
+
+
+class Unrewarded:
+    def reset(self) -> None:
+        """Begin."""
+
+
+def test_an_environment_without_a_reward_needs_one(tmp_path):
+    settings = {**EPISODES, "environment": {"_component_": f"{__name__}.Unrewarded"}}
+    with pytest.raises(RolloutError, match="rewards is empty, and the environment has no get_reward"):
+        start(FULL, tmp_path, **settings, max_steps_per_epoch=1)

@@ -1,0 +1,129 @@
+"""The bridge between two turns, and the calls in a turn, against what published chat templates render themselves."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchtune.tokenizers.chat_case import Case
+from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
+from torchtune.data import Message
+from torchtune.rlhf import RolloutError
+from torchtune.rlhf.environments import Bridge, ToolCall, detect_format, parameters_of, parse_calls
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+
+PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
+CHATML, LLAMA = "<|im_end|>", "<|eot_id|>"
+# Template: the token that ends a turn, and the format of calls.
+TEMPLATES = {
+    "gemma4": ("<turn|>", "gemma4"),
+    "gemma4_v5": ("<turn|>", "gemma4"),
+    "gptoss": ("<|return|>", "harmony"),
+    "lfm2_2_5": (CHATML, None),
+    "llama3_1": (LLAMA, "llama3"),
+    "llama3_2": (LLAMA, "llama3"),
+    "nemotron_3_nano": (CHATML, "qwen_xml"),
+    "qwen2_5": (CHATML, "hermes"),
+    "qwen3": (CHATML, "hermes"),
+    "qwen3_instruct_2507": (CHATML, "hermes"),
+    "qwen3_5_think": (CHATML, "qwen_xml"),
+    "qwen3_5_nothink": (CHATML, "qwen_xml"),
+    "qwen3_6": (CHATML, "qwen_xml"),
+    "qwen3_8": (CHATML, "qwen_xml"),
+    "qwen3_vl": (CHATML, "hermes"),
+}
+_SPECIAL = re.compile(r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>")
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Where"},
+        "days": {"type": "integer", "description": "Many"},
+    },
+    "required": ["city", "days"],
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look it up.", "parameters": PARAMETERS}}]
+CALL = ToolCall("look", {"city": "Bern, CH", "days": 3})
+
+
+def make(name: str, folder: Path) -> HuggingFaceModelTokenizer:
+    template = (PUBLISHED / f"{name}.jinja").read_text()
+    end = TEMPLATES[name][0]
+    special = ["<bos>", *sorted({*_SPECIAL.findall(template), end})]
+    write_checkpoint(folder, Case(name, template, lambda turns: [], special, end, bos="<bos>"))
+    return hf_tokenizer(str(folder))
+
+
+def conversation(calls: int, reasons: bool) -> list[Message]:
+    """A question, a turn with calls, their results, and an answer; only the turn has labels."""
+    called = [
+        {"type": "function", "id": f"call0000{i}", "function": {"name": CALL.name, "arguments": CALL.arguments}}
+        for i in range(calls)
+    ]
+    thought = {"reasoning_content": "Think first hard"} if reasons else {}
+    results = [
+        Message("tool", f"Found {i} there", masked=True, extra={"tool_call_id": f"call0000{i}", "name": "look"})
+        for i in range(calls)
+    ]
+    user = Message("user", "Say the weather now", masked=True)
+    return [user, Message("assistant", "", extra={"tool_calls": called, **thought}), *results]
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_bridge_is_what_the_template_renders_between_two_turns(name: str, reasons: bool, tmp_path: Path) -> None:
+    tokenizer = make(name, tmp_path)
+    one_call_only = name.startswith(("gptoss", "llama3"))
+    for calls in (1,) if one_call_only else (1, 2):
+        turns = conversation(calls, reasons)
+        tokens, mask = tokenizer.tokenize_messages(turns, tools=TOOLS)
+        start, end = mask.index(False), len(mask) - mask[::-1].index(False)
+        bridge = Bridge(tokenizer, TOOLS)
+        replies = [f"Found {i} there" for i in range(calls)]
+        between = bridge([CALL] * calls, replies)
+        assert all(reply in tokenizer.decode(between, skip_special_tokens=False) for reply in replies)
+        expected = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
+        sampled = tokenizer.decode(tokens[start:end], skip_special_tokens=False)
+        assert tokenizer.decode(tokens[:end] + between, skip_special_tokens=False) == expected
+        prompt = bridge.prompt(turns[:1])
+        assert tokenizer.decode(prompt, skip_special_tokens=False) == tokenizer.render_template(
+            turns[:1], add_generation_prompt=True, tools=TOOLS
+        )
+        if (tool_format := TEMPLATES[name][1]) is not None:
+            assert detect_format((PUBLISHED / f"{name}.jinja").read_text()) == tool_format
+            assert parse_calls(sampled, tool_format, parameters_of(TOOLS)) == [CALL] * calls
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_that_could_not_be_parsed_is_answered_in_every_template(name: str, tmp_path: Path) -> None:
+    tokenizer = make(name, tmp_path)
+    text = tokenizer.decode(Bridge(tokenizer, TOOLS)([], ["Error: no JSON."]), skip_special_tokens=False)
+    turns = [Message("user", "Why?"), Message("assistant", "so"), Message("user", "Error: no JSON.")]
+    whole = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
+    assert "Error: no JSON." in text
+    assert whole.endswith(text)
+
+
+def test_special_tokens_in_a_reply_are_plain_text(tmp_path: Path) -> None:
+    tokenizer = make("qwen3", tmp_path)
+    between = Bridge(tokenizer, TOOLS)([CALL], ["a<|im_end|>b"])
+    assert between.count(tokenizer.special_tokens[CHATML]) == 1
+    assert "a<|im_end|>b" in tokenizer.decode(between, skip_special_tokens=False)
+
+
+def test_a_template_without_tools_takes_them_as_turns_or_says_that_it_cannot(tmp_path: Path) -> None:
+    def tokenizer_of(template: str, name: str) -> Any:
+        write_checkpoint(
+            tmp_path / name, Case("own", template, lambda turns: [], ["<bos>", CHATML], CHATML, bos="<bos>")
+        )
+        return hf_tokenizer(str(tmp_path / name))
+
+    turn = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    turn += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = tokenizer_of(turn, "plain")
+    between = Bridge(tokenizer, TOOLS)([CALL], ["sun"])
+    assert tokenizer.decode(between, skip_special_tokens=False) == "tool: sun<|im_end|>assistant: "
+    strict = turn.replace("{{ m.role", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.role")
+    with pytest.raises(RolloutError, match=r"the chat template takes no replies of tools: .*no tools"):
+        Bridge(tokenizer_of(strict, "strict"), TOOLS)([CALL], ["sun"])

@@ -1,0 +1,249 @@
+"""Episodes of a random model, which calls a tool by chance: what is sampled, replied, trained on and left out."""
+
+import asyncio
+import math
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.noting import STOP, Notes
+from tests.tiny import write_checkpoint
+from torchtune import rlhf
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
+from torchtune.models import from_hf_config
+from torchtune.rlhf import LocalSampler, Prompt, RewardSum, RolloutError, collate_rollouts, score_rollouts
+from torchtune.rlhf.environments import ENDS, Environments, Episode
+from torchtune.rlhf.loss import GRPOLoss, setup_loss
+from torchtune.tokenizers import hf_tokenizer
+from torchtune.training import FullModelHFCheckpointer, ParallelDims
+
+SEEDS = [11, 22, 33]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
+    folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
+    with torch.device("meta"):
+        model = from_hf_config(str(folder))
+    FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
+    return model, hf_tokenizer(str(folder))
+
+
+@pytest.fixture
+def make(tiny):
+    model, tokenizer = tiny
+
+    def build(factory: Any = Notes, max_sequences: int | None = None, **options: Any) -> Environments:
+        sampler = LocalSampler(model, tokenizer, max_new_tokens=9, stop_tokens=STOP, max_sequences=max_sequences)
+        return Environments(factory, sampler, tokenizer, **{"max_turns": 3, "tool_format": "by_length", **options})
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny) -> list[Prompt]:
+    found = []
+    for number, text in enumerate(("the cat", "a dog runs", "why")):
+        messages = [Message(role="user", content=text)]
+        tokens = tiny[1].tokenize_messages(messages, add_end_tokens=False)[0]
+        found.append(Prompt(tokens, {"start": f"s{number}", "unused": 1}, number, messages=messages))
+    return found
+
+
+def same(one: Episode, other: Episode) -> bool:
+    return (
+        one.end == other.end and torch.equal(one.tokens, other.tokens) and torch.equal(one.log_probs, other.log_probs)
+    )
+
+
+def test_turns_are_bridged_masked_and_scored_by_the_trainer_alike(make, prompts, tiny):
+    model, tokenizer = tiny
+    environments = make()
+    episodes = environments(prompts, 16, SEEDS)
+    assert len({(one.turns, one.calls, one.errors) for one in episodes}) > 4
+    ends = Counter(one.end for one in episodes)
+    assert set(ends) == {"completed", "max_turns", "max_tokens", "parse_error"}
+    several = [one for one in episodes if one.turns > 1]
+    for one in several:
+        text = tokenizer.decode(one.answer, skip_special_tokens=False)
+        replies = [part for part in text.split("<|im_start|>")[1:] if part.startswith(("tool", "user"))]
+        ran = one.calls - (one.end == "max_turns")
+        assert sum("notes<|im_end|>" in reply for reply in replies) == ran
+        assert sum("Error: too long by one." in reply for reply in replies) == one.errors - (one.end == "parse_error")
+        # All that was not sampled is the bridge, token by token.
+        others = one.tokens[one.prompt_len :][~one.mask].tolist()
+        rendered = tokenizer.decode(others, skip_special_tokens=False)
+        assert rendered.count("<|im_start|>assistant") == one.turns - 1
+    assert all("Begin with s0." in tokenizer.decode(one.tokens[: one.prompt_len].tolist()) for one in episodes[:16])
+    batch = collate_rollouts(episodes, [0.5] * len(episodes))
+    assert batch.num_labels == sum(int(one.mask.sum()) for one in episodes)
+    assert batch.per_document["label_counts"].tolist() == [one.num_sampled for one in episodes]
+    loss = setup_loss(GRPOLoss(), model)
+    scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    sampled = torch.cat([one.log_probs[one.mask] for one in episodes])
+    torch.testing.assert_close(scores[labelled], sampled, atol=1e-4, rtol=0)
+    assert batch.labels[labelled].tolist() == [
+        t for one in episodes for t in one.tokens[one.prompt_len :][one.mask].tolist()
+    ]
+    assert all(not one.log_probs[~one.mask].any() for one in episodes)
+    assert [one.reward for one in episodes] == [1.0 + one.calls for one in episodes]
+
+
+def test_the_time_that_tools_take_changes_nothing(make, prompts):
+    quick, slow = (make(lambda pause=pause: Notes(pause), max_sequences=16) for pause in (0.0, 0.01))
+    first, again, delayed = quick(prompts, 16, SEEDS), quick(prompts, 16, SEEDS), slow(prompts, 16, SEEDS)
+    assert all(map(same, first, again))
+    assert all(map(same, first, delayed))
+    assert slow.seconds["tools"] > 0.1
+    alone = quick(prompts[1:2], 16, SEEDS[1:2])
+    assert [one.answer for one in alone] == [one.answer for one in first[16:32]]
+    assert not any(map(same, first[:16], quick(prompts[:1], 16, [12])))
+
+
+def test_tools_run_while_other_episodes_decode(make, prompts):
+    """Forty-eight episodes of tools with a pause: in turn they would need its sum."""
+    environments = make(lambda: Notes(0.1), max_sequences=16)
+    episodes = environments(prompts, 16, SEEDS)
+    spent = environments.seconds["tools"]
+    assert spent > 3.0
+    assert environments.seconds["idle"] < 0.5 * spent
+    assert sum(one.calls for one in episodes) > 20
+
+
+def test_without_tools_an_episode_is_an_answer_bit_for_bit(make, prompts):
+    class Silent:
+        def reset(self) -> None: ...
+
+    environments = make(Silent, tool_format="hermes")
+    answers = environments._sampler([prompt.tokens for prompt in prompts], 4, SEEDS)
+    for episode, answer in zip(environments(prompts, 4, SEEDS), answers, strict=True):
+        assert torch.equal(episode.tokens, answer.tokens)
+        assert torch.equal(episode.log_probs, answer.log_probs)
+        assert episode.finished == answer.finished
+        assert episode.reward is None
+    greedy = [one.answer for one in environments(prompts, 1)]
+    assert greedy == [one.answer for one in environments._sampler([prompt.tokens for prompt in prompts], 1)]
+
+
+FAULTS = ["raise", "exit", "nonsense", "hang", "reset", "observation", "reward", "nan"]
+
+
+class Faulty(Notes):
+    """Fails in one of many ways, for some of the episodes."""
+
+    count = 0
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        with Faulty.lock:
+            Faulty.count += 1
+            self.fault = FAULTS[Faulty.count // 2 % len(FAULTS)] if Faulty.count % 2 else None
+
+    def reset(self, start: str, seed: int) -> Any:
+        if self.fault == "reset":
+            raise RuntimeError("no start")
+        return 7 if self.fault == "observation" else super().reset(start, seed)
+
+    def note(self, text: str) -> Any:
+        """Note a text."""
+        if self.fault == "raise":
+            raise ValueError("broken")
+        if self.fault == "exit":
+            raise SystemExit(3)
+        if self.fault == "hang":
+            threading.Event().wait(3.0)
+        return object() if self.fault == "nonsense" else super().note(text)
+
+    def get_reward(self) -> Any:
+        if self.fault == "reward":
+            raise KeyError("score")
+        return math.nan if self.fault == "nan" else super().get_reward()
+
+
+def test_a_thousand_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
+    environments = make(Faulty, timeout=0.3)
+    Faulty.count, injected, number = 0, 0, 0
+    for step in range(22):
+        episodes = environments(prompts, 32, [seed + step for seed in SEEDS])
+        assert len(episodes) == 96
+        number += len(episodes)
+        failed = [one for one in episodes if not one.is_valid]
+        injected += len(failed)
+        assert all(one.failure and math.isnan(one.reward) for one in failed)
+        scored = score_rollouts(prompts, episodes, RewardSum([]), tiny[1])
+        valid = torch.tensor([one.is_valid for one in episodes]).view(3, 32)
+        assert torch.equal(~scored.rewards.isnan(), valid)
+        advantages = rlhf.GroupAdvantages()(scored.rewards)
+        assert advantages[valid].view(-1).sum().abs() < 1e-9, "the mean is that of valid episodes"
+        _, terms, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 4096)
+        assert terms == labels == sum(one.num_sampled for one in episodes if one.is_valid)
+        figures = scored.figures()
+        assert figures["ends/timeout"][0] + figures["ends/environment_failed"][0] == len(failed)
+        assert sum(figures[f"ends/{end}"][0] for end in ENDS) == 96
+    assert injected > 600, f"{injected} of {number}"
+    assert {one.end for one in failed} == {"timeout", "environment_failed"}
+
+
+def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts, tiny):
+    class Once(Notes):
+        done = False
+
+        async def note(self, text: str) -> dict:
+            """Note a text."""
+            await asyncio.sleep(0)
+            self.done = True
+            return {"text": text}
+
+    for one in make(Once)(prompts, 8, SEEDS):
+        assert one.calls <= 1
+        assert one.end == "completed" or one.calls == 0
+
+    longest = tiny[0].max_seq_len
+
+    class Long(Notes):
+        def note(self, text: str) -> str:
+            """Note a text."""
+            return "word " * (longest // 4)
+
+    environments = make(Long, max_turns=50)
+    episodes = environments(prompts, 8, SEEDS)
+    assert any(one.end == "context" for one in episodes)
+    assert all(len(one.tokens) <= longest + 1 for one in episodes)
+    long = [Message(role="user", content="word " * longest)]
+    (none,) = environments([Prompt([1] * 9, {"start": ""}, 0, messages=long)], 1, [1])
+    assert (none.end, none.num_sampled) == ("context", 0)
+
+
+def test_environments_by_column_and_wrong_ones(make, prompts, tiny):
+    class Other(Notes):
+        def look(self, at: str) -> str:
+            """Look at something."""
+            return at
+
+    both = make({"notes": Notes, "other": Other})
+    rows = [
+        Prompt(one.tokens, {**one.row, "environment": name}, one.number, messages=one.messages)
+        for one, name in zip(prompts, ("notes", "other", "notes"), strict=True)
+    ]
+    assert [one.environment for one in both(rows, 1, SEEDS)] == ["Notes", "Other", "Notes"]
+    with pytest.raises(RolloutError, match=r"row 0 names the environment None: .*one of notes, other"):
+        both(prompts, 1, SEEDS)
+    with pytest.raises(RolloutError, match="row 0 has no messages"):
+        make()([Prompt([1, 2], {"start": ""}, 0)], 1, [1])
+    with pytest.raises(RolloutError, match="object has no method 'reset'"):
+        make(object)
+    with pytest.raises(RolloutError, match="cannot be built"):
+        make(lambda: 1 // 0)
+    with pytest.raises(RolloutError, match="tool_format is None, and the chat template shows no known one"):
+        make(tool_format=None)
+    with pytest.raises(RolloutError, match=r"take the sampler torchtune.rlhf.LocalSampler"):
+        Environments(Notes, object(), tiny[1])
+    blank = Prompt(prompts[0].tokens, {}, 0, is_blank=True)
+    (one,) = make()([blank], 1, [1])
+    assert (one.num_sampled, one.reward) == (0, None)

@@ -1,0 +1,23 @@
+"""Environments of reinforcement learning: tools, their calls, and conversations of several turns."""
+
+from torchtune.rlhf._rollouts import ENDS, Episode
+from torchtune.rlhf.environments._bridge import Bridge
+from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
+from torchtune.rlhf.environments._episodes import Environments, setup_environments
+from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+
+__all__ = [
+    "ENDS",
+    "FORMATS",
+    "Bridge",
+    "CallError",
+    "Environments",
+    "Episode",
+    "ToolCall",
+    "check_call",
+    "detect_format",
+    "parameters_of",
+    "parse_calls",
+    "setup_environments",
+    "tools_of",
+]

@@ -1,0 +1,187 @@
+"""Tool calls in the text of an assistant's turn, by the format that the model writes."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Tool name -> JSON schema of its parameters.
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class CallError(ValueError):
+    """Tool call that cannot be parsed; the message is the reply to the model."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: name of the tool.
+        arguments: argument name -> value.
+
+    Example:
+        >>> from torchtune.rlhf.environments import parse_calls
+        >>> text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        >>> parse_calls(text, "hermes", {})
+        [ToolCall(name='add', arguments={'a': 1})]
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_calls(text: str, tool_format: str, schemas: Schemas) -> list[ToolCall]:
+    """Parse the tool calls of a turn; calls inside the reasoning are ignored.
+
+    Args:
+        text: text of the turn, with special tokens.
+        tool_format: one of :data:`FORMATS`.
+        schemas: tool name -> JSON schema of its parameters, which types arguments that are written as plain text.
+
+    Returns:
+        the calls; none if the turn is an answer.
+
+    Raises:
+        CallError: a call is not complete, or not valid in the format.
+    """
+    for end in ("</think>", "<channel|>"):
+        text = text.rpartition(end)[2]
+    return list(FORMATS[tool_format](text, schemas))
+
+
+def _call(found: Any, arguments: str = "arguments") -> ToolCall:
+    """Build a call from a JSON object with ``name`` and arguments, which may be a JSON text."""
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise CallError("a tool call must be a JSON object with 'name' and 'arguments'")
+    values = found.get(arguments, {})
+    values = _json(values) if isinstance(values, str) else values
+    if not isinstance(values, dict):
+        raise CallError(f"'{arguments}' of the tool call must be a JSON object")
+    return ToolCall(found["name"], values)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CallError(f"the tool call is not valid JSON: {error}") from error
+
+
+def _blocks(text: str, begin: str, end: str) -> Iterator[str]:
+    """Yield the texts between two marks."""
+    for block in text.split(begin)[1:]:
+        inside, mark, _ = block.partition(end)
+        if not mark:
+            raise CallError(f"the tool call has no {end}")
+        yield inside
+
+
+def _hermes(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    for block in _blocks(text, "<tool_call>", "</tool_call>"):
+        yield _call(_json(block))
+
+
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _qwen_xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    for block in _blocks(text, "<tool_call>", "</tool_call>"):
+        function = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", block, re.DOTALL)
+        if function is None:
+            raise CallError("the tool call must be <function=NAME>…</function>")
+        name, body = function[1].strip(), function[2]
+        if _PARAMETER.sub("", body).strip():
+            raise CallError("the parameters of the tool call must be <parameter=NAME>…</parameter>")
+        known = schemas.get(name, {}).get("properties", {})
+        values = {key.strip(): value for key, value in _PARAMETER.findall(body)}
+        yield ToolCall(name, {key: _typed(value, known.get(key, {})) for key, value in values.items()})
+
+
+def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of a plain text, which is JSON unless the parameter is a string."""
+    if schema.get("type", "string") == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    text = re.sub(r"<\|(python_tag|eot_id|eom_id)\|>", "", text).strip()
+    decoder = json.JSONDecoder()
+    while text.startswith("{"):
+        try:
+            found, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            raise CallError(f"the tool call is not valid JSON: {error}") from error
+        if not isinstance(found.get("name"), str):
+            return  # an answer in JSON
+        yield _call(found, "parameters" if "parameters" in found else "arguments")
+        text = text[end:].lstrip(" \n;")
+
+
+def _mistral(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    for block in text.replace("</s>", "").split("[TOOL_CALLS]")[1:]:
+        name, mark, arguments = block.partition("[ARGS]")
+        if mark:
+            yield _call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": arguments})
+            continue
+        calls = _json(block)
+        for call in calls if isinstance(calls, list) else [calls]:
+            yield _call(call)
+
+
+# The recipient is in the header of a message, which may name it before or after the channel.
+_RECIPIENT = re.compile(
+    r"to=(?:functions\.)?([\w.\-]+)(?:(?!<\|message\|>|<\|end\|>).)*<\|message\|>(.*?)(?:<\|call\|>|\Z)", re.DOTALL
+)
+
+
+def _harmony(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    for name, arguments in _RECIPIENT.findall(text):
+        yield _call({"name": name, "arguments": arguments})
+
+
+_QUOTE = '<|"|>'
+
+
+def _gemma4(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    for block in _blocks(text, "<|tool_call>", "<tool_call|>"):
+        called = re.fullmatch(r"\s*call:([\w.\-]+)(\{.*\})\s*", block, re.DOTALL)
+        if called is None:
+            raise CallError("the tool call must be call:NAME{…}")
+        parts = called[2].split(_QUOTE)
+        keyed = (re.sub(r"([{,]\s*)([^\s{},:\"\[\]]+)\s*:", r'\1"\2":', part) for part in parts[::2])
+        texts = (json.dumps(part) for part in parts[1::2])
+        arguments = "".join(piece for pair in zip(keyed, [*texts, ""], strict=False) for piece in pair)
+        yield _call({"name": called[1], "arguments": arguments})
+
+
+# Format -> parser of a turn's text.
+FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
+    "hermes": _hermes,
+    "qwen_xml": _qwen_xml,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "harmony": _harmony,
+    "gemma4": _gemma4,
+}
+# Text of a chat template -> format that it writes; the first that occurs.
+_MARKS = {
+    "<|tool_call>": "gemma4",
+    "<|call|>": "harmony",
+    "[TOOL_CALLS]": "mistral",
+    "<function=": "qwen_xml",
+    "<tool_call>": "hermes",
+    "<|python_tag|>": "llama3",
+    '"parameters": ': "llama3",
+}
+
+
+def detect_format(template: str) -> str | None:
+    """Return the format of tool calls that a chat template writes, or ``None``."""
+    return next((name for mark, name in _MARKS.items() if mark in template), None)
