@@ -62,11 +62,11 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         self.image_tokens, self._merge = description.image_tokens, description.vision.merge
         self._has_grid_positions = bool(description.rope_axes)
         self.processor = processor
-        self._placeholder = self.special_tokens.get(processor.token)
-        if self._placeholder not in self.image_tokens:
+        self._placeholder = self.image_tokens[0]
+        if self._placeholder not in self.special_tokens.values():
             raise DataError(
-                f"{tokenizer_json_path}: '{processor.token}' is {self._placeholder}, but config.json has "
-                f"{list(self.image_tokens)} as image tokens: they are of different models."
+                f"{tokenizer_json_path} has no special token {self._placeholder}, the image token of config.json: they "
+                "are of different models."
             )
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         pictures = [open_image(image) for message in messages for image in message.get_media()]
         if not pictures:
             return sample
-        grids = tuple(self.processor.plan(picture.size).grid for picture in pictures)
+        grids = tuple(grid for picture in pictures for grid in self.processor.plan(picture.size).grids)
         patches = torch.from_numpy(np.concatenate([self.processor.patches(picture) for picture in pictures]))
         check_placeholders(tokens, self.image_tokens, grids, self._merge)
         places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
@@ -137,7 +137,10 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
             if token != self._placeholder:
                 yield token, masked
                 continue
-            for part in self.encode(self.processor.layout(next(plans).grid), add_bos=False, add_eos=False):
+            layout = self.processor.layout(next(plans))
+            if isinstance(layout, str):
+                layout = self.encode(layout, add_bos=False, add_eos=False)
+            for part in layout:
                 yield part, True
 
 
@@ -172,7 +175,7 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     if not files:
         raise DataError(f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized: download it again.")
     settings = read_json(files[0], DataError)
-    processor = spec.image_processor(settings.get("image_processor", settings))
+    processor = spec.image_processor(settings.get("image_processor", settings), config)
     if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:
         raise DataError(f"{folder}: {files[0].name} and config.json have patches of different sizes.")
     path = str(folder / "tokenizer.json")

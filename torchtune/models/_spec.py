@@ -38,8 +38,8 @@ class ModelSpec:
         untrained_layers: suffix of a name that identifies layers after the model's last one as such weights.
         builder: builds a composite model: ``builder(description, spec) -> model``. Checkpoints then hold the full
             model, and ``config.json`` describes it.
-        image_processor: reads ``preprocessor_config.json`` (a dict), and returns the image processor of a model with
-            image tokens.
+        image_processor: makes the image processor of a model with image tokens from ``preprocessor_config.json`` and
+            ``config.json`` (dicts).
         not_in_peft: suffixes of Hugging Face names of modules that ``peft`` cannot adapt.
         model_types: values of ``model_type:`` in YAML for this family.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default the plan of
@@ -62,7 +62,7 @@ class ModelSpec:
     untrained_layers: str | None = None
     not_in_peft: tuple[str, ...] = ()
     builder: Callable[..., nn.Module] | None = None
-    image_processor: Callable[[Mapping[str, Any]], Any] | None = None
+    image_processor: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
         """Select the names of untrained weights in a Hugging Face checkpoint; see the attributes ``untrained…``."""

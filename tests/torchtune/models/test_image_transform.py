@@ -43,7 +43,7 @@ def sizes(factor: int, least: int, most: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_plan_is_that_of_transformers(name):
-    processor = QwenImages.from_config(PROCESSORS[name])
+    processor = QwenImages.from_config(PROCESSORS[name], {})
     factor, (least, most) = 2 * processor.patch_size, PROCESSORS[name]["size"].values()
     refused = 0
     for height, width in sizes(factor, least, most):
@@ -57,7 +57,7 @@ def test_plan_is_that_of_transformers(name):
         plan = processor.plan((width, height))
         assert (plan.height, plan.width) == wanted, (height, width)
         assert plan.tokens == wanted[0] * wanted[1] // factor**2
-        assert plan.grid == (1, wanted[0] // processor.patch_size, wanted[1] // processor.patch_size)
+        assert plan.grids == ((1, wanted[0] // processor.patch_size, wanted[1] // processor.patch_size),)
     assert refused > 5
 
 
@@ -73,8 +73,8 @@ def test_patches_are_those_of_transformers(name, size):
     wanted = Qwen2VLImageProcessorPil(**{key: value for key, value in PROCESSORS[name].items() if "_type" not in key})(
         [image], return_tensors="np"
     )
-    processor = QwenImages.from_config(PROCESSORS[name])
-    assert [list(processor.plan(size).grid)] == wanted["image_grid_thw"].tolist()
+    processor = QwenImages.from_config(PROCESSORS[name], {})
+    assert [list(grid) for grid in processor.plan(size).grids] == wanted["image_grid_thw"].tolist()
     found = processor.patches(image)
     assert found.dtype == np.float32
     assert np.abs((found - wanted["pixel_values"]) * min(processor.std)).max() <= 2 / 255
@@ -163,4 +163,4 @@ SETTINGS = {
 def test_settings_that_are_not_supported_are_refused(field):
     value, message = SETTINGS[field]
     with pytest.raises(DataError, match=message):
-        QwenImages.from_config({**PROCESSOR, field: value})
+        QwenImages.from_config({**PROCESSOR, field: value}, {})

@@ -1,26 +1,26 @@
-"""Image processor of Qwen: sizes and token counts as integers, and patches as arrays."""
+"""Image processor of Qwen 2.5-VL, Qwen 3-VL and Qwen 3.5."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from torchtune.data import DataError, Grid
-from torchtune.utils import require
+from torchtune.data import DataError
+from torchtune.models._image_processors import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Plan,
+    by_block,
+    check_settings,
+    given_colors,
+    given_numbers,
+    normalized,
+    resize,
+)
 
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _MOST_ASPECT = 200
-
-
-class Plan(NamedTuple):
-    """Result of :meth:`QwenImages.plan`: size after resizing, grid of patches, and number of tokens."""
-
-    height: int
-    width: int
-    grid: Grid
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class QwenImages:
         max_pixels: images with more pixels are reduced.
         mean: mean of red, green and blue.
         std: standard deviation of red, green and blue.
-        token: the placeholder in rendered text, one for each token of an image.
+        token: id of the placeholder, one for each token of an image.
     """
 
     patch_size: int = 14
@@ -43,36 +43,27 @@ class QwenImages:
     frames: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    mean: tuple[float, ...] = _CLIP_MEAN
-    std: tuple[float, ...] = _CLIP_STD
-    token: str = "<|image_pad|>"
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    token: int = 0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "QwenImages":
-        """Read ``preprocessor_config.json``.
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "QwenImages":
+        """Read ``preprocessor_config.json`` and ``config.json``.
 
         Raises:
             DataError: a field has a value that this processor does not support.
         """
-        size = {**(config.get("size") or {})}
-        for field in ("do_resize", "do_rescale", "do_normalize"):
-            if config.get(field, True) is not True:
-                raise DataError(f"preprocessor_config.json has {field} = {config[field]}, which is not supported")
-        if config.get("resample", 3) != 3 or abs(config.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-            raise DataError("preprocessor_config.json: only bicubic resampling (3) and a factor of 1/255 are supported")
-        numbers = {
-            "patch_size": config.get("patch_size"),
-            "merge": config.get("merge_size"),
-            "frames": config.get("temporal_patch_size"),
-            "min_pixels": config.get("min_pixels") or size.get("shortest_edge"),
-            "max_pixels": config.get("max_pixels") or size.get("longest_edge"),
-        }
-        for name, value in numbers.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise DataError(f"preprocessor_config.json: {name} is {value!r}, which is no positive whole number")
-        colors = {"mean": config.get("image_mean"), "std": config.get("image_std")}
-        given = {name: tuple(map(float, value)) for name, value in colors.items() if value is not None}
-        return cls(**{name: value for name, value in numbers.items() if value is not None}, **given)
+        check_settings(config)
+        size = config.get("size") or {}
+        numbers = given_numbers(
+            patch_size=config.get("patch_size"),
+            merge=config.get("merge_size"),
+            frames=config.get("temporal_patch_size"),
+            min_pixels=config.get("min_pixels") or size.get("shortest_edge"),
+            max_pixels=config.get("max_pixels") or size.get("longest_edge"),
+        )
+        return cls(**numbers, **given_colors(config), token=model.get("image_token_id", 0))
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return the size, grid and number of tokens of an image, from its (width, height) in pixels.
@@ -92,20 +83,15 @@ class QwenImages:
             scale = math.sqrt(self.min_pixels / (height * width))
             rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
         grid = (1, rows // self.patch_size, columns // self.patch_size)
-        return Plan(rows, columns, grid, grid[1] * grid[2] // self.merge**2)
+        return Plan(rows, columns, (grid,), grid[1] * grid[2] // self.merge**2)
 
     def patches(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, float32 ``[p, 3 * frames * patch_size²]``, ordered by block."""
-        resampling = require("PIL.Image", extra="vision", purpose="Reading an image").Resampling
-        plan, p, m = self.plan(image.size), self.patch_size, self.merge
-        resized = image.resize((plan.width, plan.height), resampling.BICUBIC)
-        mean, std = (np.asarray(value, np.float32) for value in (self.mean, self.std))
-        pixels = (np.asarray(resized, np.float32) / 255 - mean) / std
-        _, rows, columns = plan.grid
-        blocks = pixels.reshape(rows // m, m, p, columns // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        still = np.broadcast_to(blocks[:, :, :, :, :, None], (*blocks.shape[:5], self.frames, p, p))
-        return still.reshape(rows * columns, -1)
+        plan = self.plan(image.size)
+        pixels = normalized(resize(image, plan.width, plan.height), self.mean, self.std)
+        blocks = by_block(pixels, self.patch_size, self.merge).transpose(0, 3, 1, 2)
+        return np.repeat(blocks[:, :, None], self.frames, axis=2).reshape(len(blocks), -1)
 
-    def layout(self, grid: Grid) -> str:
-        """Return the text that replaces the placeholder of an image."""
-        return self.token * (math.prod(grid) // self.merge**2)
+    def layout(self, plan: Plan) -> list[int]:
+        """Return the tokens that replace the placeholder of an image."""
+        return [self.token] * plan.tokens
