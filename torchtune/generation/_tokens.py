@@ -170,9 +170,7 @@ def stream_tokens(
         raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
     expected = len(prompts) * num_samples
     if draws is not None and ((more is None and len(draws) != expected) or draws.shape[1] < longest):
-        raise GenerationError(
-            f"draws has the shape {list(draws.shape)}: give [{expected}, {longest}] numbers."
-        )
+        raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{expected}, {longest}] numbers.")
     requests, device = _requests(model, prompts, max_new_tokens, num_samples), _device(model, prompts)
     stop = frozenset(int(token) for token in stop_tokens or ())
     size = sum(request.num_samples for request in requests)

@@ -26,7 +26,9 @@ class Plan(NamedTuple):
     tokens: int
 
 
-def check_settings(config: Mapping[str, Any], resample: int = BICUBIC, steps: Sequence[str] = ("do_normalize",)) -> None:
+def check_settings(
+    config: Mapping[str, Any], resample: int = BICUBIC, steps: Sequence[str] = ("do_normalize",)
+) -> None:
     """Check the fields of ``preprocessor_config.json`` that have one supported value.
 
     Raises:
