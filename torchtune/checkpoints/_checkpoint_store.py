@@ -317,7 +317,7 @@ class CheckpointStore:
                 if weights.owned:
                     load_adapter(weights, path, device)
                 else:
-                    load_base(weights, open_source(find_files(path), weights.identity[0]), device)
+                    load_base(weights, open_source(find_files(path), model), device)
             load_state(state, parameters, point.path, self._ranks.rank)
 
     def save(

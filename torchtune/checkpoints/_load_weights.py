@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torchtune import utils
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._model_weights import ModelWeights, check_shape, identity, materialize, replaced_parameters
-from torchtune.checkpoints._open_source import without_untrained
 from torchtune.checkpoints._sources import Source
 from torchtune.models import (
     Description,
@@ -127,7 +126,6 @@ def _groups(
     """
     weights.check_names()
     spec, description = weights.identity
-    source = without_untrained(source, spec, description)
     kind = detect_format(source, spec, description)
     if kind == "tune":
         groups = _own_groups(weights, source, description)

@@ -17,8 +17,8 @@ from torchtune.checkpoints._gguf import GGUFFile
 from torchtune.checkpoints._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.checkpoints._load_weights import check_base, check_config, check_description, load_base, read_json
 from torchtune.checkpoints._model_type import ModelType
-from torchtune.checkpoints._model_weights import ModelWeights, identity
-from torchtune.checkpoints._open_source import TextTower, open_source, without_untrained
+from torchtune.checkpoints._model_weights import ModelWeights
+from torchtune.checkpoints._open_source import TextTower, open_source
 from torchtune.checkpoints._peft_settings import startable, wanted_start
 from torchtune.checkpoints._sources import Source, resolve_files
 from torchtune.models import ModelError, get_spec
@@ -98,8 +98,7 @@ class ModelSource:
 
     def open(self, model: nn.Module | None = None) -> Source:
         """Open the weight files; of a multimodal checkpoint, the text decoder unless ``model`` is composite."""
-        spec = getattr(model, "spec", None)
-        return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files), spec)
+        return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files), model)
 
     def whole(self, model: nn.Module) -> TextTower | None:
         """Return the checkpoint if it has more than the model (opened once); None if the model is exported alone.
@@ -114,7 +113,7 @@ class ModelSource:
         config = self.checkpoint_dir / "config.json"
         if self.text_only or not config.is_file():
             return None
-        source = without_untrained(self.open(model), *identity(model))
+        source = self.open(model)
         if not isinstance(source, TextTower) or (source.is_multimodal and "text_config" not in read_json(config)):
             return None
         return source

@@ -4,13 +4,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._gguf import GGUFFile
 from torchtune.checkpoints._quantized_files import quantized_files
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
 from torchtune.checkpoints._sources import TORCH_SUFFIXES, Source, TorchFiles
-from torchtune.models import Description, ModelSpec, Slices, rename_prefix, text_prefixes
+from torchtune.models import Slices, rename_prefix, text_prefixes
 from torchtune.training.parallel import Ranks, spec_of
 
 _ALONE = {"": ""}
@@ -36,10 +37,6 @@ class TextTower(Source):
         inverse = {theirs: ours for ours, theirs in prefixes.items()}
         found = {rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))}
         self._theirs = {ours: name for ours, name in found.items() if ours not in untrained}
-
-    def without(self, untrained: Collection[str]) -> "TextTower":
-        """Return a copy that omits some tensors and counts them as other towers."""
-        return TextTower(self._source, self.prefixes, untrained)
 
     def names(self) -> list[str]:
         """Return the names of the text decoder's tensors, file by file."""
@@ -71,19 +68,22 @@ class TextTower(Source):
         return Entry({name: spec}, read if is_writer else tuple, spec.itemsize)
 
 
-def open_source(paths: Sequence[Path], spec: ModelSpec | None = None) -> Source:
+def open_source(paths: Sequence[Path], model: nn.Module | None = None) -> Source:
     """Open weight files of one format; of a multimodal model, return the text decoder unless the model is composite.
 
     Args:
         paths: the files.
-        spec: family of the model that is read.
+        model: the model that is read; weights that it does not train, such as those for multi-token prediction, are
+            left out.
 
     Raises:
         CheckpointError: formats are mixed or unknown, or a file is invalid.
     """
-    source = _open(paths)
+    source, spec = _open(paths), getattr(model, "spec", None)
     prefixes = {} if isinstance(source, GGUFFile) or (spec and spec.builder) else text_prefixes(source.names())
-    return TextTower(source, prefixes) if prefixes else source
+    text = TextTower(source, prefixes) if prefixes else source
+    untrained = () if spec is None else spec.untrained_names(text.names(), model.description)
+    return TextTower(source, prefixes or _ALONE, untrained) if untrained else text
 
 
 def _open(paths: Sequence[Path]) -> Source:
@@ -100,11 +100,3 @@ def _open(paths: Sequence[Path]) -> Source:
         f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
         "GGUF file, or torch files."
     )
-
-
-def without_untrained(source: Source, spec: ModelSpec, description: Description) -> Source:
-    """Return the source without weights that the model does not train, such as those for multi-token prediction."""
-    untrained = spec.untrained_names(source.names(), description)
-    if not untrained:
-        return source
-    return source.without(untrained) if isinstance(source, TextTower) else TextTower(source, _ALONE, untrained)

@@ -15,11 +15,10 @@ from torchtune.checkpoints._gguf_convert import export_gguf
 from torchtune.checkpoints._load_weights import detect_format, read_json
 from torchtune.checkpoints._model_source import ModelSource
 from torchtune.checkpoints._model_weights import identity
-from torchtune.checkpoints._open_source import without_untrained
 from torchtune.checkpoints._quantized_files import PACKED, SCALE, SHAPE
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
 from torchtune.checkpoints._sources import Source
-from torchtune.models import Group, WeightMapError
+from torchtune.models import Group
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.fake_quant import check_group_size, quantizable_layers
@@ -266,10 +265,7 @@ def _groups(source: ModelSource, model: nn.Module) -> list[Group]:
             f"checkpoint_dir: {source.checkpoint_dir} has more parts than a text decoder, which are not quantized: set "
             "checkpointer.text_only to True to write the decoder alone."
         )
-    try:
-        return spec.weight_map("hf").select(without_untrained(opened, spec, description).names(), description)
-    except WeightMapError as error:
-        raise CheckpointError(f"{source.checkpoint_dir}: {error}") from error
+    return spec.weight_map("hf").select(opened.names(), description)
 
 
 def _external_weights(groups: list[Group], chosen: set[str]) -> set[str]:

@@ -41,21 +41,13 @@ _ACTIVATIONS = (
 )
 _STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _BEFORE = "use the checkpoint before it was quantized"
-# Fields of quantization_config whose other values mean other weights -> values that can be read.
-_FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+# Fields of quantization_config with a meaning that the tensors do not show -> values that can be read.
+_FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
 _FIELDS: dict[str, tuple[Any, ...]] = {
     "quant_method": (None, "compressed-tensors", "fp8", "fbgemm_fp8"),
-    "format": (*_FORMATS, "mixed-precision"),
     "transform_config": (None, {}),
     "sparsity_config.format": (None, "dense"),
-}
-_FIELDS_OF_A_GROUP: dict[str, tuple[Any, ...]] = {
     "format": _FORMATS,
-    "weights.type": (None, "int", "float"),
-    "weights.num_bits": (None, 4, 8),
-    "weights.symmetric": (None, True),
-    "weights.actorder": (None, False, "weight", "static"),
-    "weights.strategy": (None, "tensor", "channel", "group", "block"),
 }
 # Number of elements to dequantize at a time.
 _AT_ONCE = 2**22
@@ -218,41 +210,34 @@ def _block_size(config: Path) -> Blocks | None:
     Raises:
         CheckpointError: ``quantization_config`` in ``config.json`` has an unsupported value.
     """
-    found = read_json(config, CheckpointError).get("quantization_config") if config.is_file() else None
-    said = {} if found is None else found
+    said = read_json(config, CheckpointError).get("quantization_config") if config.is_file() else None
 
-    def at(path: str, node: Any = said, base: str = "") -> Any:
-        """Return the value at a dotted path; None if it is missing."""
+    def at(path: str, node: Any = said) -> Any:
         for key in path.split("."):
-            if not isinstance(node, dict):
-                raise _unreadable(base, node)
-            base, node = f"{base}.{key}", node.get(key)
-            if node is None:
-                break
+            node = None if node is None else node.get(key)
         return node
 
-    def _unreadable(path: str, value: Any) -> CheckpointError:
-        return CheckpointError(f"{config}: quantization_config{path} is {value!r}, which cannot be read: {_BEFORE}.")
+    def check(path: str, value: Any, *, fits: bool) -> None:
+        if not fits:
+            raise CheckpointError(
+                f"{config}: quantization_config.{path} is {value!r}, which cannot be read: {_BEFORE}."
+            )
 
-    groups = at("config_groups") or {}
-    if not isinstance(groups, dict):
-        raise _unreadable(".config_groups", groups)
-    nodes = [
-        (said, "", _FIELDS),
-        *((group, f".config_groups.{key}", _FIELDS_OF_A_GROUP) for key, group in groups.items()),
-    ]
-    sizes = {".weight_block_size": at("weight_block_size")}
-    for node, base, fields in nodes:
-        for path, known in fields.items():
-            if (value := at(path, node, base)) not in known:
-                raise _unreadable(f"{base}.{path}", value)
-        if base:
-            sizes[f"{base}.weights.block_structure"] = at("weights.block_structure", node, base)
+    blocks = set()
+    try:
+        groups = (at("config_groups") or {}).items()
+        for path, known in _FIELDS.items():
+            check(path, at(path), fits=at(path) in known)
+        sizes = {"weight_block_size": at("weight_block_size")}
+        for name, group in groups:
+            check(f"config_groups.{name}.format", at("format", group), fits=at("format", group) in _FORMATS)
+            sizes[f"config_groups.{name}.weights.block_structure"] = at("weights.block_structure", group)
+    except AttributeError as error:
+        raise CheckpointError(f"{config}: quantization_config has a value of another type: {_BEFORE}.") from error
     for path, size in sizes.items():
         is_pair = isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**20 for n in size)
-        if not is_pair and size is not None:
-            raise _unreadable(path, size)
-    blocks = {tuple(size) for size in sizes.values() if size is not None}
+        check(path, size, fits=is_pair or size is None)
+        blocks |= {tuple(size)} if size else set()
     if len(blocks) > 1:
         raise CheckpointError(f"{config}: quantization_config has blocks of {len(blocks)} sizes: {_BEFORE}.")
     return next(iter(blocks), None)

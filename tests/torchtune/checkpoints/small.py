@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.tiny import write_tokenizer
@@ -61,16 +62,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 32,
                 "truncate": False,
             },
-        },
-    ),
-    "gemma4_shared_keys": (
-        "Gemma4",
-        {
-            **_GEMMA4,
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 320,
         },
     ),
     "gemma4_experts": (
@@ -168,6 +159,11 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     return found
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace the weights of a folder with one file."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

@@ -94,40 +94,6 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
     assert torch.equal(logits(model), expected)
 
 
-# peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only.
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
-@pytest.mark.parametrize(("dropout", "use_rslora"), [(0.0, False), (0.1, False), (0.0, True)])
-def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: bool, tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in", "qwen3_moe")
-    conversion = LoRA(
-        rank=4, alpha=6, dropout=dropout, use_rslora=use_rslora, attn_modules=["q_proj"], apply_to_mlp=True
-    )
-    checkpointer, model = started(source, conversion)
-    base = logits(hf_model("qwen3_moe"))
-    close(logits(model.eval()), base)
-    randomize_adapter(model)
-    expected = logits(model)
-    assert (expected - base).abs().max() > 0.1
-
-    saved = checkpointer.save("epoch_0", model, contents="adapter")
-    settings = read(saved / "adapter_config.json")
-    assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
-    assert settings["lora_dropout"] == 0  # peft refuses to load any other
-    assert (settings["lora_alpha"], settings["use_rslora"]) == (6, use_rslora)
-    in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
-    close(logits(in_peft), expected)
-
-    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
-    close(logits(merged), expected)
-    shutil.copytree(saved, source, dirs_exist_ok=True)
-    again = load(source, conversion)
-    assert same_bits(adapters(again), adapters(model))
-    (report,) = apply_conversions(build(source), [conversion])
-    assert ("files say lora_dropout 0" in str(report)) == (dropout > 0)
-    plain = build(source, LoRA(2, 4, dropout=dropout)).conversions[0]
-    assert plain.peft_config(build(source))["lora_dropout"] == dropout
-
-
 @KINDS
 @pytest.mark.parametrize("shape", ["phi3", "glm4"])
 def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path: Path) -> None:
@@ -196,19 +162,6 @@ def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
     (source / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="is not made of one for each of its parts"):
         load(source, LoRA(4, 4, attn_modules=["q_proj", "k_proj", "v_proj"]))
-
-
-@pytest.mark.parametrize("shape", ["llama_tied", "qwen3"])
-def test_peft_made_it(shape: str, tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in", shape)
-    torch.manual_seed(5)
-    wanted = LoraConfig(
-        r=3, lora_alpha=9, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False, use_dora=True
-    )
-    theirs = get_peft_model(hf_model(shape), wanted).eval()
-    theirs.save_pretrained(source)
-    model = load(source, LoRA(3, 9, target_modules=["q_proj", "output_proj", "w3"], use_dora=True))
-    close(logits(model), logits(theirs))
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter only", "merged"])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.torchtune.checkpoints.small import SIZES, build, write_folder
+from tests.torchtune.checkpoints.small import SIZES, build, stored, write_folder, write_weights
 from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles
 from torchtune.models import from_hf_config
 from torchtune.models.llama3_2 import llama3_2
@@ -115,9 +115,9 @@ def test_truncated_shard(sharded: Path, copy: Callable, left: float) -> None:
 
 def test_lacking_and_unknown_tensors(single: Path, copy: Callable) -> None:
     folder = copy(single)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = stored(folder)
     removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, folder / "model.safetensors")
+    write_weights(folder, tensors)
     text = refusal(folder)
     assert "lacks the tensor 'model.layers.1.mlp.up_proj.weight'" in text
     assert str(folder) in text

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from tests.torchtune.checkpoints.small import close, load, logits, read, stored, write_folder
+from tests.torchtune.checkpoints.small import close, load, logits, read, stored, write_folder, write_weights
 from torchtune.checkpoints import CheckpointError
 from torchtune.checkpoints._open_source import open_source
 from torchtune.models import ModelError, from_hf_config
@@ -26,7 +25,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], blocks: list[int] | 
     """A folder of tensors, with the size of blocks in its config."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": blocks}}))
-    save_file(tensors, folder / "model.safetensors")
+    write_weights(folder, tensors)
     return folder / "model.safetensors"
 
 
@@ -81,7 +80,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small DeepSeek V3 as it is published: matrices of layers in float8, and a layer of multi-token prediction."""
     folder = write_folder(tmp_path_factory.mktemp("deepseek"), DEEPSEEK, torch.bfloat16)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = stored(folder)
     tensors |= {name.replace("layers.1", "layers.2"): t.clone() for name, t in tensors.items() if "layers.1" in name}
     tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64, dtype=torch.bfloat16)
     for name, tensor in list(tensors.items()):
@@ -90,7 +89,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
             scale = blocks.abs().amax((1, 3)) / 448
             tensors[name] = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, tensors)
     config = read(folder / "config.json")
     said = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8]}
     more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}

@@ -1,14 +1,30 @@
-"""Tokenizers out of GGUF files against byte-pair encoding from its published rules."""
+"""Tokenizers out of GGUF files against those of transformers with the same vocabulary."""
 
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from tests.torchtune.checkpoints.gguf_files import OWN, SPECIAL, write_gguf
-from tests.torchtune.checkpoints.reference_bpe import ReferenceBPE, texts
+from tests.torchtune.checkpoints.gguf_files import OWN, SPECIAL, Vocabulary, texts, write_gguf
 from torchtune.checkpoints import gguf_to_hf
+
+
+def reference(pre: str, vocabulary: Vocabulary) -> Tokenizer:
+    kind = Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer
+    made = kind(
+        vocab={token: index for index, token in enumerate(vocabulary.tokens)}, merges=vocabulary.merges
+    )._tokenizer
+    if pre == "llama-bpe":
+        cut = Split(Regex(TikTokenConverter().pattern), behavior="isolated")
+        made.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=False)])
+        made.model.ignore_merges = True
+    if pre == "smollm":  # as in SmolLM2's tokenizer.json
+        made.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    made.add_tokens([AddedToken(token, normalized=False) for token in (*SPECIAL, *OWN)])
+    return made
 
 
 @pytest.mark.parametrize("add_bos", [False, True], ids=["", "bos"])
@@ -18,13 +34,10 @@ def test_ids(pre: str, add_bos: bool, tmp_path: Path) -> None:
         tmp_path / "x.gguf", pre=pre, extra={"tokenizer.ggml.add_bos_token": add_bos}, num_hidden_layers=1
     )
     folder = gguf_to_hf(made.path, tmp_path / "hf")
-    vocabulary = made.vocabulary
-    reference = ReferenceBPE(
-        vocabulary.tokens, vocabulary.merges, pre, [*SPECIAL, *OWN], bos=SPECIAL[1] if add_bos else None
-    )
     plain, fast = Tokenizer.from_file(str(folder / "tokenizer.json")), AutoTokenizer.from_pretrained(folder)
     examples = texts(600, [*SPECIAL, *OWN], seed=len(pre))
-    expected = [reference.encode(text) for text in examples]
+    theirs, start = reference(pre, made.vocabulary), [1] if add_bos else []
+    expected = [start + theirs.encode(text, add_special_tokens=False).ids for text in examples]
     assert sum(map(len, expected)) > 10_000
     for text, ids in zip(examples, expected, strict=True):
         assert plain.encode(text).ids == ids, text

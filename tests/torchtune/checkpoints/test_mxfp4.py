@@ -5,10 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from tests.torchtune.checkpoints.small import build, close, hf_model, load, logits, read, stored, write_folder
+from tests.torchtune.checkpoints.small import (
+    build,
+    close,
+    hf_model,
+    load,
+    logits,
+    read,
+    stored,
+    write_folder,
+    write_weights,
+)
 from torchtune.checkpoints import CheckpointError
 from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._quantized_files import dequantize_mxfp4
@@ -68,7 +78,7 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
     """A small gpt-oss with experts in MXFP4, as it is published, and the model that it means."""
     write_folder(folder, "gpt_oss", torch.bfloat16)
     model = hf_model("gpt_oss", torch.bfloat16)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = stored(folder)
     for number, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
             weight, key = getattr(layer.mlp.experts, name), f"model.layers.{number}.mlp.experts.{name}"
@@ -77,7 +87,7 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
             tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
             del tensors[key]
             weight.data.copy_(dequantize_mxfp4(blocks, scales).transpose(1, 2))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, tensors)
     config = read(folder / "config.json")
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -97,10 +107,10 @@ def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path: Path) -> Non
 
 def test_what_is_packed_must_fit_the_model(tmp_path: Path) -> None:
     source, _ = quantized_folder(tmp_path / "in")
-    tensors = load_file(source / "model.safetensors")
+    tensors = stored(source)
     name = "model.layers.1.mlp.experts.down_proj"
     tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][:, :-1].contiguous()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    write_weights(source, tensors)
     message = rf"'{name}' has the shape \[4, 64, 31\] where the model needs \[4, 64, 32\]"
     with pytest.raises(CheckpointError, match=message):
         FullModelHFCheckpointer(str(source)).load_model(build(source))

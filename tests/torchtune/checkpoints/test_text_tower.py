@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.torchtune.checkpoints.small import build, randomize_adapter, write_folder
+from tests.torchtune.checkpoints.small import build, randomize_adapter, stored, write_folder, write_weights
 from torchtune.checkpoints import CheckpointError
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
@@ -82,9 +82,9 @@ def test_text_tower_comes_out_as_a_model_of_its_own(name: str, prefix: str, tmp_
     if prefix == "model.language_model.":  # how newer files spell it
         weights = {
             key.replace("language_model.model.", prefix).replace("language_model.lm_head", "lm_head"): value
-            for key, value in load_file(folder / "model.safetensors").items()
+            for key, value in stored(folder).items()
         }
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_weights(folder, weights)
     with torch.device("meta"):
         model = from_hf_config(folder)
     checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(tmp_path / "out"), text_only=True)
@@ -110,13 +110,13 @@ def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]
     """A checkpoint of several parts, with the vision part in bfloat16, and its tensors."""
     folder = tmp_path / "whole"
     _whole(name).save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
+    weights = stored(folder)
     weights = {key: value.bfloat16() if "vision" in key else value for key, value in weights.items()}
     if name == "Qwen3_5":  # which predicts further tokens by weights that transformers does not load
         weights["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(3, 5, dtype=torch.bfloat16)
     if name == "Gemma4":  # which has keys and values of layers that use those of others
         weights[f"{_UNUSED}weight"] = torch.randn(3, 5, dtype=torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
     return folder, weights
 
 
@@ -128,13 +128,6 @@ def _loaded(folder: Path, output: Path, **options: Any) -> tuple[FullModelHFChec
     checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(output), **options)
     checkpointer.load_model(model, device="cpu", dtype=torch.float32)
     return checkpointer, model
-
-
-def _saved(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in folder.glob("model*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -159,7 +152,7 @@ def test_other_parts_are_written_back_bit_by_bit(name: str, max_shard_bytes: int
         for parameter in model.parameters():
             parameter.mul_(1.25)  # exact in float32
     saved = checkpointer.save("epoch_0", model, max_shard_bytes=max_shard_bytes)
-    found = _saved(saved)
+    found = stored(saved)
     _same_other_parts(found, source)
     for key in source.keys() - {key for key in source if "language_model" not in key or key.startswith(_UNUSED)}:
         assert torch.equal(found[key], source[key] * 1.25), key
@@ -182,7 +175,7 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path: Path) -> None:
             if name.endswith("lora_b.weight"):
                 parameter.normal_(generator=torch.Generator().manual_seed(3))
     merged = checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
-    found = _saved(merged)
+    found = stored(merged)
     _same_other_parts(found, source)
     changed = {key for key in source if not torch.equal(found[key], source[key])}
     assert {key.rpartition("self_attn.")[2] for key in changed} == {"q_proj.weight", "v_proj.weight"}
@@ -200,16 +193,16 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path: Path) -> None:
     assert progress == {"step": 1}
     for (key, first), second in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(first, second), key
-    last = _saved(checkpointer.save("step_2", again))
+    last = stored(checkpointer.save("step_2", again))
     assert all(torch.equal(last[key], found[key]) for key in found)
 
 
 def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path: Path) -> None:
     folder, source = _folder_of("Gemma3", tmp_path)
     source = {key.replace("language_model.model.", "model.text_model."): value for key, value in source.items()}
-    save_file(source, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, source)
     checkpointer, model = _loaded(folder, tmp_path / "out")
-    found = _saved(checkpointer.save("epoch_0", model))
+    found = stored(checkpointer.save("epoch_0", model))
     _same_other_parts(found, source)
     assert all(torch.equal(found[key], source[key]) for key in source)
 
@@ -217,9 +210,9 @@ def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path: Path) -> No
 def _folder_of_text(architecture: str, folder: Path, extra: tuple[str, ...], **options: Any) -> dict[str, torch.Tensor]:
     """A text-only checkpoint with tensors that transformers does not load, and all of its tensors."""
     write_folder(folder, (architecture, options), num_hidden_layers=2)
-    weights = load_file(folder / "model.safetensors")
+    weights = stored(folder)
     weights |= {name: torch.randn(3, 5).to(torch.bfloat16) for name in extra}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
     return weights
 
 
@@ -238,7 +231,7 @@ def test_weights_of_multi_token_prediction_are_carried(architecture: str, tmp_pa
     with torch.no_grad():
         model.norm.scale.mul_(1.25)
     saved = checkpointer.save("epoch_0", model)
-    found = _saved(saved)
+    found = stored(saved)
     assert found.keys() == source.keys()
     assert {key for key in source if not torch.equal(found[key], source[key])} == {"model.norm.weight"}
     assert all(found[key].dtype is torch.bfloat16 for key in _UNTRAINED[architecture])
@@ -247,7 +240,7 @@ def test_weights_of_multi_token_prediction_are_carried(architecture: str, tmp_pa
     again = _loaded(saved, tmp_path / "more")[1]
     assert torch.equal(again.norm.scale, model.norm.scale)
     alone, model = _loaded(tmp_path / "in", tmp_path / "alone", text_only=True)
-    assert _saved(alone.save("epoch_0", model)).keys() == source.keys() - set(_UNTRAINED[architecture])
+    assert stored(alone.save("epoch_0", model)).keys() == source.keys() - set(_UNTRAINED[architecture])
 
 
 def test_a_layer_too_many_is_no_multi_token_prediction(tmp_path: Path) -> None:
@@ -264,7 +257,7 @@ def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     weights = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
     assert weights["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 16, hf.config.hidden_size)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write_weights(tmp_path, weights)
     _, fused = _loaded(tmp_path, tmp_path / "out")
     for (name, first), second in zip(one_by_one.named_parameters(), fused.parameters(), strict=True):
         assert torch.equal(first, second), name
