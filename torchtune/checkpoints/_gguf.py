@@ -188,26 +188,21 @@ class GGUFFile(Source):
             return None
         divisors = self.read("rope_freqs.weight")
         scaling = Llama3RopeScaling(factor=round(float(divisors.max()), 4))
-        head_dim = 2 * len(divisors)
         base = float(self.get("{arch}.rope.freq_base", 10_000.0))
-        expected = torch.tensor([llama3_divisor(scaling, base ** (2 * i / head_dim)) for i in range(len(divisors))])
-        if not torch.allclose(expected, divisors, rtol=1e-3):
+        if not torch.allclose(llama3_divisors(scaling, base, 2 * len(divisors)), divisors, rtol=1e-3):
             raise CheckpointError(
                 f"{self.path}: its rotary frequency factors are not Llama 3.1's: use the Hugging Face checkpoint."
             )
         return scaling
 
 
-def llama3_divisor(scaling: Llama3RopeScaling, inverse_frequency: float) -> float:
-    """Return Llama 3.1's divisor of a RoPE frequency, from the inverse of the frequency."""
-    wavelength = 2 * math.pi * inverse_frequency
-    ratio = scaling.original_max_seq_len / wavelength
-    if ratio > scaling.high_freq_factor:
-        return 1.0
-    if ratio < scaling.low_freq_factor:
-        return scaling.factor
-    blend = (ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return 1.0 / ((1 - blend) / scaling.factor + blend)
+def llama3_divisors(scaling: Llama3RopeScaling, base: float, head_dim: int) -> torch.Tensor:
+    """Return Llama 3.1's divisors of RoPE's frequencies, float32 ``[head_dim / 2]``."""
+    frequencies = base ** -(torch.arange(0, head_dim, 2).double() / head_dim)
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 / ((1 - blend) / scaling.factor + blend)).float()
 
 
 def _short_float(value: float) -> float:

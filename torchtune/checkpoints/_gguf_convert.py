@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_entries
-from torchtune.checkpoints._gguf import ARCHITECTURES, GGUFFile, llama3_divisor
+from torchtune.checkpoints._gguf import ARCHITECTURES, GGUFFile, llama3_divisors
 from torchtune.checkpoints._gguf_tokenizer import (
     CONTROL,
     NORMAL,
@@ -159,8 +159,7 @@ def _divisors(d: Description) -> torch.Tensor | None:
         return None
     if not isinstance(d.rope_scaling, Llama3RopeScaling):
         raise CheckpointError(f"quantizer: {type(d.rope_scaling).__name__} cannot be written as GGUF.")
-    pairs = range(d.head_dim // 2)
-    return torch.tensor([llama3_divisor(d.rope_scaling, d.rope_base ** (2 * i / d.head_dim)) for i in pairs])
+    return llama3_divisors(d.rope_scaling, d.rope_base, d.head_dim)
 
 
 def _tokenizer(gguf: ModuleType, folder: Path, vocab_size: int) -> dict[str, Any]:

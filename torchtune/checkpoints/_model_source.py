@@ -90,7 +90,6 @@ class ModelSource:
         self.model_type = None if model_type is None else ModelType[model_type]
         self.text_only = text_only
         self.repo_id = repo_id
-        self._whole: list[TextTower | None] = []
         self._adapter_dirs = (Path(), self.checkpoint_dir, *adapter_dirs)
         # From a GGUF file: tokenizer files of an export, by name, and token ids for its config.json.
         self._tokenizer_files: dict[str, Any] = {}
@@ -105,9 +104,9 @@ class ModelSource:
 
         Other contents are other towers, or weights that are not trained (multi-token prediction).
         """
-        if not self._whole:
-            self._whole.append(self._find_whole(model))
-        return self._whole[0]
+        if not hasattr(self, "_whole"):
+            self._whole = self._find_whole(model)
+        return self._whole
 
     def _find_whole(self, model: nn.Module) -> TextTower | None:
         config = self.checkpoint_dir / "config.json"
