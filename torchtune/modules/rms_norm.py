@@ -4,8 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.utils import computes_on_cpu
-
 
 def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
     """Compute ``x / sqrt(mean(x², last dimension) + eps) * scale`` in float32 (Zhang & Sennrich 2019).
@@ -22,50 +20,9 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
         >>> torchtune.modules.rms_norm(torch.tensor([2.0, -2.0]), eps=0.0)
         tensor([ 1.0000, -1.0000])
     """
-    if computes_on_cpu(x.device) and not torch.compiler.is_compiling():
-        if not torch.is_grad_enabled():
-            return _eager_rms_norm(x, scale, eps)[0]
-        return _EagerRMSNorm.apply(x, scale, eps)
+    # Rounded before scaling, as checkpoints expect.
     normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
     return normed if scale is None else normed * scale
-
-
-def _eager_rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalized ``x`` and the reciprocal root mean square of every row."""
-    wide = x.float()
-    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    # Rounded before scaling, as checkpoints expect. In float32, ``wide`` is ``x`` itself.
-    normed = torch.mul(wide, rstd) if x.dtype == torch.float32 else wide.mul_(rstd).to(x.dtype)
-    return normed if scale is None else normed.mul_(scale), rstd
-
-
-class _EagerRMSNorm(torch.autograd.Function):
-    """RMSNorm with few memory passes; saves the input and one number per row for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-        normed, rstd = _eager_rms_norm(x, scale, eps)
-        ctx.save_for_backward(x, scale, rstd)
-        return normed
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, scale, rstd = ctx.saved_tensors
-        normed = x.float() * rstd
-        wide = grad.float()
-        inner = normed * wide
-        grad_scale = None
-        if ctx.needs_input_grad[1]:
-            grad_scale = inner.flatten(0, -2).sum(0).to(scale.dtype)
-        if not ctx.needs_input_grad[0]:
-            return None, grad_scale, None
-        if scale is None:
-            inner = inner.mean(-1, keepdim=True)
-        else:
-            inner = torch.matmul(inner, scale.float()).div_(x.shape[-1]).unsqueeze(-1)
-            wide = wide * scale
-        grad_x = torch.addcmul(wide, normed, inner, value=-1).mul_(rstd)
-        return grad_x.to(x.dtype), grad_scale, None
 
 
 class RMSNorm(nn.Module):
