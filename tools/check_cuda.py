@@ -45,7 +45,7 @@ class Counting(TorchDispatchMode):
 
     def kernels(self) -> dict[str, int]:
         """Counts of the operators that attend, by short name."""
-        words = ("varlen_attn", "flash_attention_with_sinks", "document_attention", "scaled_dot_product", "flex")
+        words = ("varlen_attn", "document_attention", "scaled_dot_product", "flex")
         return {word: n for word in words if (n := sum(c for name, c in self.counts.items() if word in name))}
 
     def syncs(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Causal attention on CPU, computed block by block over the queries; scores and probabilities are float32.
 
-For documents of up to about 1,000 tokens it takes 50 to 75 % of the time of torch's fused CPU kernel, which has a slow
-backward pass in bfloat16. Like that kernel, it rounds normalized probabilities to the dtype of the values. It saves
-only queries, keys and values; the backward pass recomputes the probabilities block by block.
+It is for what torch's fused CPU kernel cannot compute: windows, soft caps, sinks, and more keys than queries. Like that
+kernel, it rounds normalized probabilities to the dtype of the values. It saves only queries, keys and values; the
+backward pass recomputes the probabilities block by block.
 """
 
 import functools
@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # queries at a time; measured best from 32 to 192
-
-
-def is_faster_in_blocks(length: int, dtype: torch.dtype) -> bool:
-    """Return whether blocks are faster for a document of ``length`` tokens (measured on x86 with AVX-512)."""
-    return 128 <= length <= 2048 if dtype == torch.float32 else length <= 1024
 
 
 def block_attention(

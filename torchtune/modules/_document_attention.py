@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune.data import Documents, SharedPrefixes
-from torchtune.modules._block_attention import block_attention, block_attention_backward, is_faster_in_blocks
+from torchtune.modules._block_attention import block_attention, block_attention_backward
 from torchtune.modules._block_mask import document_block_mask
-from torchtune.modules._sinks import add_sinks, sinks_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -108,11 +107,14 @@ def _split_by_length(
         raise ValueError(f"The documents cover {start[0]} positions, the batch has {of_queries[0].shape[0]}.")
 
 
-def _should_use_blocks(q: Tensor, k: Tensor, window: int, softcap: float) -> bool:
-    """Whether documents ``[count, length, …]`` run in blocks: the only supported kernel, or the faster one."""
-    if window or softcap or q.device.type != "cpu" or q.shape[1] != k.shape[1]:
-        return True
-    return is_faster_in_blocks(q.shape[1], q.dtype)
+def _empty_lse(q: Tensor) -> Tensor:
+    return torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+
+def _needs_blocks(q: Tensor, k: Tensor, window: int, softcap: float, sinks: Tensor | None) -> bool:
+    """Whether torch's fused kernel cannot compute documents ``[count, length, …]``."""
+    is_plain = not window and not softcap and sinks is None and q.shape[1] == k.shape[1]
+    return not is_plain or q.device.type != "cpu"
 
 
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
@@ -127,16 +129,14 @@ def _forward(
     cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    lse = _empty_lse(q)
     for (q_run, out_run, lse_run), (k_run, v_run) in _split_by_length(cu_seqlens, cu_keys, (q, out, lse), (k, v)):
         here = window if window < k_run.shape[1] else 0
-        if _should_use_blocks(q_run, k_run, here, softcap):
+        if _needs_blocks(q_run, k_run, here, softcap, sinks):
             block_attention(q_run, k_run, v_run, out_run, here, softcap, sinks)
         else:
             heads = (t.transpose(1, 2) for t in (q_run, k_run, v_run))
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
-            if sinks is not None:
-                attended, sums = add_sinks(attended, sums, sinks)
             out_run.copy_(attended.transpose(1, 2))
             lse_run.copy_(sums.transpose(1, 2))
     return out, lse
@@ -164,13 +164,11 @@ def _backward(
     ):
         results = (of_q, *of_kv)
         here = window if window < k_run.shape[1] else 0
-        if _should_use_blocks(q_run, k_run, here, softcap):
+        if _needs_blocks(q_run, k_run, here, softcap, sinks):
             more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
             block_attention_backward(grad_run, q_run, k_run, v_run, *results, here, softcap, **more)
             continue
         heads = [t.transpose(1, 2) for t in (grad_run, q_run, k_run, v_run, out_run, lse_run)]
-        if sinks is not None:
-            grad_sinks += sinks_gradient(heads[0], heads[4], heads[5], sinks)
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
         for result, value in zip(results, found, strict=True):
             result.copy_(value.transpose(1, 2))
@@ -188,7 +186,7 @@ def _(
     softcap: float = 0.0,
     cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return torch.empty_like(q), _empty_lse(q)
 
 
 @_backward.register_fake

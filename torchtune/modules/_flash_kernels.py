@@ -24,7 +24,7 @@ class FlashAttentionKernel(Conversion):
     """Conversion that runs flash attention with FlashAttention-3 or -4 instead of torch's own kernel.
 
     It calls ``torch.nn.attention.activate_flash_attention_impl``, which affects the whole process. Layers that flash
-    attention does not support (soft caps, float32, heads wider than 256) keep their kernel. Not tested on a GPU.
+    attention does not support (soft caps, sinks, float32, heads wider than 256) keep their kernel. Not tested on a GPU.
 
     Args:
         kernel: ``"FA3"`` (compute capability 9.0) or ``"FA4"`` (9.0 or 10.0).
@@ -48,21 +48,15 @@ class FlashAttentionKernel(Conversion):
         """Activate the kernel.
 
         Raises:
-            ConversionError: the model has attention sinks, no layer uses flash attention, or this machine cannot run
+            ConversionError: no layer uses flash attention, or this machine cannot run
                 the kernel.
         """
         layers = {path: module for path, module in model.named_modules() if isinstance(module, MultiHeadAttention)}
-        with_sinks = [path for path, layer in layers.items() if layer.sinks is not None]
-        if with_sinks:
-            raise ConversionError(
-                f"FlashAttentionKernel: '{with_sinks[0]}' has attention sinks, which are added to torch's own kernel: "
-                "remove it from model_converters."
-            )
         using = [path for path, layer in layers.items() if _uses_flash(layer)]
         if not using:
             raise ConversionError(
                 "FlashAttentionKernel: flash attention runs no layer of this model (it takes dtype bf16 or fp16, heads "
-                "of at most 256 and no soft cap): remove it from model_converters."
+                "of at most 256, no soft cap and no sinks): remove it from model_converters."
             )
         if not is_simulated():
             self._activate()
@@ -101,4 +95,5 @@ class FlashAttentionKernel(Conversion):
 def _uses_flash(layer: MultiHeadAttention) -> bool:
     dtype = next(layer.parameters()).dtype
     kind = {"head_dim": layer.head_dim, "window": layer.window or 0, "softcap": layer.softcap or 0.0}
+    kind["sinks"] = layer.sinks is not None
     return choose_kernel(torch.device("cuda"), dtype, **kind) is Kernel.VARLEN

@@ -18,7 +18,6 @@ from torchtune.modules._document_attention import (
     document_attention,
     prepend_shared_prefix,
 )
-from torchtune.modules._flash_attention import flash_attention_with_sinks
 from torchtune.modules._tiles import TileMask
 from torchtune.utils import get_logger, log_once
 
@@ -135,7 +134,6 @@ class Kernel(Enum):
     """Kernels for attention within documents; the values are descriptions for the log."""
 
     VARLEN = "torch's varlen_attn (flash attention over documents)"
-    FLASH_WITH_SINKS = "torch's flash attention over documents, sinks added by its log-sum-exp"
     FLEX = "flex attention with a block mask of the documents"
     PER_DOCUMENT = "documents one by one"
 
@@ -162,10 +160,8 @@ def choose_kernel(
     if device.type != "cuda":
         return Kernel.PER_DOCUMENT
     _load_varlen()
-    if softcap or dtype not in _FLASH_DTYPES or head_dim > 256 or _VARLEN is None:
+    if softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256 or _VARLEN is None:
         return Kernel.FLEX
-    if sinks:
-        return Kernel.FLEX if torch.version.hip else Kernel.FLASH_WITH_SINKS  # ROCm's log-sum-exps have another layout
     return Kernel.VARLEN if not window or "window_size" in _VARLEN[1] else Kernel.FLEX
 
 
@@ -188,9 +184,6 @@ def _packed_attention(
     cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
         return _varlen_attention(*flat, cu_seqlens, cu_keys, longest, window).view(q.shape)
-    if kernel is Kernel.FLASH_WITH_SINKS:
-        more_keys = None if documents.shared is None else cu_keys
-        return flash_attention_with_sinks(*flat, cu_seqlens, longest, sinks, window, more_keys).view(q.shape)
     mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
     if mask is None:
         mask = document_block_mask(cu_seqlens, len(flat[0]), window, cu_keys, len(flat[1]))

@@ -1,4 +1,4 @@
-"""What attention runs on CUDA, as far as a machine without a GPU can tell: masks, sinks, and which kernel is chosen."""
+"""What attention runs on CUDA, as far as a machine without a GPU can tell: masks, and which kernel is chosen."""
 
 import itertools
 import random
@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 from tools.check_cuda import Counting
@@ -14,8 +13,6 @@ from torchtune.data import Documents
 from torchtune.modules import attention_utils
 from torchtune.modules._block_mask import BLOCK, document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention
-from torchtune.modules._flash_attention import flash_attention_with_sinks
-from torchtune.modules._sinks import add_sinks, sinks_gradient
 from torchtune.modules.attention_utils import Kernel, attention, attention_backend, choose_kernel
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -105,36 +102,15 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
     torch.testing.assert_close(given, alone, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("length", [60, 100])
-def test_sinks_on_top_of_a_flash_kernel(length):
-    """Output and gradients from the kernel's output and log-sum-exp, against the formula in float64."""
-    torch.manual_seed(length)
-    q, k, v, grad = torch.randn(4, 2, 3, length, 16).unbind()
-    sinks = torch.linspace(-2.0, 3.0, 3)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    out, lse = add_sinks(out, lse, sinks)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
-    leaves = [t.double().requires_grad_() for t in (q, k, v, sinks)]
-    scores = leaves[0] @ leaves[1].transpose(-1, -2) / 4
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    column = leaves[3].view(1, 3, 1, 1).expand(2, 3, length, 1)
-    expected = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ leaves[2]
-    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
-    expected.backward(grad.double())
-    for mine, leaf in zip((*found, sinks_gradient(grad, out, lse, sinks)), leaves, strict=True):
-        torch.testing.assert_close(mine.double(), leaf.grad, atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "kind", "kernel"),
     [
         (torch.bfloat16, {}, Kernel.VARLEN),
         (torch.bfloat16, {"window": 4096}, Kernel.VARLEN),
-        (torch.bfloat16, {"window": 128, "sinks": True}, Kernel.FLASH_WITH_SINKS),
+        (torch.bfloat16, {"window": 128, "sinks": True}, Kernel.FLEX),
         (torch.bfloat16, {"softcap": 50.0, "window": 4096}, Kernel.FLEX),
         (torch.bfloat16, {"head_dim": 512}, Kernel.FLEX),
         (torch.float32, {}, Kernel.FLEX),
-        (torch.float32, {"sinks": True}, Kernel.FLEX),
     ],
 )
 def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype, kind, kernel):
@@ -144,17 +120,7 @@ def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype, kind, kernel):
 
 
 def test_the_host_waits_for_nothing():
-    """Fake CUDA tensors have no values: what asks for one is counted, or fails."""
-    with FakeTensorMode(), torch.no_grad(), Counting() as counting:
-        q, k, v = (torch.empty(400, heads, 64, dtype=torch.bfloat16, device="cuda:0") for heads in (8, 2, 2))
-        cu_seqlens = torch.empty(4, dtype=torch.int32, device="cuda:0")
-        out = flash_attention_with_sinks(q, k, v, cu_seqlens, 512, torch.empty(8, device="cuda:0"), 128, cu_seqlens)
-    assert (out.shape, out.device.type) == (q.shape, "cuda")
-    assert counting.counts["torchtune.flash_attention_with_sinks.default"] == 1
-    assert counting.syncs() == {}
     with Counting() as counting:
-        out, lse = add_sinks(torch.randn(3, 5, 4), torch.randn(3, 5), torch.zeros(3))
-        sinks_gradient(out, out, lse, torch.zeros(3))
         mask = document_block_mask(boundaries([100, 300]), 400, 128)
     assert isinstance(mask, BlockMask)
     assert counting.counts
