@@ -1,6 +1,5 @@
 """Conversion that uses a separately installed FlashAttention-3 or -4 kernel."""
 
-import importlib
 from typing import ClassVar
 
 import torch
@@ -12,11 +11,10 @@ from torchtune.modules.attention_utils import Kernel, choose_kernel
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.utils import is_simulated
 
-# Torch's name -> (module of the kernel, its folder in github.com/Dao-AILab/flash-attention, supported compute
-# capabilities (major)).
+# Torch's name of a kernel -> its source.
 _KERNELS = {
-    "FA3": ("flash_attn_interface", "hopper", (9,)),
-    "FA4": ("flash_attn.cute.interface", "flash_attn/cute", (9, 10)),
+    "FA3": "github.com/Dao-AILab/flash-attention/tree/main/hopper",
+    "FA4": "github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute",
 }
 
 
@@ -63,33 +61,17 @@ class FlashAttentionKernel(Conversion):
         return ConversionReport(self.kernel, using)
 
     def _activate(self) -> None:
-        name, folder, capabilities = _KERNELS[self.kernel]
         if not torch.cuda.is_available():
             raise ConversionError(
                 f"FlashAttentionKernel: {self.kernel} runs on CUDA, and there is none: remove it from model_converters."
             )
-        major, minor = torch.cuda.get_device_capability()
-        if major not in capabilities:
-            raise ConversionError(
-                f"FlashAttentionKernel: {self.kernel} does not run on {torch.cuda.get_device_name()} (compute "
-                f"capability {major}.{minor}): remove it from model_converters."
-            )
-        activate = getattr(attention, "activate_flash_attention_impl", None)
-        if activate is None:
-            raise ConversionError(
-                f"FlashAttentionKernel: torch {torch.__version__} has no choice of kernels: update it."
-            )
         try:
-            importlib.import_module(name)
-        except ImportError as error:
+            attention.activate_flash_attention_impl(self.kernel)
+        except (AttributeError, ImportError, RuntimeError) as error:
             raise ConversionError(
-                f"FlashAttentionKernel: {self.kernel} is not installed ({error}): see the folder {folder} of "
-                "github.com/Dao-AILab/flash-attention, or remove it from model_converters."
+                f"FlashAttentionKernel: torch {torch.__version__} cannot use {self.kernel} ({error}): see "
+                f"{_KERNELS[self.kernel]} for its installation, or remove it from model_converters."
             ) from error
-        try:
-            activate(self.kernel)
-        except RuntimeError as error:
-            raise ConversionError(f"FlashAttentionKernel: torch cannot use {self.kernel}: {error}.") from error
 
 
 def _uses_flash(layer: MultiHeadAttention) -> bool:

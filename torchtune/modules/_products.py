@@ -79,11 +79,6 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
     return out
 
 
-def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``F.linear`` by oneDNN, without a gradient; None where that is no faster."""
-    return onednn_linear(x, _dense(weight), bias) if _is_worth(x, weight, bias) else None
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

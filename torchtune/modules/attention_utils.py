@@ -160,9 +160,8 @@ def choose_kernel(
     if device.type != "cuda":
         return Kernel.PER_DOCUMENT
     _load_varlen()
-    if softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256 or _VARLEN is None:
-        return Kernel.FLEX
-    return Kernel.VARLEN if not window or "window_size" in _VARLEN[1] else Kernel.FLEX
+    needs_flex = softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256
+    return Kernel.FLEX if needs_flex else Kernel.VARLEN
 
 
 def _packed_attention(
@@ -324,34 +323,17 @@ def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: A
     log_once(get_logger(), f"Attention{given and ' with '}{given} on {device.type} in {dtype}: {name}.")
 
 
-@functools.cache
-def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
-    """Return (varlen_attn, arguments that make it causal, whether it supports GQA), or None in older torch.
-
-    Importing it loads the compiler, so it is imported at the first attention on CUDA.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" in known:
-        causal = {"window_size": (-1, 0)}
-    elif "is_causal" in known:
-        causal = {"is_causal": True}
-    else:
-        return None
-    return varlen_attn, causal, "enable_gqa" in known
-
-
-_VARLEN: tuple[Callable[..., Tensor], dict[str, Any], bool] | None = None
+# torch's varlen_attn, and whether it supports GQA.
+_VARLEN: tuple[Callable[..., Tensor], bool] | None = None
 
 
 def _load_varlen() -> None:
-    """Import the kernel, except while compiling: compiled layers cannot import."""
+    """Import the kernel at the first attention on CUDA, because it loads the compiler; compiled layers cannot."""
     global _VARLEN
     if _VARLEN is None and not torch.compiler.is_compiling():
-        _VARLEN = _find_varlen()
+        from torch.nn.attention.varlen import varlen_attn
+
+        _VARLEN = varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _varlen_attention(
@@ -366,16 +348,12 @@ def _varlen_attention(
 ) -> Tensor:
     """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
     n, n_kv = q.shape[1], k.shape[1]
-    function, options, groups = _VARLEN
-    if window:
-        options = {**options, "window_size": (window - 1, 0)}
-    if not is_causal:
-        options = {}
-    if n != n_kv:
-        if groups:
-            options = {**options, "enable_gqa": True}
-        else:
-            k, v = (t[:, :, None].expand(-1, -1, n // n_kv, -1).flatten(1, 2) for t in (k, v))
+    function, supports_groups = _VARLEN
+    options: dict[str, Any] = {"window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
+    if n != n_kv and supports_groups:
+        options["enable_gqa"] = True
+    elif n != n_kv:
+        k, v = (t[:, :, None].expand(-1, -1, n // n_kv, -1).flatten(1, 2) for t in (k, v))
     return function(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
 
 

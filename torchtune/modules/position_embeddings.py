@@ -40,9 +40,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     wide = x.float()
     if layout == "interleaved":
-        if not torch.compiler.is_compiling():
-            pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
-            return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
         first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.flatten(-2).to(x.dtype)

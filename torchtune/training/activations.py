@@ -1,15 +1,13 @@
 """Selective activation checkpointing: recompute element-wise operations, keep attention and some matrix products."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtune.modules.peft import keep_base_products
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
-from torchtune.training.memory import CheckpointedForward, checkpoint_module, set_activation_checkpointing
+from torchtune.training.memory import checkpoint_module, set_activation_checkpointing
 from torchtune.utils import UserError, onednn_linear_op, reduce_scatter_op
 
 
@@ -54,19 +52,6 @@ def _every_other_matmul() -> Any:
     return create_selective_checkpoint_contexts(_EveryOtherMatmul())
 
 
-class _WithBaseProducts:
-    """Forward in which adapters do not modify the base's products in place, so that checkpointing can save them."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler handles in-place updates itself
-            return self.forward(*args, **kwargs)
-        with keep_base_products():
-            return self.forward(*args, **kwargs)
-
-
 def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | str | None) -> torch.nn.Module:
     """Checkpoint one module in place.
 
@@ -82,8 +67,6 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
     if ac_mode == "full" or (ac_mode == "selective" and isinstance(ac_style, int)):
         return checkpoint_module(module)
     if ac_mode == "selective" and ac_style == "op":
-        if not isinstance(module.forward, CheckpointedForward):
-            module.forward = _WithBaseProducts(module.forward)
         return checkpoint_module(module, context_fn=_every_other_matmul)
     raise ActivationCheckpointingError(
         f"ac_mode={ac_mode!r} with ac_option={ac_style!r} is not known: use ac_mode 'full', or 'selective' with "

@@ -13,20 +13,6 @@ from torchtune.modules.loss._chunked_logits import Logits, Projection, at_least_
 _CHUNK_ELEMENTS = 2**25
 
 
-class _SumOverVocabulary(torch.autograd.Function):
-    """All-reduce of partial sums; every rank computes the same values of it, so the gradient is passed on."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = partial.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def log_probs_of_rows(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None, *, with_entropy: bool = False
 ) -> tuple[Tensor, ...]:
@@ -53,7 +39,11 @@ def log_probs_of_rows(
     sums = [exp.sum(-1), chosen]
     if with_entropy:
         sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
-    total, chosen, *weighted = sums if group is None else _SumOverVocabulary.apply(torch.stack(sums), group)
+    if group is not None:
+        from torchtune.modules.parallel._collectives import sum_of_equals  # slow to import
+
+        sums = sum_of_equals(torch.stack(sums), group)
+    total, chosen, *weighted = sums
     return chosen - total.log(), *(total.log() - one / total for one in weighted)
 
 

@@ -46,8 +46,6 @@ class WeightFormat(ABC):
 
     # Suffixes of the weight's name for each of its tensors.
     suffixes: ClassVar[tuple[str, ...]]
-    # Whether the last dimension of each tensor is along the weight's columns.
-    by_column: ClassVar[tuple[bool, ...]]
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -93,7 +91,6 @@ class NF4(WeightFormat):
     """
 
     suffixes = ("", "_scale", "_range")
-    by_column = (True, True, False)
 
     def __init__(self, dtype: torch.dtype, block_size: int = 64) -> None:
         super().__init__(dtype)
@@ -156,7 +153,6 @@ class _ByRow(WeightFormat):
     """8 bits per element and a scale per row."""
 
     suffixes = ("", "_scale")
-    by_column = (True, False)
     largest: ClassVar[float]
     codes: ClassVar[torch.dtype]
 

@@ -3,6 +3,8 @@
 Shards are equal parts of dimension 1, the sequence; batches are padded to a multiple of the group's size.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torchtune.modules._outside_graphs import outside_graphs
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Collective = Callable[[Tensor], Tensor]
 
 
 def _all_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,59 +41,17 @@ def _reduce_scatter_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tenso
     return part.transpose(0, 1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather_sequence(part, group)
+class _Collective(torch.autograd.Function):
+    """A collective and the one of its backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_sequence(grad, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter_sequence(summand, group)
+    def forward(ctx: Any, value: Tensor, run: Collective, run_backward: Collective) -> Tensor:
+        ctx.run_backward = run_backward
+        return run(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_sequence(grad, ctx.group), None
-
-
-class _GatherVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.width = group, part.shape[-1]
-        return _all_gather_sequence(part.movedim(-1, 0).unsqueeze(0), group).squeeze(0).movedim(0, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width), None
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduce(summand, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.run_backward(grad), None, None
 
 
 def _all_reduce(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -97,26 +60,17 @@ def _all_reduce(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-        ctx.group, ctx.to_heads = group, to_heads
-        return _all_to_all(value, group, to_heads)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_to_all(grad, ctx.group, not ctx.to_heads), None, None
+def _sequence_to_heads(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # [b, s, ranks * n, h] -> [ranks, s, b, n, h] -> [b, ranks * s, n, h]
+    sent = value.unflatten(2, (group.size(), -1)).permute(2, 1, 0, 3, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.flatten(0, 1).transpose(0, 1)
 
 
-def _all_to_all(value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-    ranks = group.size()
-    if to_heads:  # [b, s, ranks * n, h] -> [ranks, s, b, n, h] -> [b, ranks * s, n, h]
-        sent = value.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return received.flatten(0, 1).transpose(0, 1)
+def _heads_to_sequence(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     # [b, ranks * s, n, h] -> [ranks, s, b, n, h] -> [b, s, ranks * n, h]
-    sent = value.transpose(0, 1).unflatten(0, (ranks, -1)).contiguous()
+    sent = value.transpose(0, 1).unflatten(0, (group.size(), -1)).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
@@ -125,13 +79,13 @@ def _all_to_all(value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tens
 @outside_graphs
 def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``[b, s / ranks, ...]`` to ``[b, s, ...]``; the backward pass is a reduce-scatter."""
-    return _Gather.apply(part, group)
+    return _Collective.apply(part, *_of(group, _all_gather_sequence, _reduce_scatter_sequence))
 
 
 @outside_graphs
 def sum_and_split_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter ``[b, s, ...]`` to ``[b, s / ranks, ...]``; the backward pass is an all-gather."""
-    return _ReduceScatter.apply(summand, group)
+    return _Collective.apply(summand, *_of(group, _reduce_scatter_sequence, _all_gather_sequence))
 
 
 @outside_graphs
@@ -140,28 +94,56 @@ def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     All ranks compute the same loss, so the backward pass only takes this rank's slice of the gradient.
     """
-    return _GatherVocabulary.apply(part, group)
+    width = part.shape[-1]
+
+    def gather(part: Tensor) -> Tensor:
+        return _all_gather_sequence(part.movedim(-1, 0).unsqueeze(0), group).squeeze(0).movedim(0, -1)
+
+    return _Collective.apply(part, gather, lambda grad: grad.narrow(-1, group.rank() * width, width))
 
 
 @outside_graphs
 def sum_gradients(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a replicated value unchanged; the backward pass is an all-reduce."""
-    return _SumGradients.apply(value, group)
+    return _Collective.apply(value, lambda value: value.view_as(value), partial(_all_reduce, group=group))
 
 
 @outside_graphs
 def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; the backward pass is also an all-reduce, because ranks use the sum differently."""
-    return _Sum.apply(summand, group)
+    return _Collective.apply(summand, *_of(group, _all_reduce, _all_reduce))
+
+
+@outside_graphs
+def sum_of_equals(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce; all ranks compute the same of the sum, so the gradient is passed on."""
+    return _Collective.apply(summand, partial(_all_reduce, group=group), lambda grad: grad)
 
 
 @outside_graphs
 def exchange_sequence_for_heads(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all from sequence shards ``[b, s, n, h]`` to head shards ``[b, s * ranks, n / ranks, h]``."""
-    return _AllToAll.apply(value, group, True)
+    return _Collective.apply(value, *_of(group, _sequence_to_heads, _heads_to_sequence))
 
 
 @outside_graphs
 def exchange_heads_for_sequence(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all from head shards ``[b, s * ranks, n / ranks, h]`` to sequence shards ``[b, s, n, h]``."""
-    return _AllToAll.apply(value, group, False)
+    return _Collective.apply(value, *_of(group, _heads_to_sequence, _sequence_to_heads))
+
+
+@outside_graphs
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """All-to-all of ``sent`` and ``received`` rows per rank; the backward pass sends their gradients back."""
+
+    def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    there = partial(exchange, sent=sent, received=received)
+    return _Collective.apply(rows, there, partial(exchange, sent=received, received=sent))
+
+
+def _of(group: dist.ProcessGroup, *functions: Callable[..., Tensor]) -> list[Collective]:
+    return [partial(function, group=group) for function in functions]

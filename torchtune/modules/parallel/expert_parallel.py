@@ -1,36 +1,16 @@
 """Expert parallelism: all-to-all dispatch of rows to the ranks of their experts, and back."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.moe.moe import permute_rows
+from torchtune.modules.parallel._collectives import exchange_rows
 from torchtune.modules.parallel._styles import ParallelError, place_parameters
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
 
 
 def exchange_sizes(own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -71,13 +51,13 @@ class ExpertParallel:
         dist.all_to_all_single(theirs, counts, group=self.group)
         theirs = theirs.view(ranks, -1)
         sent, received = exchange_sizes(counts.view(ranks, -1), theirs, len(rows))
-        arrived = _AllToAll.apply(rows, sent, received, self.group)
+        arrived = exchange_rows(rows, sent, received, self.group)
         # Received rows are sorted by source rank, then by expert.
         own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
         order = own.repeat_interleave(theirs.flatten(), output_size=len(arrived)).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         computed = experts(permute_rows(arrived, order, inverse), theirs.sum(0))
-        return _AllToAll.apply(permute_rows(computed, inverse, order), received, sent, self.group)
+        return exchange_rows(permute_rows(computed, inverse, order), received, sent, self.group)
 
 
 def check_experts(path: str, experts: nn.Module, ranks: int) -> None:

@@ -43,4 +43,3 @@ __all__ = [
 
 from torchtune.modules.peft._adapters import adapter_modules as adapter_modules
 from torchtune.modules.peft._functional import init_from_weight as init_from_weight
-from torchtune.modules.peft._functional import keep_base_products as keep_base_products

@@ -1,18 +1,14 @@
 """LoRA projection as one autograd node, and merging of adapters."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from torchtune.modules._products import fast_linear, mm
+from torchtune.modules._products import linear, mm
 from torchtune.modules.stored_linear import Stored
-from torchtune.utils import computes_on_cpu
 
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
@@ -20,46 +16,12 @@ def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
     return alpha / (rank**0.5 if use_rslora else rank)
 
 
-def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
-    """Sample a dropout mask.
-
-    Args:
-        like: tensor with the mask's shape and device.
-        dropout: dropout probability, between 0 and 1; on CPU rounded to a multiple of 2⁻¹⁶, because four 16-bit numbers
-            from one 64-bit sample are several times faster than a sample per element.
-
-    Returns:
-        bool mask (True: kept) and the exact probability of keeping one.
-    """
-    if not computes_on_cpu(like.device) or torch.compiler.is_compiling():
-        return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1.0 - dropout), 1.0 - dropout
-    dropped = min(max(round(dropout * 2**16), 1), 2**16 - 1)
-    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    mask = draws.view(torch.int16)[: like.numel()] >= dropped - 2**15
-    return mask.view(like.shape), 1.0 - dropped / 2**16
-
-
-_is_base_kept: ContextVar[bool] = ContextVar("base_is_kept", default=False)
-
-
-@contextmanager
-def keep_base_products() -> Iterator[None]:
-    """Add updates out of place inside the block, because selective checkpointing may save the base's product.
-
-    Selective checkpointing saves only the base's product, not the low-rank products.
-    """
-    token = _is_base_kept.set(True)
-    try:
-        yield
-    finally:
-        _is_base_kept.reset(token)
-
-
 class LoRAProjection(torch.autograd.Function):
     """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
 
     For the backward pass it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of
-    one byte per element. It allocates no temporary of the output's size, except inside :func:`keep_base_products`.
+    one byte per element. Low-rank products write into a given tensor, so that selective checkpointing, which saves
+    some products, does not see them; nor is the base's product changed in place.
     W is ``decode(*stored)`` and is decoded again in the backward pass, so only the stored tensors are saved.
     """
 
@@ -79,11 +41,8 @@ class LoRAProjection(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
-        if not torch.compiler.is_compiling() and _is_base_kept.get():
-            base = F.linear(rows, decode(*stored), bias)
-            y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
-        else:
-            y = _linear_into_new(rows, decode(*stored), bias).addmm_(low, lora_b.t(), alpha=scale)
+        base = linear(rows, decode(*stored), bias)
+        y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
         needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
         ctx.save_for_backward(
             rows if needs_weight or needs_a else None, lora_a, lora_b, low if needs_b else None, mask, *stored
@@ -120,14 +79,6 @@ class LoRAProjection(torch.autograd.Function):
         return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *(None for _ in stored[1:])
 
 
-def _linear_into_new(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` as an operator that selective checkpointing does not save, because the caller changes its result."""
-    if (fast := fast_linear(rows, weight, bias)) is not None:
-        return fast
-    out = rows.new_empty(rows.shape[0], weight.shape[0])
-    return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
-
-
 def _identity(weight: Tensor) -> Tensor:
     return weight
 
@@ -160,8 +111,8 @@ def lora_projection(
     if dropout >= 1.0:
         scale = 0.0
     elif dropout > 0.0:
-        mask, keep = draw_mask(x, dropout)
-        scale = scale / keep
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
+        scale = scale / (1.0 - dropout)
     decode, stored, _ = weight if isinstance(weight, Stored) else Stored(_identity, (weight,), weight.dtype)
     return LoRAProjection.apply(x, bias, lora_a, lora_b, mask, scale, decode, *stored)
 
