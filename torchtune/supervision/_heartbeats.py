@@ -89,7 +89,6 @@ class Heartbeats:
         self._others = [other for other in range(world_size) if other != rank]
         self._prefix = f"torchtune/heartbeats/{run_id}"
         self._stop_event, self._wake_event = threading.Event(), threading.Event()
-        self._is_first_to_announce: bool | None = None
         self._announces_stall = self.reads_peers = self.is_stalled = self.has_failed_rank = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._initial_beat = Beat(moved=first.moved)  # of ranks without a beat so far
@@ -124,8 +123,8 @@ class Heartbeats:
 
     def _sync_with_store(self, store: "Store") -> None:
         store.set(self._key(self._rank), json.dumps(asdict(self.mine)))
-        if self._announces_stall and self._is_first_to_announce is None:
-            self._is_first_to_announce = store.add(f"{self._prefix}/over", 1) == 1
+        if self._announces_stall:
+            store.set(f"{self._prefix}/over", "")
         if self.mine.failed or self.mine.left == ORPHANED:
             store.set(f"{self._prefix}/broken", "")
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
@@ -150,17 +149,10 @@ class Heartbeats:
         moved = last.moved if (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs) else now
         self.seen[rank] = PeerBeat(beat, beat_at, moved)
 
-    def announce_stall(self, seconds: float) -> bool:
-        """Announce to the other ranks that the run stalls; return whether this rank is the first.
-
-        Args:
-            seconds: timeout of the answer; without an answer, every rank is the first.
-        """
+    def announce_stall(self) -> None:
+        """Announce to the other ranks that the run stalls."""
         self._announces_stall = True
-        deadline = time.monotonic() + seconds
-        while self._is_first_to_announce is None and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(self._interval / 10)
-        return self._is_first_to_announce is not False
+        self._wake_event.set()
 
     def find_lost_ranks(self, seconds: float, patience: float) -> dict[int, Beat] | None:
         """Return the last beats of ranks that are gone, else of ranks that failed; None if the store does not answer.

@@ -46,6 +46,8 @@ T = TypeVar("T")
 HANG_EXIT_CODE = 76
 # Seconds without progress after which a rank ends if another one has failed.
 _QUIET_SECONDS = 10.0
+# Logged once per machine, for any number of ranks.
+_STALLED = "the run stalls"
 # Name prefix of threads that write checkpoints.
 WRITER_THREAD_PREFIX = "checkpoint"
 _watchdog_numbers = itertools.count()  # of this process; equal on all ranks, which run the same program
@@ -98,9 +100,9 @@ class Watchdog:
     """Context manager that ends this process if no rank shows a sign of life for ``timeout`` seconds, or if the process
     that started it dies.
 
-    The first rank to find out logs one sentence that names the stalled ranks and their place in the code; it is also in
-    every log file. Every rank writes its stacks to its log file and exits with code 76. The timeout of torch's
-    collectives is set to more than twice ``timeout``, so that this message comes first.
+    The first rank of a machine to find out logs one sentence that names the stalled ranks and their place in the code;
+    it is also in every log file. Every rank writes its stacks to its log file and exits with code 76. The timeout of
+    torch's collectives is set to more than twice ``timeout``, so that this message comes first.
 
     A thread reads ``activity`` once a second; the loop does no work for it, and a step has no further collective. Ranks
     exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward passes,
@@ -255,10 +257,10 @@ class Watchdog:
         """Log the reason and exit, even if the stalled code holds a lock."""
         _run_with_timeout(5.0, lambda: dump_stacks("The run stands still; this is where this process is:"))
         sentence = self._stall_message(now)
-        beats = self._heartbeats
-        first = beats is None or self._is_store_lost(now) or beats.announce_stall(seconds=5 * self._interval + 2)
+        first = first_to_say(_STALLED)
         _run_with_timeout(5.0, lambda: get_logger().error(sentence) if first else note_in_run_log(sentence))
-        if beats is not None:
+        if self._heartbeats is not None:
+            self._heartbeats.announce_stall()
             time.sleep(5 * self._interval)  # until the other ranks have written their stacks
         _exit_process(HANG_EXIT_CODE)
 

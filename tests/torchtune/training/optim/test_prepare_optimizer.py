@@ -213,24 +213,6 @@ def test_state_dict_is_keyed_by_name_and_kept_small():
         assert state["state"][name]["exp_avg"].shape == parameter.shape
 
 
-# torch says that no process group was found, though no_dist=True asks for none
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
-def test_state_goes_through_a_distributed_checkpoint(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    model = make_model(torch.bfloat16)
-    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, "fp32_master")
-    take_steps(model, optimizer, range(2))
-    state = {"optimizer": optimizer.state_dict()}
-    dcp.state_dict_saver.save(state, checkpoint_id=tmp_path, no_dist=True)
-    loaded = copy.deepcopy(state)
-    for entry in loaded["optimizer"]["state"].values():
-        entry["master"].zero_()
-    dcp.state_dict_loader.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    for name, entry in state["optimizer"]["state"].items():
-        assert torch.equal(entry["master"], loaded["optimizer"]["state"][name]["master"])
-
-
 def test_state_of_plain_torch_is_taken_over(caplog):
     model = make_model(torch.bfloat16)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)

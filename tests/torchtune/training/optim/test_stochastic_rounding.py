@@ -40,14 +40,6 @@ def test_sum_over_steps_has_the_variance_of_independent_steps():
     assert abs(total.mean().item()) < 5 * deviation / math.sqrt(len(values))
 
 
-def test_tensors_of_a_step_are_uncorrelated():
-    generator = make_generator(0, "weight", 1, CPU)
-    values = torch.full((12, 50_000), 1.0 + 2**-8)
-    rows = torch.stack([round_stochastically_(row, generator) for row in values]).double()
-    correlation = torch.corrcoef(rows) - torch.eye(12)
-    assert correlation.abs().max() < 6 / math.sqrt(50_000)
-
-
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, 2.0**-133])
 def test_what_bfloat16_represents_stays(value):
     result = rounded(torch.full((70_000,), value))

@@ -58,11 +58,12 @@ def _attempt(
     wrong = dict.fromkeys(runs, "has not ended")
     try:
         for name, size in runs.items():
-            (folder / name).mkdir(parents=True)
+            (folder / name / "errors" / "0").mkdir(parents=True)
+            errors = {"TORCHELASTIC_ERROR_FILE": str(folder / name / "errors" / "0" / "0" / "error.json")}
             for rank, environment in enumerate(environments(size)):
                 pid = fork()
                 if pid == 0:
-                    os.environ.update(environment, STANDING_FOLDER=str(folder / name))
+                    os.environ.update(environment, **errors, STANDING_FOLDER=str(folder / name))
                     _child(rank, limit, folder / name, lambda: body(name, rank, limit, folder / name))  # noqa: B023
                 waiting[pid] = (name, rank)
         deadline, grace = time.monotonic() + 60 + 10 * limit, 10 + 3 * limit
