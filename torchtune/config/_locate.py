@@ -11,20 +11,14 @@ from types import ModuleType
 from typing import Any
 
 from torchtune.config._errors import InstantiationError, did_you_mean
-from torchtune.utils import UserError, hide_import_warnings
-
-# Expected failures of importing user modules; anything else is a bug and keeps its traceback.
-_IMPORT_FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError, UserError,
-)  # fmt: skip
+from torchtune.utils import hide_import_warnings
 
 
 def _import(name: str, path: str) -> ModuleType:
     try:
         with hide_import_warnings(name):
             return importlib.import_module(name)
-    except _IMPORT_FAILURES as error:
+    except Exception as error:  # whatever a user's module raises
         raise _import_error(name, path, error) from error
 
 
@@ -64,7 +58,7 @@ def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
     except AttributeError:
         if is_package and _module_exists(so_far):
             return _import(so_far, path)
-    except _IMPORT_FAILURES as error:  # a lazy package imports on first access
+    except Exception as error:  # a lazy package imports on first access
         raise _import_error(".".join(parts[:index]), path, error) from error
     before = ".".join(parts[:index])
     hint = did_you_mean(name, _public_names(owner))

@@ -27,8 +27,6 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         try:
             if token.startswith("--"):
                 raise _InvalidOverride("is not an option of a recipe: settings are written key=value")
-            if not token.isascii() and token.encode(errors="ignore").decode() != token:
-                raise _InvalidOverride("is not UTF-8 text")
             if not all(keys):
                 raise _InvalidOverride("needs a key: write key=value or section.key=value")
             if token.startswith("~"):

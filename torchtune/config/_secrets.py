@@ -10,26 +10,18 @@ from typing import Any
 
 REDACTED = "<redacted>"
 
-# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). Plurals of _SECRET_TEXT_WORDS alone are not
-# secrets.
-_SECRET_WORDS = {"password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials", "apikey"}
-_SECRET_WORDS |= {"bearer", "authorization", "cookie", "htpasswd"}
-_SECRET_TEXT_WORDS = {"auth", "token", "key", "pat"}
-_PLURALS = {"tokens", "keys"}
-_OWNER_WORDS = set(
-    "access api auth aws azure bearer client github gitlab hf hub huggingface id openai private refresh secret service "
-    "session wandb".split()
-) - {"id"}
-# "token" is also a tokenizer's, and "key" that of attention and tables: eos_token, text_key are not secrets.
-_INNOCENT_TOKEN = set(
-    "bos eos pad unk sep cls mask image video audio special start end stop begin first last next per extra ignore "
-    "header role user system assistant think tool patch tile added new max min num".split()
+# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). A token or key is a secret unless an innocent word
+# precedes it (eos_token, text_key); several of them only after the word of an owner.
+_SECRET_WORDS = set(
+    "password passwd passphrase pwd secret secrets credential credentials apikey bearer authorization cookie "
+    "htpasswd".split()
 )
-_TOKEN_ATTRIBUTES = {"id", "ids", "index", "indices", "type", "file", "path", "format", "level", "count", "limit"}
-_INNOCENT_KEY = set(
-    "answer attention audio cache chosen column completion content conversation conversations data dict field group "
-    "image index input instruction json label labels layer mask message messages metric model name output prompt query "
-    "question rejected response row sort source state target text value video weight".split()
+_OWNERS = set("access api auth aws azure client github hf hub huggingface openai private service session wandb".split())
+_INNOCENT = set(
+    "add answer attention audio begin bos cache chosen cls column completion content data dict end eos extra field "
+    "first group header ignore image index input instruction json label last layer mask max message messages metric "
+    "min model name new next num output pad patch per prompt public query question rejected response role row sep sort "
+    "source special start state stop system target text think tile tool unk user value video weight".split()
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
@@ -86,19 +78,13 @@ def is_secret(key: str, value: object = "") -> bool:
     words = [word.lower() for word in _WORD.findall(key)]
     if not words or isinstance(value, bool) or value is None:
         return False
-    joined = {"".join(pair) for pair in itertools.pairwise(words)}
-    if _SECRET_WORDS & {*words, *joined}:
+    if _SECRET_WORDS & {*words, *map("".join, itertools.pairwise(words))}:
         return True
     if isinstance(value, (int, float)):
         return False
-    if words[-1] in _PLURALS or (words[-1] == "key" and words[-2:-1] == ["public"]):
-        return bool(_OWNER_WORDS & set(words[:-1]))
-    before = set(words)
-    if "token" in words and words[-1] not in _TOKEN_ATTRIBUTES:
-        return not before & _INNOCENT_TOKEN
-    if words[-1] == "key":
-        return not before & _INNOCENT_KEY
-    return words[-1] in _SECRET_TEXT_WORDS or words[0] == "auth"
+    if words[-1] in ("tokens", "keys"):
+        return not _OWNERS.isdisjoint(words)
+    return words[-1] in ("token", "key", "pat", "auth") and _INNOCENT.isdisjoint(words)
 
 
 def redact_tokens(text: str) -> str:

@@ -38,12 +38,9 @@ _HERE = __file__.rpartition("/")[0]
 Collective = tuple[str, tuple[int, ...]]
 _COLLECTIVES = {
     "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
+    "reducescatter": "reduce-scatter",
     "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
     "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
     "broadcast": "broadcast",
     "send": "send",
     "recv": "receive",
@@ -179,7 +176,7 @@ class Observer(TorchDispatchMode):
         return 0 if own is None else own(*args, **kwargs)
 
     def _communicates(self, work: Work, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
-        name = func._schema.name.split("::")[1].strip("_")
+        name = func._schema.name.split("::")[1].replace("_", "")
         kind = next((text for key, text in _COLLECTIVES.items() if key in name), None)
         if kind is None or not inputs:
             return
@@ -423,16 +420,6 @@ def _attention_flops(products: int, q: torch.Tensor, cu_seqlens: torch.Tensor, w
     return 2 * products * pairs * q.shape[1] * q.shape[2]
 
 
-def _forward_flops(q: Any, k: Any, v: Any, cu: Any, sinks: Any = None, window: int = 0, *_: Any) -> int:
-    return _attention_flops(2, q, cu, window)
-
-
-def _backward_flops(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu: Any, sinks: Any = None, window: int = 0, *_: Any
-) -> int:
-    return _attention_flops(5, q, cu, window)
-
-
 def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int, k: Any, v: Any) -> int:
     """Return the FLOPs of products with the state, and with the 64 positions of a chunk."""
     (heads, value), (shared, key) = v.shape[2:], k.shape[2:]
@@ -442,8 +429,10 @@ def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int,
 
 # The library's custom operators by name. Attention: scores and values forward; scores and four gradients backward.
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
-    "torchtune.document_attention": _forward_flops,
-    "torchtune.document_attention_backward": _backward_flops,
+    "torchtune.document_attention": lambda q, k, v, cu, sinks=None, window=0, *_: _attention_flops(2, q, cu, window),
+    "torchtune.document_attention_backward": (
+        lambda grad, q, k, v, out, lse, cu, sinks=None, window=0, *_: _attention_flops(5, q, cu, window)
+    ),
     "torchtune.gated_delta_rule": lambda q, k, v, *_: _delta_rule_flops(6, 3, 0, 4, k, v),
     "torchtune.gated_delta_rule_backward": lambda grad, q, k, v, *_: _delta_rule_flops(18, 8, 6, 6, k, v),
     "torchtune.state_space": lambda q, k, v, *_: _delta_rule_flops(4, 2, 0, 2, k, v),

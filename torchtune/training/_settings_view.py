@@ -1,9 +1,7 @@
 """The library's view of a recipe's settings."""
 
 import dataclasses
-import difflib
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +46,7 @@ _REQUIRED_TOGETHER = (tuple(_DEFAULTS)[:5], tuple(_DEFAULTS)[5:10])
 
 
 class RecipeSettingsError(UserError):
-    """A recipe's settings lack a name that the library reads, or a value has the wrong type."""
+    """A recipe's settings lack a name that the library reads."""
 
     rank0_only = True  # all ranks raise the same error
 
@@ -66,7 +64,7 @@ class SettingsView:
         changes: values that override the recipe's.
 
     Raises:
-        RecipeSettingsError: a dataclass lacks a name that belongs to a group, or a value has the wrong type.
+        RecipeSettingsError: a dataclass lacks a name that belongs to a group.
 
     Example:
         >>> view = torchtune.training.SettingsView({"batch_size": 4})
@@ -79,13 +77,6 @@ class SettingsView:
         self.declared = frozenset(name for name in NAMES if name in changes or _has_setting(source, name))
         if dataclasses.is_dataclass(source):
             _check_names(source, self.declared)
-        for name in self.declared & _DEFAULTS.keys():
-            value, kind = getattr(self, name), type(_DEFAULTS[name])
-            if kind in (int, bool) and type(value) is not kind:
-                raise RecipeSettingsError(
-                    f"{_place_of(type(source), name)}: {name} is {value!r}, but torchtune.training reads it as "
-                    f"{kind.__name__}: give it that type, or another name."
-                )
         if self.reward_and_value_model is not None and "max_steps_per_epoch" not in changes:
             self._changes = self._convert_ppo_settings() | changes
 
@@ -176,21 +167,8 @@ def _check_names(settings: Any, declared: frozenset[str]) -> None:
     if not missing:
         return
     name, cls = missing[0], type(settings)
-    near = difflib.get_close_matches(name, [one for one in own if one not in set().union(*shipped)], n=1, cutoff=0.0)
-    renamed = f"if '{near[0]}' is its new name, rename it back, or " if near else ""
     raise RecipeSettingsError(
-        f"{_place_of(cls, near[0] if near else None)}: Settings has no '{name}', which the library reads: {renamed}add "
-        f"a property of that name, or, where the recipe does without, "
+        f"{inspect.getsourcefile(cls)}: {cls.__qualname__} has no '{name}', which the library reads: if you renamed "
+        "it, rename it back or add a property of that name; where the recipe does without it, add "
         f"'{name}: ClassVar[{type(_DEFAULTS[name]).__name__}] = {_DEFAULTS[name]!r}'."
     )
-
-
-def _place_of(cls: type, name: str | None) -> str:
-    """Return file and line of a setting, or of the class."""
-    try:
-        lines, first = inspect.getsourcelines(cls)
-        path = inspect.getsourcefile(cls)
-    except (OSError, TypeError):
-        return cls.__qualname__
-    offsets = [i for i, line in enumerate(lines) if name and re.match(rf"\s+{re.escape(name)}\s*:", line)]
-    return f"{path}:{first + (offsets[0] if offsets else 0)}"

@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 
 import numpy as np
 import torch
@@ -12,18 +13,6 @@ from torchtune.utils import UserError, get_world_size_and_rank
 
 class SeedError(UserError, ValueError):
     """The generators do not accept the seed."""
-
-
-def _draw_shared_seed(world_size: int, limit: int) -> int:
-    drawn = int(torch.randint(0, limit + 1, (1,), generator=_entropy_generator()))
-    return broadcast_object(drawn) if world_size > 1 else drawn
-
-
-def _entropy_generator() -> torch.Generator:
-    """Return a generator seeded by the operating system, so that a draw does not depend on the global generator."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
 
 
 def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> int:
@@ -45,9 +34,9 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
         7
     """
     world_size, rank = get_world_size_and_rank()
-    limit = np.iinfo(np.uint32).max - world_size + 1
+    limit = 2**32 - world_size
     if seed is None:
-        seed = _draw_shared_seed(world_size, int(limit))
+        seed = broadcast_object(secrets.randbelow(limit + 1))
     if not 0 <= seed <= limit:
         raise SeedError(f"seed: {seed} is not between 0 and {limit}: choose one that is.")
 

