@@ -10,8 +10,8 @@ from typing import Any
 
 REDACTED = "<redacted>"
 
-# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). A token or key is a secret unless an innocent word
-# precedes it (eos_token, text_key); several of them only after the word of an owner.
+# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). A token or key is a secret unless an innocent
+# word is in its name (eos_token, text_key); several of them only with the word of an owner.
 _SECRET_WORDS = set(
     "password passwd passphrase pwd secret secrets credential credentials apikey bearer authorization cookie "
     "htpasswd".split()

@@ -10,8 +10,7 @@ import pytest
 from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
 from torchtune._cli._target import RecipeTarget
-from torchtune.config import Component, ConfigError, Range, RuntimeArgs
-from torchtune.config._errors import nearest
+from torchtune.config import Component, ConfigError, Range, RuntimeArgs, did_you_mean
 
 Mistakes = Callable[..., list[str]]
 Check = Callable[..., typed_recipe.Settings]
@@ -266,15 +265,15 @@ def test_a_config_is_found_by_path_or_name():
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("lrr", "lr"),
-        ("pakced", "packed"),
-        ("batchsize", "batch_size"),
-        ("zzz", None),
+        ("lrr", "; did you mean 'lr'?"),
+        ("pakced", "; did you mean 'packed'?"),
+        ("batchsize", "; did you mean 'batch_size'?"),
+        ("zzz", ""),
     ],
 )
 def test_the_nearest_name(name, found):
     names = ["lr", "packed", "batch_size", "epochs", "weight_decay"]
-    assert nearest(name, names) == found
+    assert did_you_mean(name, names) == found
 
 
 def test_markers_can_be_members_of_unions():

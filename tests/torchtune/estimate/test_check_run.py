@@ -14,7 +14,7 @@ from tests.tiny import write_conversations
 from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
-from torchtune.estimate._check_run import find_problems
+from torchtune.estimate import find_problems
 from torchtune.training import RunError, check_run, plan_data
 
 LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"

@@ -10,7 +10,7 @@ import torch
 from torchtune._cli._simulated_run import simulate_run
 from torchtune._cli._target import recipe_named_by, resolve_config
 from torchtune._cli.estimate import Estimate
-from torchtune.estimate._devices import parse_cluster, parse_memory
+from torchtune.estimate import parse_cluster, parse_memory
 from torchtune.estimate._fake_distributed import FakeTensorMode
 from torchtune.estimate._fit import Candidate, Search, candidates
 from torchtune.estimate._ledger import Ledger, highest_by_phase

@@ -7,7 +7,7 @@ import pytest
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.checkpoints.small import write_folder
 from torchtune.config import load_and_check
-from torchtune.estimate._devices import parse_cluster
+from torchtune.estimate import parse_cluster
 from torchtune.estimate._observer import Work
 from torchtune.estimate._roofline import LATENCY, LINKS, _send
 from torchtune.estimate._simulate import simulate

@@ -8,8 +8,9 @@ import pytest
 from tests.recipes.runs import load_recipe, write_config
 from torchtune.config import load_and_check
 from torchtune.data import Batch, collate_preference
+from torchtune.estimate import SimulationError
 from torchtune.estimate._ledger import highest_by_phase
-from torchtune.estimate._simulate import SimulationError, simulate
+from torchtune.estimate._simulate import simulate
 from torchtune.rlhf.loss import AnswerLoss
 from torchtune.rlhf.loss._base import total_and_metrics
 

@@ -97,7 +97,7 @@ def test_outside_the_main_thread_it_does_nothing():
 def test_the_second_signal_ends_at_once(number, code):
     script = (
         "import os, signal, sys, time\n"
-        "from torchtune.supervision._signals import StopSignal\n"
+        "from torchtune.supervision import StopSignal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "with StopSignal() as stop:\n"
         f"    os.kill(os.getpid(), {int(number)})\n"

@@ -12,7 +12,8 @@ from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
-from torchtune.supervision._flops import count_flops, peak_flops
+from torchtune.supervision import peak_flops
+from torchtune.supervision._flops import count_flops
 
 SIZES = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 24}
 

@@ -15,7 +15,7 @@ from torchtune._cli import tune
 from torchtune._cli._target import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import load_and_check
-from torchtune.estimate._check_run import find_problems
+from torchtune.estimate import find_problems
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView, check_run, plan_run, watch_run
 from torchtune.training._settings_view import NAMES
 

@@ -10,6 +10,7 @@ import torch
 from torchtune.data import Documents
 from torchtune.utils import (
     DeviceSupport,
+    FrozenIntegers,
     UserError,
     batch_to_device,
     deprecate_parameter,
@@ -17,13 +18,12 @@ from torchtune.utils import (
     get_device,
     get_logger,
     get_world_size_and_rank,
+    hide_import_warnings,
     log_once,
     log_rank_zero,
     require,
     torch_version_ge,
 )
-from torchtune.utils._optional import hide_import_warnings
-from torchtune.utils._torch_private import FrozenIntegers
 
 
 def test_get_device():

@@ -33,7 +33,7 @@ _CODES, _SCALE = " codes", " scale"
 _MASTER = "master"
 
 
-def looks_at_matrices(optimizer: Optimizer) -> bool:
+def needs_full_matrices(optimizer: Optimizer) -> bool:
     """Return whether it is one of torch's optimizers that are not elementwise, such as Muon."""
     return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) not in _ELEMENTWISE
 

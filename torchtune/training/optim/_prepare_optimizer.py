@@ -14,7 +14,7 @@ from torchtune.training.optim._low_precision_optimizer import (
     HALF,
     LowPrecisionOptimizer,
     adopt_masters,
-    looks_at_matrices,
+    needs_full_matrices,
 )
 from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError
@@ -88,7 +88,7 @@ def prepare_optimizer(
             raise UserError(
                 f"optimizer_precision: {name} takes its steps in float32: use stochastic_rounding or fp32_master."
             )
-    elif low_bit is not None or looks_at_matrices(optimizer):
+    elif low_bit is not None or needs_full_matrices(optimizer):
         precision = "fp32_master"  # float32 weights are their own master weights
     else:
         optimizer.register_load_state_dict_post_hook(adopt_masters)  # a state saved with bf16 weights has them

@@ -4,7 +4,7 @@ import torch
 from torchtune import training
 from torchtune.models import Description, build
 from torchtune.training import ParallelDims
-from torchtune.training.parallel._parallelize import check_parallelizable
+from torchtune.training.parallel import check_parallelizable
 from torchtune.utils import UserError
 
 

@@ -39,7 +39,7 @@ def test_a_split_adapter_is_that_of_one_device(tmp_path):
 def test_dropout_is_refused_before_the_run(tmp_path):
     from torchtune.modules.parallel._styles import ParallelError
     from torchtune.training import ParallelDims
-    from torchtune.training.parallel._parallelize import check_parallelizable
+    from torchtune.training.parallel import check_parallelizable
 
     write_folder(tmp_path / "in", SHAPE, num_hidden_layers=2)
     model = build(tmp_path / "in", LoRA(4, 8, dropout=0.1, use_dora=True))
