@@ -130,6 +130,56 @@ def qwen2_5_vl_config() -> Any:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
 
 
+def gemma4_config(**more: Any) -> Any:
+    """As the large models: a token of an image sees the later ones, keys are values, means are standardized."""
+    from transformers import Gemma4Config
+
+    text = {
+        "vocab_size": 320,
+        "vocab_size_per_layer_input": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
+        "max_position_embeddings": 512,
+        "num_kv_shared_layers": 0,
+        "final_logit_softcapping": 30.0,
+        "pad_token_id": 3,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 64,
+        "standardize": True,
+    }
+    for name, part in (("text_config", text), ("vision_config", vision)):
+        part |= more.pop(name, {})
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
+    return Gemma4Config(text_config=text, vision_config=vision, audio_config=None, audio_token_id=315, **ids)
+
+
+def gemma4_small_config() -> Any:
+    """As E2B and E4B: embeddings in every layer, shared keys, clipped linear layers."""
+    text = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "attention_k_eq_v": False}
+    text |= {"num_global_key_value_heads": None, "use_bidirectional_attention": None, "use_double_wide_mlp": True}
+    return gemma4_config(text_config=text, vision_config={"use_clipped_linears": True, "standardize": False})
+
+
 def image_text_model(config: Any, seed: int = 0) -> Any:
     """A random model with weights that are large enough for errors to show."""
     from transformers import AutoModelForImageTextToText
@@ -141,7 +191,46 @@ def image_text_model(config: Any, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter + 0.3 * noise if "norm" in name and "weight" in name else 0.15 * noise)
+        for name, buffer in model.named_buffers():
+            noise = torch.rand(buffer.shape, generator=generator)
+            if name.endswith(("_min", "_max")):
+                buffer.copy_(-0.5 - noise if name.endswith("_min") else 0.5 + noise)
+            elif name.endswith(("std_bias", "std_scale")):
+                buffer.copy_(0.5 + noise)
     return model
+
+
+def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: Any) -> dict[str, torch.Tensor]:
+    """What ``transformers`` takes for our patches of all images of one row; grids of several frames are a video."""
+    kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO)
+    if theirs.config.model_type == "gemma4":
+        return {"mm_token_type_ids": kinds, **dict(zip(("pixel_values", "image_position_ids"), gemma(patches, grids)))}
+    video = grids[0][0] > 1
+    names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+    return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids)}
+
+
+def gemma(patches: torch.Tensor, grids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches from 0 to 1 and their positions, padded to as many."""
+    from torchtune.modules.vision_tower import patch_places
+
+    counts = [rows * columns for _, rows, columns in grids]
+    pixels = torch.zeros(len(grids), max(counts) + 18, patches.shape[1])
+    places = torch.full((len(grids), max(counts) + 18, 2), -1)
+    parts = zip(patches.split(counts), patch_places(grids, 3)[:2].split(counts, 1), strict=True)
+    for i, (part, place) in enumerate(parts):
+        pixels[i, : counts[i]] = (part + 1) / 2
+        places[i, : counts[i]] = place.flip(0).T
+    return pixels, places
+
+
+def features_of(theirs: Any, patches: torch.Tensor, grids: Any) -> list[torch.Tensor]:
+    """The tokens of images that a tower of ``transformers`` makes."""
+    if theirs.config.model_type == "gemma4":
+        found = theirs.model.get_image_features(*gemma(patches, grids))
+        return [torch.cat(list(found.pooler_output))]
+    found = theirs.model.visual(patches, grid_thw=torch.tensor(grids), return_dict=True)
+    return [found.pooler_output, *getattr(found, "deepstack_features", ())]
 
 
 CHAT_TEMPLATE = """{%- for message in messages -%}
@@ -173,6 +262,9 @@ PROCESSOR = {
 }
 
 
+PROCESSORS = {"gemma4": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 12}}
+
+
 def write_image_checkpoint(model: Any, folder: Path) -> Path:
     """Save a model with image tokens, its tokenizer and its image processor."""
     from safetensors.torch import load_file, save_file
@@ -190,7 +282,7 @@ def write_image_checkpoint(model: Any, folder: Path) -> Path:
     assert [tokenizer.token_to_id(text) for text in ("<|image_pad|>", "<|vision_end|>")] == [IMAGE, END]
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS.get(model.config.model_type, PROCESSOR)))
     return folder
 
 

@@ -12,9 +12,17 @@ from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
-from torchtune.modules.vision_tower import BucketPositions, InterpolatedPositions, PatchMerger, VisionTower
+from torchtune.modules.vision_tower import (
+    AxisPositions,
+    BucketPositions,
+    ClippedLinear,
+    InterpolatedPositions,
+    PatchMerger,
+    PatchPooler,
+    VisionTower,
+)
 
-_POSITIONS = {"interpolated": InterpolatedPositions, "buckets": BucketPositions}
+_POSITIONS = {"interpolated": InterpolatedPositions, "buckets": BucketPositions, "axes": AxisPositions}
 
 
 def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> ImageTextModel:
@@ -24,16 +32,24 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
         d: the description of the model.
         spec: the model family; checkpoints read it from the model.
     """
-    model = ImageTextModel(build(d.text), build_tower(d.vision), d.image_tokens, grid_positions=bool(d.rope_axes))
+    decoder = build(d.text)
+    if decoder.layer_embeddings is not None:  # as in transformers, images do not train the pad token's embedding
+        decoder.layer_embeddings.embeddings.padding_idx = d.pad_token
+    model = ImageTextModel(
+        decoder,
+        build_tower(d.vision),
+        d.image_tokens,
+        grid_positions=bool(d.rope_axes),
+        pad_token=d.pad_token,
+        image_blocks=d.image_blocks,
+    )
     model.description, model.spec = d, spec
     return model
 
 
 def build_tower(v: VisionDescription) -> VisionTower:
     """Build a vision tower with its projector."""
-    rope = None
-    if v.rope != "none":
-        rope = GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, alternating=v.rope == "alternating")
+    rope = None if v.rope == "none" else GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, kind=v.rope)
     table = _POSITIONS.get(v.positions)
     return VisionTower(
         patch_embed=nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias),
@@ -56,8 +72,12 @@ def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
 
 
 def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAttentionLayer:
-    def linear(size: int, out: int, bias: bool) -> nn.Linear:
-        return nn.Linear(size, out, bias=bias)
+    def linear(size: int, out: int, bias: bool) -> nn.Module:
+        layer = nn.Linear(size, out, bias=bias)
+        return ClippedLinear(layer) if v.clipped else layer
+
+    def head_norm() -> nn.Module | None:
+        return RMSNorm(v.head_dim, v.norm_eps) if v.head_norms else None
 
     d = v.embed_dim
     return TransformerSelfAttentionLayer(
@@ -72,6 +92,11 @@ def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAtten
             output_proj=linear(d, d, v.attn_output_bias),
             pos_embeddings=rope,
             is_causal=False,
+            q_norm=head_norm(),
+            k_norm=head_norm(),
+            v_norm_eps=v.norm_eps if v.head_norms else None,
+            qk_norm_before_rope=True,
+            scale=v.attn_scale,
         ),
         FeedForward(
             gate_proj=linear(d, v.intermediate_dim, v.mlp_bias),
@@ -81,10 +106,12 @@ def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAtten
         ),
         sa_norm=_norm(v.norm, d, v.norm_eps),
         mlp_norm=_norm(v.norm, d, v.norm_eps),
+        sa_scale=_norm(v.norm, d, v.norm_eps) if v.post_norms else None,
+        mlp_scale=_norm(v.norm, d, v.norm_eps) if v.post_norms else None,
     )
 
 
-def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
+def _projector(v: VisionDescription, deep: bool = False) -> nn.Module:
     width = v.embed_dim if v.merge_reduces else v.merged_dim
     mlp: nn.Module = nn.Linear(width, v.output_dim, bias=v.projector_bias)
     if v.projector_dim:
@@ -93,6 +120,8 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
             down_proj=nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias),
             activation=nn.GELU(),
         )
+    if v.merge_pools:
+        return PatchPooler(v.merge, mlp, v.embed_dim, v.merge_norm_eps, v.merge_standardized)
     return PatchMerger(
         v.merge,
         mlp,

@@ -30,6 +30,10 @@ class ImageTextFormat:
         write_vision: inverse of ``read_vision``.
         sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without M-RoPE.
         interleaved: whether the pairs of rows and columns take turns with those of time, or come after them.
+        rope_base: default base of the tower's rotary embedding.
+        ignored: other fields of the file that do not matter.
+        read_more: reads further values of the description: ``read_more(config) -> values``.
+        write_more: inverse of ``read_more``: further fields, also within ``text_config`` and ``vision_config``.
     """
 
     architecture: str
@@ -42,6 +46,10 @@ class ImageTextFormat:
     write_vision: Callable[[VisionDescription], dict[str, Any]]
     sections: tuple[int, ...] = ()
     interleaved: bool = True
+    rope_base: float = 10_000.0
+    ignored: tuple[str, ...] = ()
+    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    write_more: Callable[[ImageTextDescription], dict[str, Any]] = lambda description: {}
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
@@ -55,18 +63,21 @@ class ImageTextFormat:
         for name, part in parts.items():
             if not isinstance(part, Mapping):
                 raise ModelError(f"config.json of {self.architecture} lacks the object '{name}': download it again.")
-        fields = Fields(config, self.architecture, {*ignore_fields, *parts, "tie_word_embeddings", *_OTHER_IDS})
+        ignored = {*ignore_fields, *parts, *self.ignored, "tie_word_embeddings", *_OTHER_IDS}
+        fields = Fields(config, self.architecture, ignored)
         tokens = tuple(read_whole(fields, name, default) for name, default in self.tokens)
         fields.refuse_rest()
         tie = {"tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
         text = self.text.read({**parts["text_config"], **tie}, ignore_fields)
         vision = Fields(dict(parts["vision_config"]), f"{self.architecture} (vision_config)", set(ignore_fields))
-        values: dict[str, Any] = {ours: read_whole(vision, name, default) for name, ours, default in self.sizes}
-        values["rope_base"] = float((vision.take("rope_parameters", None) or {}).get("rope_theta", 10_000.0))
+        values: dict[str, Any] = {"output_dim": text.embed_dim}
+        values |= {ours: read_whole(vision, name, default) for name, ours, default in self.sizes}
+        rope = vision.take("rope_parameters", None) or {}
+        values["rope_base"] = float(rope.get("rope_theta", self.rope_base))
         tower = VisionDescription(**{**values, **self.read_vision(vision, values)})
         vision.refuse_rest()
         own = {**text_fields(text), "rope_axes": self._axes(parts["text_config"], text)}
-        return ImageTextDescription(**own, vision=tower, image_tokens=tokens)
+        return ImageTextDescription(**own, vision=tower, image_tokens=tokens, **self.read_more(config))
 
     def _nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
         outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings"}
@@ -111,6 +122,10 @@ class ImageTextFormat:
             "text_config": text,
             "vision_config": {"model_type": self.vision_type, **vision, **self.write_vision(d.vision)},
         }
+        if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:
+            config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
+        for name, value in self.write_more(d).items():
+            config[name] = {**config[name], **value} if isinstance(value, dict) else value
         if (again := self.read(config)) != d:
             raise ModelError(f"A config.json of {self.architecture} cannot express {d}, only {again}.")
         return config
@@ -149,9 +164,9 @@ def read_layers(fields: Fields, name: str, default: list[int]) -> tuple[int, ...
     return tuple(default if found is None else found)
 
 
-def read_activation(fields: Fields, default: str) -> str:
-    """Read ``hidden_act`` of ``vision_config``; return our name of it."""
-    return fields.choice("hidden_act", _ACTIVATIONS, default)
+def read_activation(fields: Fields, default: str, name: str = "hidden_act") -> str:
+    """Read the activation of ``vision_config``; return our name of it."""
+    return fields.choice(name, _ACTIVATIONS, default)
 
 
 def activation_name(activation: str) -> str:

@@ -51,7 +51,8 @@ def image_text_model(
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
     _check(parts, "full", "lora_image_text_model has adapters")
     for path, parameter in model.named_parameters():
-        parameter.requires_grad_(parts[image_part(path)] == "full")
+        if parameter.requires_grad:  # else a constant of the checkpoint
+            parameter.requires_grad_(parts[image_part(path)] == "full")
     return model
 
 
@@ -100,7 +101,7 @@ def lora_image_text_model(
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and parts[image_part(path)] == "lora"
-        and (path.endswith(tuple(ends)) or image_part(path) == "projector")
+        and (path.removesuffix(".linear").endswith(tuple(ends)) or image_part(path) == "projector")
     ]
     if not targets:
         raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")

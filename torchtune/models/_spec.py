@@ -35,6 +35,7 @@ class ModelSpec:
             multi-token prediction.
         untrained_modules: further weights of this kind: (prefix of the name within a layer, attribute of a description
             that lists the layers).
+        layers_prefix: what names of such weights begin with.
         untrained_layers: suffix of a name that identifies layers after the model's last one as such weights.
         builder: builds a composite model: ``builder(description, spec) -> model``. Checkpoints then hold the full
             model, and ``config.json`` describes it.
@@ -59,6 +60,7 @@ class ModelSpec:
     parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
     untrained: tuple[str, ...] = ()
     untrained_modules: tuple[tuple[str, str], ...] = ()
+    layers_prefix: str = "model.layers."
     untrained_layers: str | None = None
     not_in_peft: tuple[str, ...] = ()
     builder: Callable[..., nn.Module] | None = None
@@ -68,7 +70,7 @@ class ModelSpec:
         """Select the names of untrained weights in a Hugging Face checkpoint; see the attributes ``untrained…``."""
         layers = [f"model.layers.{layer}." for layer in _layers_beyond(names, description, self.untrained_layers)]
         for start, where in self.untrained_modules:
-            layers += [f"model.layers.{layer}.{start}" for layer in getattr(description, where)]
+            layers += [f"{self.layers_prefix}{layer}.{start}" for layer in getattr(description, where)]
         return {name for name in names if name.startswith((*self.untrained, *layers))}
 
     def weight_map(self, kind: str = "hf") -> WeightMap:

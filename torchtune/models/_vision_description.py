@@ -45,21 +45,27 @@ class VisionDescription:
     activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
+    post_norms: bool = False  # norms of the outputs of attention and feed-forward
+    head_norms: bool = False  # RMSNorms of queries, keys and, without weight, values
+    attn_scale: float | None = None
+    clipped: bool = False  # linear layers clip their input and output
     first_norm: bool = False  # norm before the layers
     last_norm: bool = False  # norm after the layers
     window: int = 0  # rows and columns of tokens in an attention window; 0: none
     full_layers: tuple[int, ...] = ()  # layers without the window
 
     # Positions
-    positions: Literal["none", "interpolated", "buckets"] = "none"  # use of the learned table
+    positions: Literal["none", "interpolated", "buckets", "axes"] = "none"  # use of the learned table
     positions_side: int = 0  # rows and columns of the table
-    rope: Literal["none", "axial", "alternating"] = "none"  # 2-D; frequencies of rows and columns: equal or in turn
+    rope: Literal["none", "axial", "alternating", "halves"] = "none"  # see GridRotaryPositionalEmbeddings
     rope_base: float = 10_000.0
 
     # Projector
     merge: int = 1  # rows and columns of patches that become one token
     output_dim: int  # width of the text decoder
     merge_channels_first: bool = False
+    merge_pools: bool = False  # the mean of merged patches, with an RMSNorm without weight
+    merge_standardized: bool = False  # the means are shifted and scaled
     merge_norm: Literal["none", "layer", "rms"] = "none"  # norm of a patch before the merge
     merge_norm_eps: float = 1e-6
     merge_reduces: bool = False  # a projection of the merged patches to the width of one
@@ -96,7 +102,7 @@ class VisionDescription:
     @property
     def merged_dim(self) -> int:
         """Width of merged patches."""
-        return self.embed_dim * self.merge**2
+        return self.embed_dim if self.merge_pools else self.embed_dim * self.merge**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,8 @@ class ImageTextDescription(Description):
 
     vision: VisionDescription
     image_tokens: tuple[int, ...]  # ids of the placeholders of images and videos
+    pad_token: int | None = None  # embedded in the place of placeholders
+    image_blocks: bool = False  # in layers with a window, a token of an image also sees the rest of the image
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,6 +154,21 @@ class ImageTextDescription(Description):
     def vision_dim(self) -> int:
         """Width of the tower."""
         return self.vision.embed_dim
+
+    @property
+    def clips(self) -> bool:
+        """Whether linear layers of the tower clip."""
+        return self.vision.clipped
+
+    @property
+    def clips_not(self) -> bool:
+        """Whether they do not."""
+        return not self.vision.clipped
+
+    @property
+    def standardizes(self) -> bool:
+        """Whether the projector standardizes."""
+        return self.vision.merge_standardized
 
     @property
     def patch_shape(self) -> tuple[int, ...]:

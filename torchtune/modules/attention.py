@@ -1,5 +1,7 @@
 """Multi-head and grouped-query attention."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from torchtune.modules.position_embeddings import apply_rope
 from torchtune.modules.rms_norm import rms_norm
 
 Keys = tuple[Tensor, Tensor]  # keys and values [b, t, n_kv, h]
+Block = tuple[int, int, int]  # first position of a document, and first and end of a block in it
 
 
 class MultiHeadAttention(nn.Module):
@@ -154,6 +157,7 @@ class MultiHeadAttention(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         keys: Keys | None = None,
         returns_keys: bool = False,
+        blocks: Sequence[Block] = (),
     ) -> Tensor | tuple[Tensor, Keys]:
         """Compute attention.
 
@@ -166,6 +170,8 @@ class MultiHeadAttention(nn.Module):
             rope: precomputed cosine and sine of the positions' angles.
             keys: keys and values of another layer, for a layer without ``k_proj``.
             returns_keys: also return the keys and values, for other layers.
+            blocks: ranges of the flattened ``b * s`` positions, such as images, within which causal attention also sees
+                later positions, up to the window. With a KV cache, the call must begin at the first position.
 
         Returns:
             Tensor ``[b, s, d]``; with ``returns_keys``, a tuple of it and of keys and values ``[b, t, n_kv, h]``.
@@ -194,9 +200,26 @@ class MultiHeadAttention(nn.Module):
             **({} if self.sinks is None else {"sinks": self.sinks}),
             **({} if self.chunk is None else {"chunk": self.chunk}),
         )
+        if blocks:
+            out = self._see_blocks(out, q, k, v, blocks)
         out = out.flatten(-2).to(x.dtype)
         out = self.output_proj(out if gate is None else out * gate.sigmoid())
         return (out, (k, v)) if returns_keys else out
+
+    def _see_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
+        """Replace the outputs of blocks: their queries see all keys of the block that the window allows."""
+        window = self.window or q.shape[1]
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        found, places = [], []
+        for document, start, end in blocks:
+            first = max(document, start - window + 1)
+            queries, keys = (torch.arange(at, end, device=q.device) for at in (start, first))
+            mask = (keys > queries[:, None] - window)[None]
+            parts = (t[None, at:end] for t, at in ((q, start), (k, first), (v, first)))
+            found.append(attention(*parts, mask=mask, softcap=self.softcap)[0])
+            places.append(queries)
+        rows = out.flatten(0, 1).index_copy(0, torch.cat(places), torch.cat(found).to(out.dtype))
+        return rows.view_as(out)
 
     def _keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
         """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchtune.data import Documents
 
-Layout = Literal["interleaved", "half"]
+Layout = Literal["interleaved", "half", "halves"]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -18,7 +18,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         x: ``[b, s, n, h]``.
         cos: float32 ``[b or 1, s, 1, r / 2]``, cosine of the angles; only the first r ≤ h channels are rotated.
         sin: sine of the angles, of the same shape.
-        layout: pairs of channels: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, r/2), (1, r/2 + 1) ….
+        layout: pairs of channels: ``"interleaved"`` (0, 1), (2, 3) …, ``"half"`` (0, r/2), (1, r/2 + 1) …, or
+            ``"halves"``, which is ``"half"`` within each half of the channels.
 
     Returns:
         Tensor of the shape and dtype of ``x``.
@@ -42,6 +43,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     if layout == "interleaved":
         first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+    if layout == "halves":
+        turned = _rotate(wide.unflatten(-1, (2, -1)), *(t.unflatten(-1, (2, -1)) for t in (cos, sin)), "half")
         return turned.flatten(-2).to(x.dtype)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -183,23 +187,25 @@ class RotaryPositionalEmbeddings(nn.Module):
 
 
 class GridRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary embeddings of patches: rows rotate the first half of the pairs of channels, columns the second half.
+    """Rotary embeddings of patches: rows rotate half of the pairs of channels, columns the other half.
 
     Args:
         dim: size of a head; a multiple of 4.
         base: base (theta) of the frequencies.
-        alternating: whether rows have the even frequencies and columns the odd ones (Pixtral). By default both have the
-            even ones (Qwen).
+        kind: ``"axial"``: rows and columns have the same frequencies, the even ones (Qwen); ``"alternating"``: rows
+            have the even ones, columns the odd ones (Pixtral); ``"halves"``: as axial, but columns rotate the first
+            half of the channels, rows the second (Gemma 4).
     """
 
-    def __init__(self, dim: int, base: float = 10_000, *, alternating: bool = False) -> None:
-        self.alternating = alternating
-        super().__init__(dim, base=base, layout="half")
-        self.axes = [0] * (dim // 4) + [1] * (dim // 4)
+    def __init__(self, dim: int, base: float = 10_000, *, kind: str = "axial") -> None:
+        self.kind = kind
+        super().__init__(dim, base=base, layout="halves" if kind == "halves" else "half")
+        first = 1 if kind == "halves" else 0
+        self.axes = [first] * (dim // 4) + [1 - first] * (dim // 4)
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         rows = frequencies[0::2]
-        return torch.cat([rows, frequencies[1::2] if self.alternating else rows])
+        return torch.cat([rows, frequencies[1::2] if self.kind == "alternating" else rows])
 
 
 class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtune.data import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules._products import fast_products
-from torchtune.modules.attention import Keys, MultiHeadAttention
+from torchtune.modules.attention import Block, Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.mixers import RecurrentMixer
@@ -102,6 +102,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         embedded: Tensor | None = None,
         keys: Keys | None = None,
         returns_keys: bool = False,
+        blocks: Sequence[Block] = (),
     ) -> Tensor | tuple[Tensor, Keys]:
         """Apply the layer to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
 
@@ -115,6 +116,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         with fast_products(x):
             if self.attn is not None:
                 sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
+                sharing |= {"blocks": blocks} if blocks else {}
                 h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
                 h, keys = h if returns_keys else (h, None)
             if self.mlp is not None:
@@ -301,6 +303,8 @@ class TransformerDecoder(nn.Module):
         encoder_mask: Tensor | None = None,
         rope_pos: Tensor | None = None,
         added: tuple[Tensor, Sequence[Tensor]] | None = None,
+        layer_tokens: Tensor | None = None,
+        blocks: Sequence[Block] = (),
         output: Literal["logits", "hidden"] | None = None,
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
@@ -319,6 +323,8 @@ class TransformerDecoder(nn.Module):
                 are all ``input_pos``.
             added: (int64 ``[n]``, indices in the flattened ``b * s`` positions, and tensors ``[n, d]`` that are added
                 there after the first layers, one for each layer).
+            layer_tokens: int64 ``[b, s]``, tokens of ``layer_embeddings``; by default ``tokens``.
+            blocks: positions that see each other in layers with a window; see :meth:`MultiHeadAttention.forward`.
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
                 unless ``skip_output_layer`` or ``num_output_chunks`` is set.
 
@@ -348,7 +354,8 @@ class TransformerDecoder(nn.Module):
             input_pos = positions_of(h if tokens is None else tokens, documents)
         tables = self._rope_tables(input_pos, documents, rope_pos)
         boundaries = self._boundaries(h, documents, mask)
-        embedded = None if self.layer_embeddings is None else self.layer_embeddings(tokens, h)
+        layer_tokens = tokens if layer_tokens is None else layer_tokens
+        embedded = None if self.layer_embeddings is None else self.layer_embeddings(layer_tokens, h)
         hidden, shared_keys, shared_layers = [], {}, set(self.kv_sources.values())
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
@@ -358,6 +365,8 @@ class TransformerDecoder(nn.Module):
                 more["keys"] = shared_keys[self.kv_sources[index]]
             if index in shared_layers:
                 more["returns_keys"] = True
+            if blocks and getattr(getattr(layer, "attn", None), "window", None):
+                more["blocks"] = blocks
             h = layer(
                 h,
                 mask=mask,

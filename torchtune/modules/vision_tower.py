@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchtune.data import Documents, Grid, Images
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
+from torchtune.modules.rms_norm import rms_norm
 
 
 def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
@@ -69,6 +70,69 @@ class BucketPositions(nn.Module):
         """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
         row, column = places[:2] * self.side // places[2:]
         return self.table(row * self.side + column)
+
+
+class AxisPositions(nn.Module):
+    """Learned position embeddings: a table for columns, to which one for rows is added.
+
+    Args:
+        side: rows and columns of the largest image.
+        embed_dim: d.
+    """
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__()
+        self.tables = nn.Parameter(torch.zeros(2, side, embed_dim))
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
+        return self.tables[0][places[1]] + self.tables[1][places[0]]
+
+
+class ClippedLinear(nn.Module):
+    """Linear layer whose input and output are clipped to bounds that are not trained.
+
+    Args:
+        linear: the layer.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        bounds = torch.tensor([-1.0, 1.0] * 2, dtype=linear.weight.dtype) * torch.inf
+        self.bounds = nn.Parameter(bounds, requires_grad=False)  # of the input, then of the output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to ``[..., in]``."""
+        low, high, output_low, output_high = self.bounds.to(x.dtype)
+        return self.linear(x.clamp(low, high)).clamp(output_low, output_high)
+
+
+class PatchPooler(nn.Module):
+    """Projector of the mean of a block of patches.
+
+    Args:
+        merge: rows and columns of patches in a block.
+        mlp: projection ``d -> width of the decoder``.
+        embed_dim: d.
+        eps: eps of an RMSNorm without weight before ``mlp``.
+        standardized: whether the means are shifted by ``std_bias`` and scaled by ``std_scale``, which are not trained.
+    """
+
+    def __init__(self, merge: int, mlp: nn.Module, embed_dim: int, eps: float, standardized: bool) -> None:
+        super().__init__()
+        self.merge, self.factor, self.eps = merge, embed_dim**0.5, eps
+        self.mlp = mlp
+        bias, scale = torch.zeros(embed_dim), torch.ones(embed_dim)
+        self.std_bias = nn.Parameter(bias, requires_grad=False) if standardized else None
+        self.std_scale = nn.Parameter(scale, requires_grad=False) if standardized else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
+        means = x.float().unflatten(0, (-1, self.merge**2)).mean(1) * self.factor
+        if self.std_bias is not None:
+            means = (means - self.std_bias.float()) * self.std_scale.float()
+        return self.mlp(rms_norm(means.to(x.dtype), self.eps))
 
 
 class PatchMerger(nn.Module):

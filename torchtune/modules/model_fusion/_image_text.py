@@ -1,7 +1,9 @@
 """Model with image tokens among those of the text."""
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtune.data import DataError, Documents, Images, check_placeholders, grid_positions, token_counts
+from torchtune.modules.attention import Block
 from torchtune.modules.attention_utils import _MaskType
 from torchtune.modules.model_fusion._fusion_model import FusionModel, is_sharded
 from torchtune.modules.transformer import TransformerDecoder
@@ -23,6 +26,8 @@ class ImageTextModel(FusionModel):
         encoder: vision tower.
         image_tokens: ids of the placeholder tokens.
         grid_positions: whether tokens have positions in time, rows and columns (M-RoPE), instead of one position.
+        pad_token: token that is embedded in the place of placeholders; by default they are embedded.
+        image_blocks: whether a token of an image sees the later ones, too, in layers with a window.
 
     Example:
         >>> tower = torchtune.models.VisionDescription(
@@ -45,10 +50,14 @@ class ImageTextModel(FusionModel):
         image_tokens: Collection[int],
         *,
         grid_positions: bool = False,
+        pad_token: int | None = None,
+        image_blocks: bool = False,
     ) -> None:
         super().__init__(decoder, encoder)
         self.image_tokens = tuple(image_tokens)
         self.grid_positions = grid_positions
+        self.pad_token = pad_token
+        self.image_blocks = image_blocks
         self._offsets: Tensor | None = None  # [b, 1], of the positions that follow the images in the caches
 
     def prefix_obstacle(self) -> str:
@@ -83,8 +92,13 @@ class ImageTextModel(FusionModel):
             DataError: the placeholders do not fit the images.
         """
         images = None if encoder_input is None else encoder_input["images"]
-        h = self.decoder.embed(tokens)
+        text = tokens
+        if self.pad_token is not None:
+            placeholders = torch.tensor(self.image_tokens, device=tokens.device)
+            text = tokens.masked_fill(torch.isin(tokens, placeholders), self.pad_token)
+        h = self.decoder.embed(text)
         positions = deep = None
+        blocks = []
         if images is None or not images.grids:
             if self._offsets is not None and self.caches_are_enabled():
                 positions = (input_pos + self._offsets).expand(3, *tokens.shape)
@@ -96,6 +110,8 @@ class ImageTextModel(FusionModel):
             h = h.flatten(0, 1).index_copy(0, images.places, features.to(h.dtype)).view_as(h)
             deep = (images.places, deep) if deep else None
             positions = images.positions
+            if self.image_blocks:
+                blocks = self._blocks(images.places, tokens, documents)
         return self.decoder(
             None,
             input_embeds=h,
@@ -104,6 +120,8 @@ class ImageTextModel(FusionModel):
             input_pos=input_pos,
             rope_pos=positions,
             added=deep,
+            layer_tokens=text,
+            blocks=blocks,
             output=output,
         )
 
@@ -111,6 +129,18 @@ class ImageTextModel(FusionModel):
         """Empty the caches of the text. Raises ``RuntimeError`` if there are none."""
         self._offsets = None
         super().reset_caches()
+
+    def _blocks(self, places: Tensor, tokens: Tensor, documents: Documents | None) -> list[Block]:
+        """Return the runs of image tokens, with the first position of their document; reads places on the host."""
+        lengths = [tokens.shape[1]] * tokens.shape[0] if documents is None else documents.lengths
+        starts, found = [0, *accumulate(lengths)], []
+        for place in places.tolist():
+            document = starts[bisect_right(starts, place) - 1]
+            if found and found[-1][0] == document and found[-1][2] == place:
+                found[-1] = (*found[-1][:2], place + 1)
+            else:
+                found.append((document, place, place + 1))
+        return found
 
     def _placed(self, images: Images, tokens: Tensor, documents: Documents | None) -> Images:
         """Return the images with places, and with positions if the model needs them."""
