@@ -35,7 +35,7 @@ def _iter_rows(
 ) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
     """Yield each row as a list of (name, tokens, labels), two for a preference pair; arrays are int ``[s]``."""
     # Rows with images have the text without decoding the images.
-    reads = dataset.document if getattr(dataset, "on_reading", False) and dataset.store is not None else None
+    reads = dataset.store.lists if getattr(dataset, "on_reading", False) and dataset.store is not None else None
     for index in range(start, len(dataset) if end is None else min(end, len(dataset))):
         row = dataset[index] if reads is None else reads(index)
         if "chosen_input_ids" in row:

@@ -57,7 +57,7 @@ __getattr__, __dir__, __all__ = attach(
         "token_counts": "_ragged_images",
         "check_turn": "_to_messages",
         "check_column_map": "_to_messages",
-        "check_shifted": "_common",
+        "check_shifted": "_shifted_labels",
         "check_tokenizer": "_common",
         "column": "_to_messages",
         "decode_pieces": "_decode_pieces",
@@ -73,6 +73,7 @@ __getattr__, __dir__, __all__ = attach(
         "text_column": "_to_messages",
         "truncate_row": "_truncate",
         "prepend_prompt": "_to_messages",
+        "prompted_and_masked": "_to_messages",
         "with_tags": "_prompt_templates",
     },
 )

@@ -1,14 +1,15 @@
 """Batch of token sequences for training."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
+from torchtune.data._shifted_labels import check_shifted
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
 _EXTRAS = ("per_token", "per_document", "inputs")
@@ -94,12 +95,21 @@ class Batch(MutableMapping[str, Any]):
         ``per_token``.
 
         Raises:
-            DataError: an entry has neither a known name nor the shape of the tokens, or the labels are not shifted.
+            DataError: the tokens or labels are not int64 ``[b, s]``, an entry has neither a known name nor the shape of
+                the tokens, or the labels are not shifted.
         """
         if isinstance(batch, Batch):
             return batch
+        if not isinstance(batch, Mapping):
+            raise DataError(f"collate_fn: it gives {type(batch).__name__}, not a mapping with 'tokens' and 'labels'.")
         if "tokens" not in batch:
             raise DataError(f"collate_fn: the batch has no 'tokens', it has {', '.join(map(str, batch)) or 'nothing'}.")
+        for name in ("tokens", "labels"):
+            value = batch.get(name)
+            is_tensor = isinstance(value, torch.Tensor)
+            if value is not None and not (is_tensor and value.dim() == 2 and value.dtype == torch.int64):
+                found = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+                raise DataError(f"collate_fn: '{name}' must be a torch.int64 tensor [b, s], not {found}.")
         known = {name: batch[name] for name in _FIELDS if name in batch}
         inputs = {name: batch[name] for name in _MODEL_INPUTS if batch.get(name) is not None}
         rest = {name: value for name, value in batch.items() if name not in (*_FIELDS, *_MODEL_INPUTS)}
@@ -157,17 +167,16 @@ class Batch(MutableMapping[str, Any]):
             device: target device.
             non_blocking: copy host tensors to CUDA asynchronously, from pinned memory. Ignored for other devices.
         """
-        device = torch.device(device)
-        return self._map(lambda value: _move(value, device, non_blocking and device.type == "cuda"))
+        if non_blocking and torch.device(device).type == "cuda":
+            return self.pin_memory()._map(lambda value: value.to(device, non_blocking=True))
+        return self._map(lambda value: value.to(device))
 
     def pin_memory(self) -> "Batch":
         """Copy the batch to pinned host memory; called by ``torch.utils.data.DataLoader(pin_memory=True)``."""
         return self._map(_pin)
 
-    def _map(self, function: Any) -> "Batch":
-        values = {name: function(getattr(self, name)) for name in _FIELDS}
-        extras = {name: {key: function(value) for key, value in getattr(self, name).items()} for name in _EXTRAS}
-        return replace(self, **values, **extras)
+    def _map(self, function: Callable[[Any], Any]) -> "Batch":
+        return replace(self, **{name: _map_tensors(function, getattr(self, name)) for name in (*_FIELDS, *_EXTRAS)})
 
     def pad_to_multiple(self, multiple: int) -> "Batch":
         """Pad the sequence length to a multiple of ``multiple``.
@@ -347,20 +356,16 @@ class Batch(MutableMapping[str, Any]):
         return self.per_token, self.per_document, self.inputs
 
 
-def _move(value: Any, device: torch.device, pinned: bool) -> Any:
+def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to tensors and other values with a method ``to``, also inside mappings."""
     if isinstance(value, Mapping):
-        return {key: _move(item, device, pinned) for key, item in value.items()}
-    if isinstance(value, torch.Tensor | Documents):
-        return _pin(value).to(device, non_blocking=True) if pinned else value.to(device)
-    return value.to(device) if hasattr(value, "to") else value
+        return {key: _map_tensors(function, item) for key, item in value.items()}
+    return function(value) if hasattr(value, "to") else value
 
 
 def _pin(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _pin(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        return value.pin_memory() if value.device.type == "cpu" else value
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
+    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return value if is_elsewhere or not hasattr(value, "pin_memory") else value.pin_memory()
 
 
 def _pad(value: torch.Tensor, missing: int, fill: int = 0) -> torch.Tensor:

@@ -6,8 +6,17 @@ from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
 from torchtune.data._images import format_content_with_images
-from torchtune.data._messages import ROLES, MaskingStrategy, Message, mask_messages, parse_content_part
-from torchtune.data._to_messages import check_column_map, check_turn, column, image_column, resolve_masking
+from torchtune.data._messages import MaskingStrategy, Message, as_message
+from torchtune.data._to_messages import (
+    check_column_map,
+    check_turn,
+    column,
+    image_column,
+    prompted_and_masked,
+    resolve_masking,
+)
+
+_TOOL_ROLES = ("tool", "ipython")
 
 
 def _check_turns(value: Any, name: str) -> Sequence[Any]:
@@ -55,21 +64,7 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
     return found
 
 
-class _ConversationTransform(Transform):
-    """Shared base of both conversation formats: system prompt and label mask."""
-
-    new_system_prompt: str | None
-    masking_strategy: MaskingStrategy
-
-    def _apply_prompt_and_mask(self, messages: list[Message]) -> list[Message]:
-        if self.new_system_prompt is not None:
-            messages = [message for message in messages if message.role != "system"]
-            messages.insert(0, Message(role="system", content=self.new_system_prompt))
-        mask_messages(messages, self.masking_strategy)
-        return messages
-
-
-class ShareGPTToMessages(_ConversationTransform):
+class ShareGPTToMessages(Transform):
     """Transform of a conversation in ShareGPT format: turns ``{"from": "system" | "human" | "gpt", "value": text}``.
 
     Args:
@@ -135,7 +130,7 @@ class ShareGPTToMessages(_ConversationTransform):
         if images:
             where = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
             raise DataError(f"{len(images)} images have no place: each needs {where}")
-        return {"messages": self._apply_prompt_and_mask(messages)}
+        return {"messages": prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)}
 
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
         if self.image_tag is not None:
@@ -145,7 +140,7 @@ class ShareGPTToMessages(_ConversationTransform):
         return [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
 
 
-class OpenAIToMessages(_ConversationTransform):
+class OpenAIToMessages(Transform):
     """Transform of a conversation in OpenAI format to messages: turns ``{"role", "content"}``.
 
     Tool calls, names, reasoning and other fields of a turn are stored in ``Message.extra``. A column ``tools`` is
@@ -188,36 +183,16 @@ class OpenAIToMessages(_ConversationTransform):
         images = image_column(sample, "images", None) if "images" in sample else []
         if images:
             turns = insert_images(turns, images)
-        messages = [self._message(turns, i) for i in range(len(turns))]
-        found: dict[str, Any] = {"messages": self._apply_prompt_and_mask(messages)}
-        if sample.get("tools"):
-            found["tools"] = _drop_nulls(sample["tools"])
-        return found
+        messages = [self._message(turn, after) for turn, after in zip(turns, [*turns[1:], None], strict=True)]
+        messages = prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)
+        tools = {"tools": _drop_nulls(sample["tools"])} if sample.get("tools") else {}
+        return {"messages": messages, **tools}
 
-    def _message(self, turns: list[Any], index: int) -> Message:
-        turn = turns[index]
-        if type(turn) is not dict or "role" not in turn:
-            found = sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__
-            raise DataError(f"a turn must have 'role' and 'content', not {found}")
-        role = turn["role"]
-        if role not in ROLES:
-            raise DataError(f"'{role}' is not a role: use {', '.join(ROLES)}")
-        if "content" not in turn and not turn.get("tool_calls"):
-            raise DataError(f"a turn of '{role}' has no content")
-        content = turn.get("content", "")
-        if not isinstance(content, str | list | tuple):
-            raise DataError(f"the content of a turn of '{role}' must be a text or a list, not {type(content).__name__}")
-        after = turns[index + 1] if index + 1 < len(turns) else None
-        following = after.get("role") if type(after) is dict else None
-        waits = role in ("tool", "ipython") or (role == "assistant" and following in ("tool", "ipython"))
-        extra = None if len(turn) == 2 and "content" in turn else dict(turn)
-        if extra:
-            del extra["role"]
-            extra.pop("content", None)
-        return Message(
-            role=role,
-            content=content if isinstance(content, str) else [parse_content_part(part) for part in content],
-            ipython=role == "assistant" and following in ("tool", "ipython"),
-            eot=not waits,
-            extra=extra,
-        )
+    def _message(self, turn: Any, after: Any) -> Message:
+        if isinstance(turn, dict) and turn.get("tool_calls"):
+            turn = {"content": "", **turn}
+        message = as_message(turn)
+        is_answered = isinstance(after, dict) and after.get("role") in _TOOL_ROLES
+        message.ipython = message.role == "assistant" and is_answered
+        message.eot = message.role not in _TOOL_ROLES and not message.ipython
+        return message

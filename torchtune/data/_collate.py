@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data._batch import Batch
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber, check_shifted
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
 from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images, join_images
+from torchtune.data._shifted_labels import check_shifted
 
 Document = Mapping[str, Any]
 # A document, or a pack (a list of documents).
@@ -25,13 +26,16 @@ def _as_int_tensor(value: Any) -> torch.Tensor:
 
 
 def documents_of(example: Example) -> list[Document]:
-    """Return the documents of an example or pack. Raises :class:`DataError` if one lacks ``tokens`` or ``labels``."""
+    """Return the documents of an example or pack. Raises :class:`DataError` if one is malformed."""
     documents = [example] if isinstance(example, Mapping) else example
     if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
         raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
     for document in documents:
         if missing := {"tokens", "labels"} - document.keys():
             raise DataError(f"An example has no '{max(missing)}', it has {', '.join(map(str, document)) or 'nothing'}.")
+        if len(document["tokens"]) != len(document["labels"]):
+            counts = len(document["tokens"]), len(document["labels"])
+            raise DataError("An example has {} tokens but {} labels.".format(*counts))
     return list(documents)
 
 
@@ -58,14 +62,12 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     documents = [document for example in batch for document in documents_of(example)]
     tokens = [_as_int_tensor(document["tokens"]) for document in documents]
     labels = [_as_int_tensor(document["labels"]) for document in documents]
-    for document, row, label in zip(documents, tokens, labels, strict=True):
+    for document in documents:
         known = {"tokens", "labels", "mask", "source"} | ({"encoder_input"} if _images(document) else set())
         if extra := document.keys() - known:
             raise DataError(
                 f"collate_documents takes text and Images, not '{min(extra)}': set collate_fn to one that batches it."
             )
-        if len(row) != len(label):
-            raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
     out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
     check_shifted(out.tokens, out.labels, boundaries.lengths)
@@ -161,10 +163,14 @@ def left_pad_sequence(
     return padded.flip(int(batch_first))
 
 
-def _pad_to_multiple(rows: torch.Tensor, multiple: int, value: int, left: bool = False) -> torch.Tensor:
-    """Pad the last dimension to the next multiple."""
-    missing = -rows.shape[-1] % multiple
-    return F.pad(rows, (missing, 0) if left else (0, missing), value=value)
+def _pad(rows: Sequence[torch.Tensor], value: int, *, multiple: int = 1, left: bool = False) -> torch.Tensor:
+    """Pad the rows with ``value`` to the longest length, rounded up to a multiple, and stack them."""
+    length = max(map(len, rows))
+    length += -length % multiple
+    spaces = [length - len(row) for row in rows]
+    return torch.stack(
+        [F.pad(row, (space, 0) if left else (0, space), value=value) for row, space in zip(rows, spaces, strict=True)]
+    )
 
 
 def padded_collate(
@@ -203,7 +209,6 @@ def padded_collate(
         raise DataError(f"keys_to_pad {sorted(keys)} must name keys of the examples, which have {sorted(batch[0])}.")
     if isinstance(padding_idx, Mapping) and set(padding_idx) != keys:
         raise DataError(f"padding_idx names {sorted(padding_idx)}, but keys_to_pad {sorted(keys)}.")
-    left = pad_direction == "left"
     out: dict[str, Any] = {}
     for key in batch[0]:
         values = [example[key] for example in batch]
@@ -211,9 +216,8 @@ def padded_collate(
             out[key] = _stack(values, stack_on_new_dim)
             continue
         value = padding_idx[key] if isinstance(padding_idx, Mapping) else padding_idx
-        rows = [_as_int_tensor(item) for item in values]
-        pad = left_pad_sequence if left else pad_sequence
-        out[key] = _pad_to_multiple(pad(rows, batch_first=True, padding_value=value), pad_to_multiple_of, value, left)
+        rows = list(map(_as_int_tensor, values))
+        out[key] = _pad(rows, value, multiple=pad_to_multiple_of, left=pad_direction == "left")
     return out
 
 
@@ -270,14 +274,13 @@ def padded_collate_sft(
             )
     tokens = [_as_int_tensor(example["tokens"]) for example in batch]
     labels = [_as_int_tensor(example["labels"]) for example in batch]
-    length = max(max(map(len, tokens)), max(map(len, labels)))
     if cp_degree > 1:
         pad_to_multiple_of *= 2 * cp_degree
-    length += -length % pad_to_multiple_of
     out: dict[str, Any] = {
-        "tokens": torch.stack([F.pad(row, (0, length - len(row)), value=padding_idx) for row in tokens]),
-        "labels": torch.stack([F.pad(row, (0, length - len(row)), value=ignore_idx) for row in labels]),
+        "tokens": _pad(tokens, padding_idx, multiple=pad_to_multiple_of),
+        "labels": _pad(labels, ignore_idx, multiple=pad_to_multiple_of),
     }
+    length = out["tokens"].shape[1]
     check_shifted(out["tokens"], out["labels"], [part for row in tokens for part in (len(row), length - len(row))])
     if cp_degree > 1:
         out["input_pos"] = torch.arange(length)[None]
@@ -314,14 +317,8 @@ def padded_collate_dpo(
     tokens = [_as_int_tensor(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
     labels = [_as_int_tensor(example[f"{side}_labels"]) for side in _SIDES for example in batch]
     labels = list(map(_unshift_labels, tokens, labels))
-    padded = (
-        pad_sequence(tokens, batch_first=True, padding_value=padding_idx),
-        pad_sequence(labels, batch_first=True, padding_value=ignore_idx),
-    )
-    return (
-        _pad_to_multiple(padded[0], pad_to_multiple_of, padding_idx),
-        _pad_to_multiple(padded[1], pad_to_multiple_of, ignore_idx),
-    )
+    multiple = pad_to_multiple_of
+    return _pad(tokens, padding_idx, multiple=multiple), _pad(labels, ignore_idx, multiple=multiple)
 
 
 def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -352,21 +349,16 @@ def padded_collate_packed(
         tensor([[1, 2, 4]])
     """
     packs = [documents_of(example) for example in batch]
-    length = max(sum(len(document["tokens"]) for document in pack) for pack in packs)
+    rows = [
+        [torch.cat([_as_int_tensor(document[name]) for document in pack]) for pack in packs]
+        for name in ("tokens", "labels")
+    ]
+    tokens, labels = _pad(rows[0], padding_idx), _pad(rows[1], ignore_idx)
     lengths: list[int] = []
-    tokens, labels = [], []
-    for pack in packs:
-        row = torch.cat([_as_int_tensor(document["tokens"]) for document in pack])
-        label = torch.cat([_as_int_tensor(document["labels"]) for document in pack])
-        missing = length - len(row)
+    for pack, row in zip(packs, rows[0], strict=True):
+        missing = tokens.shape[1] - len(row)
         lengths += [len(document["tokens"]) for document in pack] + ([missing] if missing else [])
-        tokens.append(F.pad(row, (0, missing), value=padding_idx))
-        labels.append(F.pad(label, (0, missing), value=ignore_idx))
     boundaries = Documents.from_lengths(lengths)
-    check_shifted(torch.stack(tokens), torch.stack(labels), lengths)
-    return {
-        "tokens": torch.stack(tokens),
-        "labels": torch.stack(labels),
-        "input_pos": boundaries.positions().view(len(packs), length),
-        "documents": boundaries,
-    }
+    check_shifted(tokens, labels, lengths)
+    positions = boundaries.positions().view_as(tokens)
+    return {"tokens": tokens, "labels": labels, "input_pos": positions, "documents": boundaries}

@@ -9,12 +9,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from torchtune.data._common import DataError
 from torchtune.utils import require
+
+if TYPE_CHECKING:
+    import torch
 
 # Pillow reads some other formats with external programs: EPS, itself a program, with Ghostscript.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
@@ -153,14 +154,16 @@ def _to_8_bits(image: Any) -> Any:
     return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
 
 
-def read_pixels(value: Any) -> torch.Tensor:
+def read_pixels(value: Any) -> "torch.Tensor":
     """Read an image as pixels, uint8 ``[3, height, width]``. For ``value`` and errors see :func:`open_image`."""
+    import torch
+
     image = open_image(value)
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
-def load_image(image_loc: Path | str) -> torch.Tensor:
+def load_image(image_loc: Path | str) -> "torch.Tensor":
     """Read an image from a file.
 
     Args:

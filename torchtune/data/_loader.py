@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._shifted_labels import check_shifted
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # examples that a stream is asked to prefetch

@@ -55,14 +55,8 @@ class Message:
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Message":
         """Build from a mapping with ``role``, ``content`` and, optionally, the other arguments."""
-        return cls(
-            role=d["role"],
-            content=d["content"],
-            masked=d.get("masked", False),
-            ipython=d.get("ipython", False),
-            eot=d.get("eot", True),
-            extra=d.get("extra"),
-        )
+        names = ("role", "content", "masked", "ipython", "eot", "extra")
+        return cls(**{name: d[name] for name in names if name in d})
 
     def get_media(self) -> list[Any]:
         """Return the images of the turn, in order."""
@@ -105,7 +99,7 @@ def as_message(value: MessageLike) -> Message:
         return value
     if not isinstance(value, Mapping) or "role" not in value:
         found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-        raise DataError(f"a turn must be a Message or a mapping with 'role' and 'content', not {found}")
+        raise DataError(f"a turn must have 'role' and 'content', not {found}")
     role, content = value["role"], value.get("content")
     if role not in ROLES:
         raise DataError(f"'{role}' is not a role: use {', '.join(ROLES)}")

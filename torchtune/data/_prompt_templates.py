@@ -1,6 +1,7 @@
 """Prompt templates: fixed text before and after a turn, independent of the tokenizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -27,14 +28,9 @@ def with_tags(message: Message, before: str, after: str) -> Message:
         *message.content,
         *([{"type": "text", "content": after}] if after else []),
     ]
-    return Message(
-        role=message.role,
-        content=content,
-        masked=message.masked,
-        ipython=message.ipython,
-        eot=message.eot,
-        extra=message.extra,
-    )
+    tagged = copy.copy(message)
+    tagged.content = content
+    return tagged
 
 
 class PromptTemplate(PromptTemplateInterface):
@@ -94,13 +90,12 @@ QuestionAnswerTemplate = partial(PromptTemplate, template={"user": ("Question: "
 
 
 def get_prompt_template(
-    prompt_template: TemplateType | PromptTemplateInterface | None, locate: Callable[[str], Callable] | None = None
+    prompt_template: TemplateType | PromptTemplateInterface | None,
 ) -> PromptTemplateInterface | None:
     """Build the template of a setting: a dotted path, a mapping from role to (before, after), or a template.
 
     Args:
         prompt_template: the setting; ``None`` returns ``None``.
-        locate: function that resolves a dotted path; by default that of ``torchtune.config``.
 
     Raises:
         DataError: a value of the mapping is not a pair of texts, or the setting has another type.
@@ -108,8 +103,8 @@ def get_prompt_template(
     if prompt_template is None:
         return None
     if isinstance(prompt_template, str):
-        if locate is None:
-            from torchtune.config import locate
+        from torchtune.config import locate
+
         return locate(prompt_template)()
     if isinstance(prompt_template, Mapping):
         for role, tags in prompt_template.items():

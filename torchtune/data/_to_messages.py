@@ -67,6 +67,17 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
     return parse_masking_strategy(masking_strategy or MaskingStrategy.TRAIN_ON_ASSISTANT)
 
 
+def prompted_and_masked(
+    messages: list[Message], system_prompt: str | None, masking_strategy: MaskingStrategy | str
+) -> list[Message]:
+    """Return the messages, with ``system_prompt`` in place of their own unless it is None, and with masks set."""
+    if system_prompt is not None:
+        others = [message for message in messages if message.role != "system"]
+        messages = [Message(role="system", content=system_prompt), *others]
+    mask_messages(messages, masking_strategy)
+    return messages
+
+
 def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
     """Return the images of a column, with ``image_dir`` prepended to file names; an empty list for null."""
     value = column(sample, name)
@@ -124,10 +135,7 @@ class InputOutputToMessages(Transform):
             Message(role="user", content=content),
             Message(role="assistant", content=text_column(sample, self.column_map["output"])),
         ]
-        if self.new_system_prompt is not None:
-            messages.insert(0, Message(role="system", content=self.new_system_prompt))
-        mask_messages(messages, self.masking_strategy)
-        return {"messages": messages}
+        return {"messages": prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)}
 
 
 class AlpacaToMessages(Transform):
@@ -180,8 +188,7 @@ class AlpacaToMessages(Transform):
             Message(role="user", content=layout.format(instruction=instruction, input=given)),
             Message(role="assistant", content=text_column(sample, self.column_map["output"])),
         ]
-        mask_messages(messages, self.masking_strategy)
-        return {"messages": messages}
+        return {"messages": prompted_and_masked(messages, None, self.masking_strategy)}
 
 
 class ChosenRejectedToMessages(Transform):
@@ -222,16 +229,11 @@ class ChosenRejectedToMessages(Transform):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"chosen": [...], "rejected": [...]}``."""
-        return {side: self._messages(column(sample, name), sample) for side, name in self.column_map.items()}
-
-    def _messages(self, turns: Any, sample: Mapping[str, Any]) -> list[Message]:
-        turns = prepend_prompt(turns, sample, self._prompt)
-        messages = convert_turns(turns)
-        if self.new_system_prompt is not None:
-            messages = [message for message in messages if message.role != "system"]
-            messages.insert(0, Message(role="system", content=self.new_system_prompt))
-        mask_messages(messages, self.masking_strategy)
-        return messages
+        found = {}
+        for side, name in self.column_map.items():
+            messages = convert_turns(prepend_prompt(column(sample, name), sample, self._prompt))
+            found[side] = prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)
+        return found
 
 
 def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:

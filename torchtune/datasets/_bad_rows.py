@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +18,46 @@ class BadRows:
     Args:
         source: name of the source, for messages.
         rows: the rows; a ``place`` method, if any, gives the file and line of a row.
-        drop: skip any number of rows; None if the dataset has no such setting.
-        switch: the setting that skips them, for messages.
+        skips: skip any number of rows.
+        way_out: the setting that leaves such rows out, for messages.
+
+    Attributes:
+        found: (row, reason) of each row.
     """
 
-    def __init__(
-        self, source: str, *, rows: Any = None, drop: bool | None = None, switch: str = "drop_bad_rows=True"
-    ) -> None:
-        self.source = source
-        self._place: Callable[[int], str] | None = getattr(rows, "place", None)
-        self._drop, self._switch = drop, switch
-        self._rows: dict[str, list[int]] = {}
+    def __init__(self, source: str, rows: Any, *, skips: bool, way_out: str) -> None:
+        self._source, self._rows, self._skips, self._way_out = source, rows, skips, way_out
+        self.found: list[tuple[int, str]] = []
 
     def add(self, row: int, reason: str) -> None:
         """Record a row; raise :class:`DataError` at the tenth."""
-        self._rows.setdefault(reason.rstrip("."), []).append(row)
-        if not self._drop and sum(map(len, self._rows.values())) >= _MOST:
-            self.check(more=True)
+        self.found.append((row, reason))
+        if len(self.found) == _MOST:
+            self.check()
 
-    @property
-    def dropped(self) -> list[int]:
-        """Numbers of the skipped rows, sorted."""
-        return sorted(row for rows in self._rows.values() for row in rows)
-
-    @property
-    def left_out(self) -> list[tuple[int, str]]:
-        """(row, reason) of all skipped rows, sorted."""
-        return sorted((row, reason) for reason, rows in self._rows.items() for row in rows)
-
-    @property
-    def reasons(self) -> str:
-        """Each reason with the numbers of its first rows."""
-        parts = []
-        for reason, rows in self._rows.items():
-            more = f" and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
-            parts.append(f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:_MOST]))}{more}: {reason}")
-        return "; ".join(parts)
-
-    def check(self, more: bool = False) -> None:
-        """Raise :class:`DataError` if any row was recorded; ``more``: there may be others."""
-        if not self._rows or self._drop:
+    def check(self) -> None:
+        """Raise :class:`DataError` if any row was recorded and is not skipped."""
+        if not self.found or self._skips:
             return
-        end = " (looked no further)" if more else ""
-        first = min(min(rows) for rows in self._rows.values())
-        where = "" if self._place is None else f" (row {first} is {self._place(first)})"
-        how = "filter_fn" if self._drop is None else self._switch
+        first, _ = self.found[0]
+        where = f" (row {first} is {self._rows.place(first)})" if hasattr(self._rows, "place") else ""
+        end = " (looked no further)" if len(self.found) == _MOST else ""
         raise DataError(
-            f"{self.source} has rows that cannot be trained on, counted from 0: {self.reasons}{where}{end}; "
-            f"correct them or leave them out with {how}."
+            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.found)}{where}{end}; "
+            f"correct them or leave them out with {self._way_out}."
         )
+
+
+def _by_reason(bad: Sequence[tuple[int, str]]) -> str:
+    """Describe rows: each reason with the numbers of its first rows."""
+    found: dict[str, list[int]] = {}
+    for row, reason in bad:
+        found.setdefault(reason.rstrip("."), []).append(row)
+    parts = []
+    for reason, rows in found.items():
+        more = f" and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
+        parts.append(f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:_MOST]))}{more}: {reason}")
+    return "; ".join(parts[:_MOST]) + ("; and so on" if len(parts) > _MOST else "")
 
 
 _listed: dict[Path | None, set[str]] = {}  # per file, because a process may execute several runs
@@ -82,14 +73,14 @@ def num_left_out() -> int:
     return len(_listed.get(_file(), ()))
 
 
-def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
+def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """Append skipped rows to ``skipped_rows.jsonl`` in the run's folder, on rank 0, each once even after a resume.
 
     Args:
         rows: (``source`` and ``line`` or ``row``, reason).
 
     Returns:
-        path of the file; None without a run (:func:`torchtune.utils.get_run_logger`).
+        path of the file; empty without a run (:func:`torchtune.utils.get_run_logger`).
     """
     path = _file()
     listed = _listed.setdefault(path, set())
@@ -97,7 +88,7 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
     new = [line for line in dict.fromkeys(lines) if line not in listed]
     listed.update(new)
     if path is None or get_rank() != 0:
-        return path
+        return str(path or "")
     try:
         before = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,25 +96,20 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
             file.writelines(line + "\n" for line in new if line not in before)
     except OSError as error:
         get_logger().warning(str(explain_os_error(error, path)))
-    return path
+    return str(path)
 
 
-def say_what_is_left_out(rows: Sequence[tuple[int, str]], source: str, total: int) -> None:
+def say_what_is_left_out(bad: Sequence[tuple[int, str]], source: str, total: int) -> None:
     """Log a warning about skipped rows and list all of them, also if they were found by an earlier run.
 
     Raises:
         DataError: no row is left.
     """
-    if not rows:
+    if not bad:
         return
-    path = list_left_out([({"source": source, "row": row}, reason) for row, reason in rows])
-    shown = "; ".join(f"row {row}: {reason}" for row, reason in rows[:_MOST])
-    more = f" and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
-    listed = "" if path is None else f", all of them in {path}"
-    log_rank_zero(
-        get_logger(),
-        f"{len(rows):,} of {total:,} rows of {source} are left out ({shown}{more}){listed}.",
-        logging.WARNING,
-    )
-    if len(rows) == total:
+    path = list_left_out([({"source": source, "row": row}, reason) for row, reason in bad])
+    listed = f", all of them in {path}" if path else ""
+    said = f"{len(bad):,} of {total:,} rows of {source} are left out ({_by_reason(bad)}){listed}."
+    log_rank_zero(get_logger(), said, logging.WARNING)
+    if len(bad) == total:
         raise DataError(f"{source}: no row is left that can be trained on.")

@@ -1,28 +1,24 @@
-"""Inspection of a data file without tokenizer and torch: format, sizes, duplicates and broken lines."""
+"""Inspection of a data file without tokenizer: format, sizes, duplicates and broken lines."""
 
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from torchtune.data import DataError, OpenAIToMessages, ShareGPTToMessages, validate_messages
 from torchtune.utils import UserError, decode_line, has_json_lines, numbered_lines, open_lines, parse_json_line
 
 SAMPLE = 2000  # rows that are inspected by default
 _BAR = 32
 _CALLS = ("tool_calls", "function_call", "tools")
-_TURNS = {"openai": ("role", "content"), "sharegpt": ("from", "value")}
-# Role name in the data -> role in torchtune.data.
-_ROLES = {
-    "openai": {role: role for role in ("system", "user", "assistant", "ipython", "tool")},
-    "sharegpt": {
-        "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-        "tool": "tool", "observation": "tool",
-    },
-}  # fmt: skip
+# Name of a conversation format -> field of a turn that only it has, and its transform with the name of its column.
+_STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "openai": ("role", OpenAIToMessages, "messages"),
+    "sharegpt": ("from", ShareGPTToMessages, "conversations"),
+}
 
 
 @dataclass
@@ -60,7 +56,7 @@ def _conversation(value: Any) -> str | None:
     """Return ``openai`` or ``sharegpt`` if ``value`` is a list of messages, else None."""
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         return None
-    return next((style for style, (role, _) in _TURNS.items() if role in value[0]), None)
+    return next((style for style, (field, _, _) in _STYLES.items() if field in value[0]), None)
 
 
 def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -102,33 +98,18 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return "unknown", ""
 
 
-def _problem(row: Any, kind: str, reader: str) -> str | None:
-    """Return why a row of a known format cannot be trained on, as far as a check without tokenizer can tell."""
+def _problem(row: Any, reader: str) -> str | None:
+    """Return why a conversation cannot be trained on, as far as a check without tokenizer can tell."""
     if not reader.startswith("chat_dataset"):
         return None
     column, style = (word.partition("=")[2] for word in reader.split()[1:])
-    role_key, content_key = _TURNS[style]
-    last, answers = "", 0
-    for i, turn in enumerate(row[column]):
-        if not isinstance(turn, Mapping) or role_key not in turn:
-            return f"turn {i} has no '{role_key}'"
-        if not isinstance(turn[role_key], str):
-            return f"turn {i} has a '{role_key}' that is no text"
-        role = _ROLES[style].get(turn[role_key])
-        if role is None:
-            return f"turn {i} has the {role_key} '{turn[role_key]}', which is none of {', '.join(_ROLES[style])}"
-        if turn.get(content_key) is None and not turn.get("tool_calls"):
-            return f"turn {i} of '{role}' has no '{content_key}'"
-        if not isinstance(turn.get(content_key), str | list | None):
-            return f"turn {i} of '{role}' has a '{content_key}' that is no text"
-        if role == "system" and i:
-            return f"turn {i} is a system turn, which may only be the first"
-        if role == "user" and last == "user":
-            return f"turn {i} is a second user turn in a row"
-        if role == "assistant" and last not in ("user", "tool", "ipython"):
-            return f"turn {i} of the assistant follows {last or 'nothing'} instead of a user or tool turn"
-        last, answers = role, answers + (role == "assistant")
-    return None if answers else "no turn is the assistant's: there is nothing to train on"
+    _, transform, key = _STYLES[style]
+    try:
+        messages = transform(column_map={key: column})(row)["messages"]
+        validate_messages(messages)
+    except DataError as error:
+        return str(error)
+    return "no turn is the assistant's: there is nothing to train on" if all(turn.masked for turn in messages) else None
 
 
 def _characters(value: Any) -> int:
@@ -158,9 +139,7 @@ def _others(path: Path) -> Iterator[tuple[int, Any]]:
             if not text.isspace():
                 yield number, {"text": text.rstrip("\n")}
     elif suffix == ".parquet":
-        from torchtune.datasets._parquet import parquet_rows
-
-        yield from enumerate(parquet_rows(path), 1)
+        yield from enumerate(_parquet_rows(path), 1)
     else:
         raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
 
@@ -168,18 +147,16 @@ def _others(path: Path) -> Iterator[tuple[int, Any]]:
 def _table(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (first line, row) of a CSV file with a header; missing fields are None."""
     csv.field_size_limit(1 << 30)
-    reader, header, line = csv.reader(_texts(path), delimiter=delimiter), None, 1
+    reader, line = csv.DictReader(_texts(path), delimiter=delimiter), 1
     try:
-        for fields in reader:
-            if header is None:
-                header = fields or None
-            elif len(fields) > len(header):
+        header, line = reader.fieldnames or (), reader.line_num + 1
+        for row in reader:
+            if more := row.get(None):
                 raise UserError(
-                    f"{path}, line {line}: it has {len(fields)} fields and the header has {len(header)}: put texts "
-                    "with the delimiter in quotes."
+                    f"{path}, line {line}: it has {len(header) + len(more)} fields and the header has {len(header)}: "
+                    "put texts with the delimiter in quotes."
                 )
-            elif fields:
-                yield line, dict(zip_longest(header, fields))
+            yield line, row
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {line}: it cannot be read ({error}): save the file again.") from error
@@ -192,6 +169,17 @@ def _texts(path: Path) -> Iterator[str]:
                 yield decode_line(line) + "\n"
             except UserError as error:
                 raise UserError(f"{path}, line {number}: {error}.") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: it is not a Parquet file, or not the whole of it: download it again.") from error
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -253,7 +241,7 @@ def _look(facts: FileFacts, number: int, row: Any) -> None:
         facts.calls += 1
     if facts.example is None:
         facts.example = row
-    if problem := _problem(row, kind, reader):
+    if problem := _problem(row, reader):
         facts.problems.append((number, problem))
 
 

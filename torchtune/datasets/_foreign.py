@@ -1,7 +1,6 @@
-"""Checks of datasets and collate functions from outside this library."""
+"""Checks of datasets from outside this library."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
-from torchtune.datasets._token_store import check_row
+from torchtune.datasets._labels import check_row
 
 # Maximum number of examples that are searched for a label.
 _LOOKED_AT = 32
@@ -66,8 +65,7 @@ class CheckedDataset(Dataset):
                 f"has {len(self.dataset):,} now. Resume with all of them."
             ) from error
         try:
-            is_pack = isinstance(example, list) and bool(example)
-            for document in example if is_pack else [example]:
+            for document in _documents_of(example):
                 self._check(document)
         except DataError as error:
             raise DataError(f"dataset: example {index} of {self.name}: {error}.") from error
@@ -83,7 +81,7 @@ class CheckedDataset(Dataset):
         rows: dict[str, list[torch.Tensor]] = {"tokens": [], "labels": []}
         for index in range(min(self._length, _LOOKED_AT)):
             example = self[index]
-            for document in example if isinstance(example, list) else [example]:
+            for document in _documents_of(example):
                 for key, found in rows.items():
                     found.append(torch.as_tensor(document[key], dtype=torch.int64))
                 differs = rows["labels"][-1] != rows["tokens"][-1]
@@ -112,32 +110,5 @@ class CheckedDataset(Dataset):
                 raise DataError(f"{name} {np.max(ids)} is not below {self._vocab_size}, the tokenizer's vocabulary")
 
 
-def checked_collate(collate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collate function from outside this library to check its batches.
-
-    Raises:
-        DataError: when called, a batch is not a mapping with int64 ``tokens`` and ``labels`` of the same shape ``[b,
-            s]``.
-    """
-    name = getattr(collate, "__name__", type(collate).__name__)
-
-    @wraps(collate, assigned=("__name__", "__doc__"), updated=())
-    def checked(examples: Sequence[Any], **settings: Any) -> Any:
-        batch = collate(examples, **settings)
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                f"collate_fn: {name} gives {type(batch).__name__}, not a mapping with 'tokens' and 'labels'."
-            )
-        for key in ("tokens", "labels"):
-            value = batch.get(key)
-            if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype != torch.int64:
-                found = type(value).__name__ if key in batch else f"nothing (it gives {', '.join(map(str, batch))})"
-                if isinstance(value, torch.Tensor):
-                    found = f"a tensor of {value.dtype} of shape {tuple(value.shape)}"
-                raise DataError(f"collate_fn: '{key}' of {name} must be a torch.int64 tensor [b, s], not {found}.")
-        if batch["tokens"].shape != batch["labels"].shape:
-            shapes = " and ".join(str(tuple(batch[key].shape)) for key in ("tokens", "labels"))
-            raise DataError(f"collate_fn: 'tokens' and 'labels' of {name} differ in shape: {shapes}.")
-        return batch
-
-    return checked
+def _documents_of(example: Any) -> list[Any]:
+    return example if isinstance(example, list) and example else [example]

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torchtune import config
@@ -15,7 +14,7 @@ from torchtune.data import (
     padded_collate_tiled_images_and_mask,
 )
 from torchtune.datasets._concat import ConcatDataset
-from torchtune.datasets._foreign import CheckedDataset, checked_collate, is_own
+from torchtune.datasets._foreign import CheckedDataset, is_own
 from torchtune.utils import doing
 
 
@@ -52,8 +51,8 @@ def _checked(dataset: Any, tokenizer: Any) -> Any:
 def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:
     """Return the collate function of a dotted path, with the tokenizer's ``pad_id`` as ``padding_idx`` if it takes one.
 
-    Dicts that it returns are converted to batches (:meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`). The
-    result of a function from outside this library is checked first.
+    Dicts that it returns are checked and converted to batches (:meth:`Batch.from_dict
+    <torchtune.data.Batch.from_dict>`).
 
     Raises:
         DataError: it pads on the left, or takes text only while the tokenizer returns images; when called, see
@@ -73,10 +72,15 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
             f"collate_fn: {collate.__name__} does not take the images of the tokenizer: set "
             f"collate_fn=torchtune.data.{wanted.__name__}."
         )
-    signature, own = inspect.signature(collate), is_own(collate)
-    if own and signature.return_annotation is Batch:
+    signature = inspect.signature(collate)
+    if is_own(collate) and signature.return_annotation is Batch:
         return collate
-    collate = collate if own else checked_collate(collate)
-    if "padding_idx" in signature.parameters:
-        collate = partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0))
-    return lambda examples: Batch.from_dict(collate(examples))
+    settings = {"padding_idx": getattr(tokenizer, "pad_id", 0)} if "padding_idx" in signature.parameters else {}
+
+    def collated(examples: list[Any]) -> Batch:
+        batch = Batch.from_dict(collate(examples, **settings))
+        if batch.labels is None:
+            raise DataError(f"collate_fn: the batch has no 'labels', it has {', '.join(batch)}.")
+        return batch
+
+    return collated

@@ -1,6 +1,6 @@
 """KTO datasets: single answers labeled good or bad."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,12 +12,13 @@ from torchtune.data import (
     check_column_map,
     column,
     convert_turns,
-    mask_messages,
     prepend_prompt,
+    prompted_and_masked,
     resolve_masking,
 )
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
 from torchtune.datasets._row_source import Source
+from torchtune.datasets._token_store import PreparedRows
 from torchtune.tokenizers import ModelTokenizer
 
 
@@ -52,8 +53,7 @@ class LabelledAnswerToMessages(Transform):
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         answer = column(sample, self.column_map["completion"])
         turns = prepend_prompt(answer, sample, self.column_map.get("prompt", "prompt"))
-        messages = convert_turns(turns)
-        mask_messages(messages, self.masking_strategy)
+        messages = prompted_and_masked(convert_turns(turns), None, self.masking_strategy)
         return {"messages": messages, "is_chosen": bool(label)}
 
 
@@ -68,10 +68,11 @@ class KTODataset(PreferenceDataset):
         [True, False]
     """
 
-    _sides: ClassVar[tuple[str, ...]] = ("answers",)
+    _names: ClassVar[tuple[str, ...]] = ("answers",)
 
-    def _read(self, notes: Sequence[Any]) -> None:
-        self._is_good = np.array(notes, bool)
+    def _read(self, rows: PreparedRows) -> None:
+        super()._read(rows)
+        self._is_good = np.array(rows.notes, bool)
         for kind, there in (("good", self._is_good.any()), ("bad", not self._is_good.all())):
             if len(self._is_good) and not there:
                 raise DataError(f"{self.source} has no answer that is labeled {kind}: both kinds are needed.")
@@ -85,13 +86,9 @@ class KTODataset(PreferenceDataset):
         sample = tokenize_answer(row["messages"], tokenizer, limit, "the answer")
         return {"answers": {**sample, "note": bool(row["is_chosen"])}}
 
-    def __len__(self) -> int:
-        return len(self.stores["answers"])
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens``, pre-shifted ``labels``, and ``is_chosen``."""
-        tokens, labels = self.stores["answers"].arrays(index)
-        return {"tokens": tokens.tolist(), "labels": labels.tolist(), "is_chosen": bool(self._is_good[index])}
+        return {**self.stores["answers"].lists(index), "is_chosen": bool(self._is_good[index])}
 
 
 def kto_dataset(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -126,15 +127,15 @@ class MixedStream(Dataset):
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
         self._seed, self._shuffle = seed, shuffle
-        self._passes: dict[int, tuple[int, np.ndarray]] = {}
-        self._blocks: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+        self._block = lru_cache(_KEPT)(self._make_block)
+        self._permutation = lru_cache(len(self._datasets))(self._make_permutation)
         for number, dataset in enumerate(self._datasets):
             if hasattr(dataset, "begin"):
                 dataset.begin(seed + number, shuffle=shuffle)
 
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the state of the streams with ``index`` as next example, as plain data."""
-        _, sources, _ = self._found(index)
+        sources, _ = self._block(index // self._length)
         before = self._before(index // self._length * self._length)
         counts = np.bincount(sources[: index % self._length], minlength=len(self.names)).tolist()
         return {
@@ -178,36 +179,28 @@ class MixedStream(Dataset):
         ends = [share * index // self._shares[-1] for share in self._shares]
         return [end - start for start, end in pairwise(ends)]
 
-    def _found(self, index: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return an index's block: its number, and for each example the dataset and the example's number in it."""
-        block = index // self._length
-        if block not in self._blocks:
-            before, after = self._before(block * self._length), self._before((block + 1) * self._length)
-            counts = [end - start for start, end in zip(before, after, strict=True)]
-            random = make_random_state(self._seed, block, len(self.names))
-            within = [random.random_sample(count) if self._shuffle else np.full(count, 0.5) for count in counts]
-            turns = [(np.arange(len(one)) + one) / len(one) for one in within]
-            order = np.argsort(np.concatenate(turns), kind="stable")
-            sources = np.repeat(np.arange(len(counts)), counts)[order]
-            numbers = np.concatenate([np.arange(*ends) for ends in zip(before, after, strict=True)])[order]
-            self._blocks[block] = (block, sources, numbers)
-            while len(self._blocks) > _KEPT:
-                del self._blocks[next(iter(self._blocks))]
-        return self._blocks[block]
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each example of a block, the dataset and the example's number in it."""
+        before, after = self._before(block * self._length), self._before((block + 1) * self._length)
+        counts = [end - start for start, end in zip(before, after, strict=True)]
+        random = make_random_state(self._seed, block, len(self.names))
+        within = [random.random_sample(count) if self._shuffle else np.full(count, 0.5) for count in counts]
+        turns = [(np.arange(len(one)) + one) / len(one) for one in within]
+        order = np.argsort(np.concatenate(turns), kind="stable")
+        sources = np.repeat(np.arange(len(counts)), counts)[order]
+        numbers = np.concatenate([np.arange(*ends) for ends in zip(before, after, strict=True)])[order]
+        return sources, numbers
+
+    def _make_permutation(self, source: int, passes: int) -> np.ndarray:
+        return make_random_state(self._seed, passes, source).permutation(len(self._datasets[source]))
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return (dataset, index in it)."""
-        _, sources, numbers = self._found(index)
-        source, number = (int(values[index % self._length]) for values in (sources, numbers))
-        dataset = self._datasets[source]
-        if hasattr(dataset, "begin"):
+        source, number = (int(values[index % self._length]) for values in self._block(index // self._length))
+        if hasattr(self._datasets[source], "begin"):
             return source, number
-        passes, row = divmod(number, len(dataset))
-        if not self._shuffle:
-            return source, row
-        if self._passes.get(source, (None,))[0] != passes:
-            self._passes[source] = (passes, make_random_state(self._seed, passes, source).permutation(len(dataset)))
-        return source, int(self._passes[source][1][row])
+        passes, row = divmod(number, len(self._datasets[source]))
+        return source, int(self._permutation(source, passes)[row]) if self._shuffle else row
 
 
 def with_source(example: Any, number: int, names: tuple[str, ...]) -> Any:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from torchtune.data import DataError
-from torchtune.datasets._sft import document_of
 from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
@@ -210,7 +210,15 @@ class PackedDataset(Dataset):
         """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
         if self._has_images:
             return [self.ds[row] for row, _, _ in self.packs[idx]]
-        return [document_of(self.ds, row, start, end) for row, start, end in self.packs[idx]]
+        return [self._document(row, start, end) for row, start, end in self.packs[idx]]
+
+    def _document(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
+        store = getattr(self.ds, "store", None)
+        example = self.ds[row] if store is None else dict(zip(("tokens", "labels"), store.arrays(row), strict=True))
+        return {
+            name: torch.from_numpy(np.asarray(example[name])[start:end].astype(np.int64))
+            for name in ("tokens", "labels")
+        }
 
     def origins(self, idx: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` of each document of a pack."""

@@ -1,38 +1,27 @@
 """Preference datasets: pairs of a chosen and a rejected answer."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
-
-import numpy as np
-from torch.utils.data import Dataset
 
 from torchtune.data import (
     ChosenRejectedToMessages,
     DataError,
     MaskingName,
-    Message,
     Transform,
     as_messages,
-    check_column_map,
     check_tokenizer,
     copy_sample,
-    mask_messages,
-    resolve_masking,
-    text_column,
 )
-from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._labels import NO_LABEL, has_label, shifted_labels
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._sft import say_what_is_cut
-from torchtune.datasets._token_store import has_label, shifted_labels
-from torchtune.datasets._tokenize import NO_LABEL, Tokenize, prepare_rows
+from torchtune.datasets._token_store import PreparedRows
+from torchtune.datasets._tokenize import Tokenize, TokenizedDataset, why_no_label
 from torchtune.tokenizers import ModelTokenizer, arrays_of
-from torchtune.utils import get_logger, log_rank_zero
 
 _SIDES = ("chosen", "rejected")
 
 
-class PreferenceDataset(Dataset):
+class PreferenceDataset(TokenizedDataset):
     """Dataset of answer pairs, tokenized at construction.
 
     A pair cannot be trained on if its answers are equal, one is empty, or one has no label within the tokenizer's
@@ -58,7 +47,7 @@ class PreferenceDataset(Dataset):
         1
     """
 
-    _sides: ClassVar[tuple[str, ...]] = _SIDES
+    _names: ClassVar[tuple[str, ...]] = _SIDES
 
     def __init__(
         self,
@@ -75,33 +64,25 @@ class PreferenceDataset(Dataset):
             raise DataError("packed=True is not possible for preference data: set it to False.")
         check_tokenizer(tokenizer)
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        self.source = found.shown
-        transforms = {"masks and columns": message_transform, "tokenizer": tokenizer}
         limit = getattr(tokenizer, "max_seq_len", None)
 
-        def samples(index: int, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        def samples(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             return self._tokenize(copy_sample(message_transform(row), "message_transform"), tokenizer, limit)
 
-        depends_on = {"dataset": [type(self), drop_bad_rows], **transforms}
-        work = Tokenize(samples, self._sides, limit)
-        rows = prepare_rows(found, depends_on, work, drop=drop_bad_rows or found.skips)
-        self.stores = {side: rows.store(side) for side in self._sides}
-        self._read(rows.notes)
-        left_out = BadRows(self.source, drop=True)
-        for row, reason in rows.bad:
-            left_out.add(row, reason)
-        self.dropped = left_out.dropped
-        total = len(self) + len(self.dropped)
-        self._rows = np.delete(np.arange(total), self.dropped)
-        if self.dropped:
-            said = f"{len(self.dropped)} of {total} rows of {self.source} were left out: {left_out.reasons}."
-            log_rank_zero(get_logger(), said, logging.WARNING)
-        if not len(self):
-            raise DataError(f"{self.source}: no row is left that can be trained on.")
-        say_what_is_cut(rows.cut, len(self), self.source, limit)
+        depends_on = {"drop_bad_rows": drop_bad_rows, "masks and columns": message_transform, "tokenizer": tokenizer}
+        self._read(
+            self._prepare(
+                found,
+                depends_on,
+                Tokenize(samples, self._names),
+                limit=limit,
+                skips=drop_bad_rows or found.skips,
+                way_out="drop_bad_rows=True",
+            )
+        )
 
-    def _read(self, notes: Sequence[Any]) -> None:
-        """Hook for subclasses that store notes of rows."""
+    def _read(self, rows: PreparedRows) -> None:
+        self.dropped = [row for row, _ in rows.bad]
 
     @staticmethod
     def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Sequence[int]]]:
@@ -120,20 +101,13 @@ class PreferenceDataset(Dataset):
         """Changes with any token or label."""
         return tuple(store.fingerprint for store in self.stores.values())
 
-    def __len__(self) -> int:
-        return len(self.stores["chosen"])
-
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         """Return ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` (pre-shifted)."""
         item = {}
         for side, store in self.stores.items():
-            tokens, labels = store.arrays(index)
-            item |= {f"{side}_input_ids": tokens.tolist(), f"{side}_labels": labels.tolist()}
+            row = store.lists(index)
+            item |= {f"{side}_input_ids": row["tokens"], f"{side}_labels": row["labels"]}
         return item
-
-    def origins(self, index: int) -> list[dict[str, Any]]:
-        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of a pair."""
-        return [{"source": self.source, "row": int(self._rows[index])}]
 
 
 def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, Sequence[int]]:
@@ -156,10 +130,7 @@ def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str)
     row = arrays_of(tokenizer, {"messages": messages})
     sample = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
     if not has_label(sample):
-        is_full = limit is not None and len(sample["tokens"]) >= limit
-        raise DataError(
-            f"{NO_LABEL} in {name}" + (f" within max_seq_len={limit}, the prompt is too long" if is_full else "")
-        )
+        raise DataError(f"{NO_LABEL} in {name}" + why_no_label(sample, limit, "the prompt is too long"))
     return sample
 
 
@@ -219,55 +190,16 @@ def preference_dataset(
     )
 
 
-class StackExchangePairedToMessages(Transform):
-    """Converts a row with one question and two answers to two conversations.
-
-    Args:
-        train_on_input: deprecated, use ``masking_strategy``.
-        column_map: columns of ``prompt``, ``chosen`` and ``rejected``.
-        masking_strategy: see :func:`torchtune.data.mask_messages`.
-
-    Raises:
-        DataError: ``column_map`` lacks a key; when called, a column is missing or is not text.
-    """
-
-    def __init__(
-        self,
-        train_on_input: bool | None = None,
-        column_map: Mapping[str, str] | None = None,
-        masking_strategy: MaskingName | None = "train_on_assistant",
-    ) -> None:
-        defaults = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-        self.column_map = check_column_map(column_map, defaults, tuple(defaults))
-        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
-
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"chosen": [...], "rejected": [...]}``."""
-        pair = {}
-        for side in _SIDES:
-            pair[side] = [
-                Message(role="user", content=text_column(sample, self.column_map["prompt"])),
-                Message(role="assistant", content=text_column(sample, self.column_map[side])),
-            ]
-            mask_messages(pair[side], self.masking_strategy)
-        return pair
-
-
 def stack_exchange_paired_dataset(
     tokenizer: ModelTokenizer,
     *,
     source: Source = "lvwerra/stack-exchange-paired",
     column_map: Mapping[str, str] | None = None,
-    train_on_input: bool | None = None,
-    masking_strategy: MaskingName | None = "train_on_assistant",
-    filter_fn: Callable[..., bool] | None = None,
-    split: str = "train",
-    drop_bad_rows: bool = False,
-    **load_dataset_kwargs: Any,
+    **settings: Any,
 ) -> PreferenceDataset:
     """Build a dataset of questions with a better and a worse answer, ``question``, ``response_j`` and ``response_k``.
 
-    Arguments: see :func:`preference_dataset`; the keys of ``column_map`` are ``prompt``, ``chosen``, ``rejected``.
+    Other arguments: see :func:`preference_dataset`.
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
@@ -277,19 +209,7 @@ def stack_exchange_paired_dataset(
         >>> len(torchtune.datasets.stack_exchange_paired_dataset(tokenizer, source=rows))
         1
     """
-    if source == "lvwerra/stack-exchange-paired" and "data_files" not in load_dataset_kwargs:
-        load_dataset_kwargs.setdefault("data_dir", "data/rl")
-    transform = StackExchangePairedToMessages(
-        train_on_input=train_on_input,
-        column_map=column_map or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-        masking_strategy=masking_strategy,
-    )
-    return PreferenceDataset(
-        source=source,
-        message_transform=transform,
-        tokenizer=tokenizer,
-        filter_fn=filter_fn,
-        split=split,
-        drop_bad_rows=drop_bad_rows,
-        **load_dataset_kwargs,
-    )
+    if source == "lvwerra/stack-exchange-paired" and "data_files" not in settings:
+        settings.setdefault("data_dir", "data/rl")
+    columns = column_map or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+    return preference_dataset(tokenizer, source=source, column_map=columns, **settings)

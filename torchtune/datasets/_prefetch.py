@@ -18,8 +18,6 @@ from torchtune.data import DataError
 from torchtune.datasets._processes import end_with, that_travels
 from torchtune.utils import Activity, sign_of_life, watch_activity
 
-_NEVER = 1 << 62  # ticket of calls without an answer
-
 
 class Ahead:
     """Proxy of an object in a forked process, which calls the object's methods in the order of the requests.
@@ -59,10 +57,6 @@ class Ahead:
     def is_here(self) -> bool:
         """Whether the current process created this object, and is not a later fork."""
         return os.getpid() == self._owner
-
-    def tell(self, method: str, arguments: tuple[Any, ...]) -> None:
-        """Request a method call without an answer; :meth:`forget` does not cancel it."""
-        self._calls.put((_NEVER, method, arguments))
 
     def ask(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[int]:
         """Request a method call per tuple of arguments; return the ticket of each call for :meth:`answer`."""
@@ -148,5 +142,4 @@ def _serve(target: Any, calls: Any, answers: Connection, forgotten: Any, parent:
                 failure = that_travels(error)
             except _Forgotten:
                 continue
-            if signs.ticket != _NEVER:
-                answers.send((signs.ticket, value, failure))
+            answers.send((signs.ticket, value, failure))

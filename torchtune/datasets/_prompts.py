@@ -3,16 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from torch.utils.data import Dataset
-
-from torchtune.data import DataError, Message, as_messages, check_tokenizer
+from torchtune.data import DataError, Message, as_messages, check_tokenizer, prompted_and_masked
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._tokenize import Tokenize, prepare_rows
+from torchtune.datasets._tokenize import Tokenize, TokenizedDataset
 from torchtune.tokenizers import ModelTokenizer
 
 
-class PromptDataset(Dataset):
+class PromptDataset(TokenizedDataset):
     """Dataset of prompts, tokenized at construction up to the generation prompt, with their rows.
 
     A prompt is a text or a list of messages. If the last message is the assistant's, it is the reference answer: it is
@@ -51,12 +48,11 @@ class PromptDataset(Dataset):
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         if found.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
-        self.source = found.shown
-        depends_on = {"dataset": [type(self), column, new_system_prompt], "tokenizer": tokenizer}
-        self._store = prepare_rows(found, depends_on, Tokenize(self._prompt, ["rows"], None)).store("rows")
+        depends_on = {"column": column, "new_system_prompt": new_system_prompt, "tokenizer": tokenizer}
+        self._prepare(found, depends_on, Tokenize(self._prompt, self._names), limit=None, way_out="filter_fn")
         self._rows = found.rows()
 
-    def _prompt(self, index: int, row: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    def _prompt(self, row: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
         messages, _ = self._split(row)
         messages.append(Message(role="assistant", content=""))
         tokens = list(self._tokenizer({"messages": messages}, inference=True)["tokens"])
@@ -75,41 +71,22 @@ class PromptDataset(Dataset):
         answer = None
         if messages and messages[-1].role == "assistant":
             answer = messages.pop().text_content
-        if self._system is not None:
-            messages = [message for message in messages if message.role != "system"]
-            messages.insert(0, Message(role="system", content=self._system))
+        messages = prompted_and_masked(messages, self._system, "train_on_assistant")
         if not any(message.text_content.strip() for message in messages if message.role != "system"):
             raise DataError("the prompt is empty")
         return messages, answer
-
-    @property
-    def fingerprint(self) -> int:
-        """Changes with any prompt's tokens."""
-        return self._store.fingerprint
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each prompt, int64 ``[rows]``."""
-        return self._store.lengths
-
-    def __len__(self) -> int:
-        return len(self._store)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row) and the prompt's ``messages``.
 
         ``labels`` equal the tokens; a prompt is not answered if all its labels are ignored.
         """
-        tokens = self._store.arrays(index)[0].tolist()
+        tokens = self.store.arrays(index)[0].tolist()
         row = dict(self._rows[index])
         messages, answer = self._split(row)
         if answer is not None:
             row.setdefault("answer", answer)
         return {"tokens": tokens, "labels": tokens, "row": row, "number": index, "messages": messages}
-
-    def origins(self, index: int) -> list[dict[str, Any]]:
-        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of a prompt."""
-        return [{"source": self.source, "row": index}]
 
 
 def prompt_dataset(

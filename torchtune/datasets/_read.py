@@ -104,45 +104,18 @@ class FileReader:
         return rows, place if place < size else None, before
 
 
-class ParquetReader(FileReader):
-    """Reader of Parquet files; an offset is a row number."""
-
-    def _rows(self, path: str, size: int, place: int, before: int, count: int) -> tuple[list[Row], int | None, int]:
-        import pyarrow
-        import pyarrow.parquet
-
-        rows: list[Row] = []
-        try:
-            with pyarrow.parquet.ParquetFile(path) as opened:
-                total, end = opened.metadata.num_rows, 0
-                for group in range(opened.num_row_groups):
-                    start, end = end, end + opened.metadata.row_group(group).num_rows
-                    if end <= place or len(rows) == count:
-                        continue
-                    for batch in opened.iter_batches(1024, row_groups=[group]):
-                        new = batch.slice(min(place - start, len(batch)), count - len(rows)).to_pylist()
-                        rows += [Row(row, {"source": path, "row": place + i}) for i, row in enumerate(new, 1)]
-                        start, place = start + len(batch), place + len(new)
-                        if len(rows) == count:
-                            break
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{path} is not a Parquet file, or not the whole of it: put it back and resume.") from error
-        return rows, place if place < total else None, before + len(rows)
-
-
 class HubReader:
-    """Reader of Hub datasets and other files with the ``datasets`` package. A position is (its state, rows before).
+    """Reader of Hub datasets with the ``datasets`` package. A position is (its state, rows before).
 
     Args:
         rows: a ``datasets.IterableDataset``.
         source: name of the source.
-        size: total size of local files in bytes; None if unknown.
     """
 
-    files = 0
+    files, size = 0, None
 
-    def __init__(self, rows: Any, source: str, size: int | None = None) -> None:
-        self._dataset, self._source, self.size = rows, source, size
+    def __init__(self, rows: Any, source: str) -> None:
+        self._dataset, self._source = rows, source
         self._beginning = _plain(rows.state_dict())
         self._open: tuple[Position, Iterator[Any]] | None = None
 
@@ -166,6 +139,22 @@ class HubReader:
             ) from error
         self._open = None if after is None else (after, self._open[1])
         return [Row(row, {"source": self._source, "row": before + i}) for i, row in enumerate(rows, 1)], after
+
+
+class TableReader(FileReader):
+    """Reader of local files of other kinds with the ``datasets`` package, whose state is the offset."""
+
+    _opened: tuple[str, HubReader | None] = ("", None)
+
+    def fingerprint(self) -> str:
+        """See :meth:`FileReader.fingerprint`."""
+        return f"{super().fingerprint()} read by datasets"
+
+    def _rows(self, path: str, size: int, place: Any, before: int, count: int) -> tuple[list[Row], Any, int]:
+        if self._opened[0] != path:
+            self._opened = (path, HubReader(load_rows(path, split="train", streaming=True), path))
+        rows, after = self._opened[1].window([place, before] if place else None, count, None)
+        return rows, None if after is None else after[0], before + len(rows)
 
 
 def _plain(state: Any) -> Any:
@@ -195,10 +184,8 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[FileReader | H
         if (paths := line_files(files, ".txt")) is not None:
             return FileReader(paths), shown
         paths = matching(files)
-        if where == "parquet":
-            return ParquetReader(paths), shown
         for path in paths:
             if not path.endswith(".gz") and is_gzip(Path(path)):
                 raise DataError(f"{path} is packed by gzip, which a stream reads in *.gz alone: rename or unpack it.")
-        return HubReader(load(), shown, sum(map(os.path.getsize, paths))), shown
+        return TableReader(paths), shown
     return HubReader(load(), shown), shown

@@ -98,11 +98,11 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
         DataError: some rows cannot be trained on and are not skipped.
     """
 
-    def noted(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    def noted(row: Mapping[str, Any]) -> dict[str, Any]:
         return {"": {"note": check(row)}}
 
     notes = []
-    for _, facts in in_parts(rows, Tokenize(noted, [], None)):
+    for _, facts in in_parts(rows, Tokenize(noted, [])):
         notes += facts["notes"]
         for index, reason in facts["bad"]:
             bad.add(index, reason)

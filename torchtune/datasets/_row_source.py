@@ -44,7 +44,9 @@ def _is_remote(name: str) -> bool:
 
 
 def _files(data_files: Any) -> list[str]:
-    """Return all files of a ``data_files`` setting: one, a list, or a mapping split -> files."""
+    """Return all files of a ``data_files`` setting: None, one, a list, or a mapping split -> files."""
+    if data_files is None:
+        return []
     if isinstance(data_files, str | Path):
         return [str(data_files)]
     values = data_files.values() if isinstance(data_files, Mapping) else data_files
@@ -54,14 +56,6 @@ def _files(data_files: Any) -> list[str]:
 def _looks_local(name: str) -> bool:
     """Return whether a name can only be a path: a Hub dataset has at most one slash, and none at an end."""
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
-
-
-def _matches(name: str) -> bool:
-    return any(sign in name for sign in "*?[")
-
-
-def _is_here(name: str) -> bool:
-    return Path(name).expanduser().is_file()
 
 
 def _not_here(what: str, name: str) -> DataError:
@@ -83,10 +77,8 @@ def _check_files(names: Sequence[str]) -> None:
         if path.is_file():
             if path.stat().st_size == 0:
                 raise DataError(f"The data file {name} is empty.")
-        elif not _matches(name):
-            raise _not_here("data file", name)
         elif not glob.glob(str(path), recursive=True):
-            raise DataError(f"No file matches {name} (in {Path.cwd()}): correct the pattern.")
+            raise _not_here("data file", name)
 
 
 def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -102,7 +94,7 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     if source.startswith("~"):
         source = str(Path(source).expanduser())
     data_files = kwargs.get("data_files")
-    names = [] if data_files is None else _files(data_files)
+    names = _files(data_files)
     loaders = set(LOADERS.values())
     if source in loaders and not names and kwargs.get("data_dir") is not None:
         source = _folder_of(source, str(kwargs.pop("data_dir")))
@@ -115,7 +107,8 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
         _check_files([source])
         kwargs["data_files"], source = source, LOADERS[_suffix(source)]
     elif names and not is_folder:
-        if any(map(_is_here, names)) or any(map(_is_path, names)):
+        # A file here, or what can only be a path; other names are of files inside the Hub dataset.
+        if any(Path(name).expanduser().is_file() or name.startswith(("/", "./", "../", "~")) for name in names):
             _check_files(names)
             kinds = {LOADERS.get(_suffix(name)) for name in names}
             if len(kinds) != 1 or None in kinds:
@@ -147,11 +140,6 @@ def _folder_of(loader: str, data_dir: str) -> str:
             "data_files."
         )
     return str(folder)
-
-
-def _is_path(name: str) -> bool:
-    """Return whether a data file is a local path, not one inside a Hub dataset."""
-    return name.startswith(("/", "./", "../", "~"))
 
 
 def _plain(data_files: Any) -> Any:
@@ -265,11 +253,12 @@ class RowSource:
             fingerprint.add("on_bad_row", "skip")
         if not self._is_here:
             where, kwargs = resolve_source(self._source, self._kwargs)
-            names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
-            if all(not _is_remote(name) and _exists(name) for name in names):
-                files = kwargs.pop("data_files", None) if where in LOADERS.values() else None
-                splits = {split: len(_flat(part)) for split, part in files.items()} if _is_map(files) else None
-                fingerprint.add_files("data", [where if files is not None else "folder", kwargs, splits], names)
+            files = kwargs.pop("data_files", None) if where in LOADERS.values() else where
+            names = _files(files)
+            if all(Path(name).exists() or (not _is_remote(name) and glob.glob(name, recursive=True)) for name in names):
+                is_split = isinstance(files, Mapping)
+                splits = {split: len(_files(part)) for split, part in files.items()} if is_split else None
+                fingerprint.add_files("data", ["folder" if files == where else where, kwargs, splits], names)
                 return
         rows = self._rows if self._is_here else self.rows()
         known = getattr(rows, "_fingerprint", None)  # of the datasets package: covers content and transforms
@@ -277,18 +266,6 @@ class RowSource:
             fingerprint.add("data", known)
         else:
             fingerprint.add_rows("data", rows)
-
-
-def _is_map(files: Any) -> bool:
-    return isinstance(files, Mapping)
-
-
-def _flat(data_files: Any) -> list[str]:
-    return [str(Path(name).expanduser()) if not _is_remote(name) else name for name in _files(data_files)]
-
-
-def _exists(name: str) -> bool:
-    return Path(name).exists() or bool(glob.glob(name, recursive=True))
 
 
 def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -355,7 +332,7 @@ def load_rows(
         DataError: the source cannot be found, reached or read, has no such split, or has no rows.
     """
     where, kwargs = resolve_source(source, load_dataset_kwargs)
-    names = _files(kwargs["data_files"]) if where in LOADERS.values() else []
+    names = _files(kwargs.get("data_files")) if where in LOADERS.values() else []
     look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
     shown = ", ".join(names) or source
     split = kwargs.get("split")
@@ -380,17 +357,15 @@ def load_rows(
             f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
             "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
         ) from error
-    except ConnectionError as error:
-        missing = _files(load_dataset_kwargs.get("data_files") or [])
-        here = f"there is no data file {', '.join(missing)} in {Path.cwd()}, and " if missing else ""
+    except (ConnectionError, FileNotFoundError) as error:
+        missing = ", ".join(_files(load_dataset_kwargs.get("data_files")))
+        here = f", and there is no data file {missing} in {Path.cwd()}" if missing else ""
+        if isinstance(error, FileNotFoundError):
+            raise DataError(f"{shown} cannot be found: {_first_line(error)}{here}.") from error
         raise DataError(
-            f"Dataset '{source}' cannot be fetched: {here}the hub cannot be reached; check the network, or give a "
+            f"Dataset '{source}' cannot be fetched: the hub cannot be reached{here}; check the network, or give a "
             "local file with dataset.data_files."
         ) from error
-    except FileNotFoundError as error:
-        missing = ", ".join(_files(load_dataset_kwargs.get("data_files") or []))
-        here = f", and there is no {missing} in {Path.cwd()}" if missing else ""
-        raise DataError(f"{shown} cannot be found: {_first_line(error)}{here}.") from error
     except datasets.exceptions.DatasetGenerationError as error:
         place = _broken_line(names)
         reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"

@@ -1,24 +1,19 @@
 """Datasets for supervised fine-tuning: rows -> messages -> tokens and labels."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from torchtune.data import DataError, Message, Transform, as_messages, check_tokenizer, copy_sample, validate_messages
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
-from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._labels import shifted_labels
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_images
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._shared import is_preparing, prepare
-from torchtune.datasets._token_store import RowWriter, TokenStore, shifted_labels
-from torchtune.datasets._tokenize import OnReading, TransformRows, tokenize_rows
+from torchtune.datasets._shared import is_preparing
+from torchtune.datasets._tokenize import OnReading, TokenizedDataset, TransformRows
 from torchtune.tokenizers import arrays_of
-from torchtune.utils import get_logger, log_rank_zero
 
 
 class SFTTransform(Transform):
@@ -97,29 +92,7 @@ class SFTTransform(Transform):
         return {"tokens": tokens, "labels": shifted_labels(tokens, mask), "note": images}
 
 
-def row_numbers(
-    skipped: Sequence[tuple[int, str]], rows: int, source: str, several: Mapping[int, int] | None = None
-) -> np.ndarray:
-    """Return the number in its source of each row, int64 ``[rows]``; log a warning about skipped rows.
-
-    ``several`` has the number of samples of each source row that gives more than one.
-    """
-    counts = np.ones(rows + len(skipped) - sum((several or {}).values()) + len(several or {}), np.int64)
-    counts[[row for row, _ in skipped]] = 0
-    for row, count in (several or {}).items():
-        counts[row] = count
-    say_what_is_left_out(skipped, source, len(counts))
-    return np.repeat(np.arange(len(counts)), counts)
-
-
-def say_what_is_cut(cut: int, rows: int, source: str, limit: int | None) -> None:
-    """Log a warning if rows may have been truncated; also if they were prepared earlier."""
-    if cut:
-        said = f"{cut} of {rows} rows of {source} are as long as max_seq_len={limit} or were cut to it."
-        log_rank_zero(get_logger(), said, logging.WARNING)
-
-
-class SFTDataset(Dataset):
+class SFTDataset(TokenizedDataset):
     """Dataset for supervised fine-tuning, tokenized at construction.
 
     One process per machine tokenizes, and all processes map its files into memory. Later runs with the same data,
@@ -169,60 +142,55 @@ class SFTDataset(Dataset):
         filter_kwargs: Mapping[str, Any] | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
-        self._transform = SFTTransform(message_transform, model_transform)
-        found = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
-        self.source, self._found = found.shown, found
+        self._transform = transform = SFTTransform(message_transform, model_transform)
+        self._found = found = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
         limit, side = (
             getattr(model_transform, "max_seq_len", None),
             getattr(model_transform, "truncation_type", "right"),
         )
-        transforms = {"masks and columns": message_transform, "tokenizer": model_transform}
-        fingerprint = Fingerprint({"dataset": type(self), **transforms})
-        found.add_to(fingerprint)
-        takes_images = bool(getattr(model_transform, "takes_images", False))
-        if takes_images and found.skips and not is_preparing():
-            fingerprint.is_exact = False  # it does not cover which images are broken
+        self.on_reading = bool(getattr(model_transform, "takes_images", False))
+        tokenize = transform.as_arrays
+        if self.on_reading:
+            tokenize = partial(transform.text, decode=found.skips)
+        elif getattr(model_transform, "reasoning", None) == "split":
+            tokenize = transform.all_arrays
+        try:
+            rows = self._prepare(
+                found,
+                {"masks and columns": message_transform, "tokenizer": model_transform},
+                TransformRows(tokenize, limit, side, notes=self.on_reading),
+                limit=limit,
+                load=self._load,
+                skips=found.skips,
+                # The fingerprint does not cover which images are broken.
+                is_exact=not (self.on_reading and found.skips and not is_preparing()),
+            )
+            images = rows.notes
+        except OnReading:
+            images = self._check_images()
+        self.num_images: int | None = sum(count for count, _ in images) if self.on_reading else None
+        self._rows = self._load() if self.on_reading else None
 
-        def build(writer: RowWriter) -> dict[str, Any] | None:
-            transform, rows = self._transform.as_arrays, found.rows()
-            if getattr(model_transform, "reasoning", None) == "split":
-                transform = self._transform.all_arrays
-            if takes_images:
-                transform, rows = partial(self._transform.text, decode=found.skips), encoded(rows, message_transform)
-            work = TransformRows(transform, limit, side, notes=takes_images)
-            bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
-            try:
-                tokenize_rows(rows, work, bad, writer)
-            except OnReading:
-                return self._checked(found)
-            return None
+    def _load(self) -> Any:
+        rows = self._found.rows()
+        return encoded(rows, self._transform.message_transform) if self.on_reading else rows
 
-        rows = prepare(fingerprint, self.source, build, found.prepared)
-        checked = rows.info.get("on_reading")
-        self.on_reading = takes_images or checked is not None
-        notes, skipped = (rows.notes, rows.bad) if checked is None else checked
-        self.num_images: int | None = sum(count for count, _ in notes) if self.on_reading else None
-        self._rows = encoded(found.rows(), message_transform) if self.on_reading else None
-        self.store: TokenStore | None = rows.store("rows") if checked is None else None
-        self._skips = found.skips
-        kept = len(self._rows) - len(skipped) if self.store is None else len(self.store)
-        self._numbers = row_numbers(skipped, kept, self.source, rows.several)
-        if self.store is not None:
-            say_what_is_cut(rows.cut, len(self), self.source, limit)
-
-    def _checked(self, found: RowSource) -> dict[str, Any]:
-        """Check the images of rows if the model transform is not one of this library's."""
-        bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
-        rows = encoded(found.rows(), self._transform.message_transform)
-        notes = check_rows(rows, lambda row: check_images(self._transform.messages(row), found.skips), bad)
-        return {"on_reading": [notes, bad.left_out]}
+    def _check_images(self) -> list[Any]:
+        """Check the images of rows that are transformed when they are read, if the transform is not this library's."""
+        self.on_reading, self.stores = True, {}
+        rows, skips = self._load(), self._found.skips
+        bad = BadRows(self.source, rows, skips=skips, way_out="on_bad_row=skip")
+        images = check_rows(rows, lambda row: check_images(self._transform.messages(row), skips), bad)
+        self._numbers = np.delete(np.arange(len(rows)), [row for row, _ in bad.found])
+        say_what_is_left_out(bad.found, self.source, len(rows))
+        return images
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, int64 ``[rows]``."""
         if self.store is None:
             return np.array([len(self[index]["tokens"]) for index in range(len(self))])
-        return self.store.lengths
+        return super().lengths
 
     @property
     def image_tokens(self) -> np.ndarray | None:
@@ -233,10 +201,7 @@ class SFTDataset(Dataset):
     @property
     def fingerprint(self) -> int | None:
         """Changes with any token, label or image name; ``None`` if rows are tokenized when they are read."""
-        return None if self.store is None else self.store.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._numbers)
+        return None if self.store is None else super().fingerprint
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens`` and pre-shifted ``labels`` as lists, and further outputs of the transform.
@@ -245,13 +210,12 @@ class SFTDataset(Dataset):
             DataError: an image cannot be read, which was not detected before.
         """
         if not self.on_reading:
-            tokens, labels = self.store.arrays(index)
-            return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+            return super().__getitem__(index)
         row = int(self._numbers[index])
         try:
             return self._transform(self._rows[row])
         except DataError as error:
-            raise row_error(error, self.source, row, self._rows, self._skips) from error
+            raise row_error(error, self.source, row, self._rows, self._found.skips) from error
 
     def conversations(self) -> Iterator[list[Message]]:
         """Yield the messages of each row of the source; none for a row that the message transform rejects."""
@@ -266,20 +230,3 @@ class SFTDataset(Dataset):
         if not self.on_reading:
             return []
         return images_of(self._transform.messages(self._rows[int(self._numbers[index])]))
-
-    def origins(self, index: int) -> list[dict[str, Any]]:
-        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
-        return [{"source": self.source, "row": int(self._numbers[index])}]
-
-    def document(self, index: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
-        """Return int64 ``tokens`` and ``labels`` of a row, or of a slice of it."""
-        return document_of(self, index, start, end)
-
-
-def document_of(dataset: Any, index: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
-    """Return int64 ``tokens`` and ``labels`` of a row, or of a slice of it, for any map-style dataset."""
-    store = getattr(dataset, "store", None)
-    if store is not None:
-        return store.document(index, start, end)
-    row = dataset[index]
-    return {key: torch.as_tensor(row[key], dtype=torch.int64)[start:end] for key in ("tokens", "labels")}

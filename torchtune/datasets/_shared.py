@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint, code_digest
@@ -32,11 +31,7 @@ from torchtune.utils import (
     write_json,
 )
 
-# Fills the writer; returns optional metadata of the rows as plain data.
-Build = Callable[[RowWriter], dict[str, Any] | None]
-
 _META = "meta.json"
-_PARTS = "made_of.json"
 _SAID = {"code": "another version of torchtune or of a package that tokenizes", "data": "other content of the data"}
 _HINT = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 _FREE = "free space, or choose another --output; nothing is left of what was written"
@@ -95,7 +90,9 @@ def is_preparing() -> bool:
     return _output.get() is not None
 
 
-def prepare(fingerprint: Fingerprint, source: str, build: Build, folder: Path | None = None) -> PreparedRows:
+def prepare(
+    fingerprint: Fingerprint, source: str, build: Callable[[RowWriter], None], folder: Path | None = None
+) -> PreparedRows:
     """Return the prepared rows of a fingerprint; write them with ``build`` if they are missing.
 
     One process builds while the others of the machine wait. Rows with an exact fingerprint are cached for later runs.
@@ -126,14 +123,13 @@ def prepare(fingerprint: Fingerprint, source: str, build: Build, folder: Path | 
     if key is None or is_preview():
         with tempfile.TemporaryDirectory(dir=root, prefix="own-") as own:
             with _writing(Path(own), hint):
-                _write(Path(own), build)
-            return _found(Path(own))
+                _write(Path(own), fingerprint, build)
+            return PreparedRows(Path(own))
     folder = root / key
     if fingerprint.is_exact and (rows := _open(folder)):
         return rows
     with _locked(root, key, source, hint) as is_locked:
-        rows = _open(folder)
-        if rows is None:
+        if (rows := _open(folder)) is None:
             if folder.exists():
                 get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
             _remove_left_overs(root, key)
@@ -142,12 +138,18 @@ def prepare(fingerprint: Fingerprint, source: str, build: Build, folder: Path | 
             with _writing(folder, hint), atomic_directory(folder, replace=False, keep_on=keep_on) as temporary:
                 if output is None:
                     temporary.chmod(0o700)
-                _write(temporary, build)
-                write_json(temporary / _PARTS, {**fingerprint.parts, "code": code_digest()})
-            rows = _found(folder)
+                _write(temporary, fingerprint, build)
+            rows = PreparedRows(folder)
         if not fingerprint.is_exact:
             _leave(folder)
         return rows
+
+
+def _write(folder: Path, fingerprint: Fingerprint, build: Callable[[RowWriter], None]) -> None:
+    with closing(RowWriter(folder)) as writer:
+        build(writer)
+    made_of = {**fingerprint.parts, "code": code_digest()}
+    write_json(folder / _META, {"fingerprint": fingerprint_of(writer.sums), "made_of": made_of})
 
 
 @contextmanager
@@ -180,7 +182,8 @@ def _prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> Prepa
         return rows
     if folder.is_dir():
         raise DataError(f"The rows in {root} are damaged: prepare them again with tune data prepare.")
-    found = [_differences(fingerprint, path) for path in sorted(root.glob(f"[!.]*/{_PARTS}"))]
+    metas = [read_json(path, DataError) for path in sorted(root.glob(f"[!.]*/{_META}"))]
+    found = [fingerprint.differences(meta.get("made_of", {})) for meta in metas]
     if not found:
         raise DataError(f"There are no prepared rows in {root}: write them with tune data prepare.")
     changed = min(found, key=len)
@@ -191,10 +194,6 @@ def _prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> Prepa
         f"The rows in {root} do not fit {source} as it is read now, they were made with {what}: prepare them again "
         "with tune data prepare, or set that back."
     )
-
-
-def _differences(fingerprint: Fingerprint, path: Path) -> list[str]:
-    return fingerprint.differences({name: str(value) for name, value in read_json(path, DataError).items()})
 
 
 def _key_of_this_run(fingerprint: Fingerprint) -> str | None:
@@ -215,28 +214,14 @@ def _local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _write(folder: Path, build: Build) -> None:
-    with closing(RowWriter(folder)) as writer:
-        info = build(writer)
-    write_json(folder / _META, {"fingerprint": fingerprint_of(writer.sums), "info": info or {}})
-
-
 def _open(folder: Path) -> PreparedRows | None:
     """Return the prepared rows of a folder; None if they are missing or damaged."""
     try:
-        meta = json.loads((folder / _META).read_text())
-        rows = PreparedRows(folder)
-        rows.info = dict(meta["info"])
-        return rows if rows.fingerprint == meta["fingerprint"] else None
+        fingerprint = json.loads((folder / _META).read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _found(folder: Path) -> PreparedRows:
-    rows = _open(folder)
-    if rows is None:
-        raise DataError(f"The rows that were just prepared in {folder} cannot be read: {_HINT}.")
-    return rows
+    rows = PreparedRows(folder)
+    return rows if rows.fingerprint == fingerprint else None
 
 
 def _leave(folder: Path) -> None:

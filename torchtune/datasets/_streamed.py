@@ -35,6 +35,9 @@ class _Start(NamedTuple):
     position: Position
 
 
+_BEGINNING = _Start(0, 0, 0, None)
+
+
 class _Example(NamedTuple):
     """Tokens and labels, int32 ``[s]``, and for a pack the length of each document."""
 
@@ -148,9 +151,7 @@ class StreamedDataset(Dataset):
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
         self._begin(seed, shuffle)
-        if (ahead := self._other()) is not None:
-            ahead.tell("_begin", (seed, shuffle))
-        elif (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
+        if self._other() is None and (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
             way_out = "free some and resume, or start a new run with a smaller shuffle_buffer"
             try:
                 self._ahead = Ahead(self, f"tokenizes {self.source}", way_out)
@@ -158,11 +159,8 @@ class StreamedDataset(Dataset):
                 said = f"No process can be started to tokenize {self.source} ahead ({error.strerror})"
                 get_logger().warning(f"{said}: the training process does it, and its steps take longer.")
 
-    def _begin(self, seed: int, shuffle: bool) -> None:
+    def _begin(self, seed: int, shuffle: bool, start: _Start = _BEGINNING) -> None:
         self._seed, self._shuffle = seed, shuffle
-        self._go_to(_Start(0, 0, 0, None))
-
-    def _go_to(self, start: _Start) -> None:
         self._starts = [start]
         self._windows: dict[int, _Window] = {}
         self._next: _Window | None = None
@@ -170,6 +168,7 @@ class StreamedDataset(Dataset):
         self._given: dict[int, _Given] = {}
         if (ahead := self._other()) is not None:
             ahead.forget()
+            ahead.ask("_begin", [(seed, shuffle, start)])
 
     def _other(self) -> Ahead | None:
         """Return this process's worker; None in a forked copy."""
@@ -181,9 +180,7 @@ class StreamedDataset(Dataset):
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_at` returned."""
-        self._go_to(_Start(**state))
-        if (ahead := self._other()) is not None:
-            ahead.tell("go_to", (state,))
+        self._begin(self._seed, self._shuffle, _Start(**state))
 
     def read_ahead(self, steps: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Request the next examples from the worker process, if there is one.
@@ -339,7 +336,7 @@ class StreamedDataset(Dataset):
 
     def _list(self, said: str, rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         path = list_left_out(rows)
-        listed = "" if path is None else f"; all such rows are listed in {path}"
+        listed = f"; all such rows are listed in {path}" if path else ""
         if num_left_out() <= 10:
             log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
 

@@ -3,16 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from torch.utils.data import Dataset
-
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, check_tokenizer, text_column, truncate
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._sft import row_numbers, say_what_is_cut
 from torchtune.datasets._sft_builder import pack_length
 from torchtune.datasets._streamed import StreamedDataset
-from torchtune.datasets._tokenize import TransformRows, prepare_rows
+from torchtune.datasets._tokenize import TokenizedDataset, TransformRows
 from torchtune.tokenizers import BaseTokenizer
 
 
@@ -35,7 +31,7 @@ class TextTransform:
         return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}
 
 
-class TextCompletionDataset(Dataset):
+class TextCompletionDataset(TokenizedDataset):
     """Dataset of plain text, tokenized at construction.
 
     A text starts with the BOS token if the tokenizer adds one, and ends with the EOS token. Control tokens in it, such
@@ -72,39 +68,11 @@ class TextCompletionDataset(Dataset):
         **load_dataset_kwargs: Any,
     ) -> None:
         transform = TextTransform(tokenizer, column, add_eos, max_seq_len, cut)
-        limit = transform.limit
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        self.source = found.shown
-        settings = {"column": column, "add_eos": add_eos, "limit": limit}
-        depends_on = {"dataset": type(self), "tokenizer": tokenizer, **settings}
-        rows = prepare_rows(
-            found, depends_on, TransformRows(transform, limit), drop=found.skips, switch="on_bad_row=skip"
+        depends_on = {"tokenizer": tokenizer, "column": column, "add_eos": add_eos, "limit": transform.limit}
+        self._prepare(
+            found, depends_on, TransformRows(transform, transform.limit), limit=transform.limit, skips=found.skips
         )
-        self.store = rows.store("rows")
-        self._numbers = row_numbers(rows.bad, len(self), self.source)
-        say_what_is_cut(rows.cut, len(self), self.source, limit)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each row, int64 ``[rows]``."""
-        return self.store.lengths
-
-    @property
-    def fingerprint(self) -> int:
-        """Changes with any token."""
-        return self.store.fingerprint
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """Return ``tokens`` and pre-shifted ``labels``."""
-        tokens, labels = self.store.arrays(index)
-        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
-
-    def origins(self, index: int) -> list[dict[str, Any]]:
-        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
-        return [{"source": self.source, "row": int(self._numbers[index])}]
 
 
 def text_completion_dataset(
@@ -175,12 +143,8 @@ def wikitext_dataset(
     tokenizer: BaseTokenizer,
     source: Source = "EleutherAI/wikitext_document_level",
     subset: str = "wikitext-103-v1",
-    max_seq_len: int | None = None,
-    packed: bool = False,
-    filter_fn: Callable[..., bool] | None = None,
-    split: str = "train",
-    **load_dataset_kwargs: Any,
-) -> TextCompletionDataset | PackedDataset:
+    **settings: Any,
+) -> TextCompletionDataset | PackedDataset | StreamedDataset:
     """Build a dataset of Wikipedia articles, column ``page``; ``subset`` selects the configuration.
 
     Other arguments: see :func:`text_completion_dataset`.
@@ -188,41 +152,18 @@ def wikitext_dataset(
     Raises:
         DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
     """
-    return text_completion_dataset(
-        tokenizer=tokenizer,
-        source=source,
-        column="page",
-        max_seq_len=max_seq_len,
-        packed=packed,
-        filter_fn=filter_fn,
-        split=split,
-        name=subset,
-        **load_dataset_kwargs,
-    )
+    return text_completion_dataset(tokenizer, source, column="page", name=subset, **settings)
 
 
 def cnn_dailymail_articles_dataset(
-    tokenizer: BaseTokenizer,
-    source: Source = "ccdv/cnn_dailymail",
-    max_seq_len: int | None = None,
-    filter_fn: Callable[..., bool] | None = None,
-    split: str = "train",
-    **load_dataset_kwargs: Any,
-) -> TextCompletionDataset:
+    tokenizer: BaseTokenizer, source: Source = "ccdv/cnn_dailymail", **settings: Any
+) -> TextCompletionDataset | PackedDataset | StreamedDataset:
     """Build a dataset of news articles, column ``article``.
 
-    Arguments: see :func:`text_completion_dataset`.
+    Other arguments: see :func:`text_completion_dataset`.
 
     Raises:
-        DataError: see :class:`TextCompletionDataset`.
+        DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
     """
-    load_dataset_kwargs.setdefault("name", "3.0.0")
-    return TextCompletionDataset(
-        tokenizer=tokenizer,
-        source=source,
-        column="article",
-        max_seq_len=max_seq_len,
-        filter_fn=filter_fn,
-        split=split,
-        **load_dataset_kwargs,
-    )
+    settings.setdefault("name", "3.0.0")
+    return text_completion_dataset(tokenizer, source, column="article", **settings)

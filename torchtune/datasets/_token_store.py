@@ -2,19 +2,15 @@
 
 import json
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.utils import sign_of_life
 
-_INT32 = np.iinfo(np.int32)
 _IDS = pa.list_(pa.int32())
 
 
@@ -53,18 +49,13 @@ class TokenStore:
 
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of the tokens and labels of a row, int32 ``[s]``."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         tokens, labels = (column[index].values.to_numpy() for column in self._columns)
         return tokens, labels
 
-    def document(self, index: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
-        """Return int64 ``tokens`` and ``labels`` of a row, or of a slice of it."""
+    def lists(self, index: int) -> dict[str, list[int]]:
+        """Return ``tokens`` and ``labels`` of a row."""
         tokens, labels = self.arrays(index)
-        return {
-            "tokens": torch.from_numpy(tokens[start:end].astype(np.int64)),
-            "labels": torch.from_numpy(labels[start:end].astype(np.int64)),
-        }
+        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
 
 
 def make_batch(columns: Mapping[str, Sequence[np.ndarray]]) -> pa.RecordBatch:
@@ -104,9 +95,8 @@ def fingerprint_of(sums: Sequence[Sequence[int]]) -> int:
 class PreparedRows:
     """Batches of a folder, verified by their checksums (about a second per GB).
 
-    Each batch has facts: ``rows``, its number of source rows; ``bad``, number and reason of each row that cannot be
-    trained on; ``cut``, the number of rows of maximum length; ``notes``, plain data of the remaining rows; ``several``,
-    the number of each row that gives several samples, and how many.
+    Each batch has facts: ``rows``, its number of source rows; ``numbers``, the source row of each of its token rows;
+    ``bad``, number and reason of each row that cannot be trained on; ``notes``, plain data of the token rows.
 
     Args:
         folder: folder of the files.
@@ -114,7 +104,10 @@ class PreparedRows:
     Attributes:
         files: number of files.
         sums: number of source rows and checksum of each batch.
-        info: metadata of the rows, as plain data.
+        total: number of source rows.
+        numbers: source row of each token row, int64 ``[rows]``.
+        bad: (row, reason) of the source rows that cannot be trained on.
+        notes: plain data of the token rows, if their transform returns some.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,11 +115,10 @@ class PreparedRows:
         found = [one for path in paths for one in _read_batches(path)]
         self.files = len(paths)
         self.sums = [[facts["rows"], facts["crc"]] for _, facts in found]
-        self.cut = sum(facts["cut"] for _, facts in found)
+        self.total = sum(rows for rows, _ in self.sums)
+        self.numbers = np.array([row for _, facts in found for row in facts["numbers"]], np.int64)
         self.bad = [(row, reason) for _, facts in found for row, reason in facts["bad"]]
         self.notes = [note for _, facts in found for note in facts["notes"]]
-        self.several = dict(pair for _, facts in found for pair in facts.get("several", ()))
-        self.info: dict[str, Any] = {}
         self._batches = [batch for batch, _ in found]
 
     @property
@@ -153,8 +145,7 @@ class RowWriter:
     def __init__(self, folder: Path) -> None:
         self.before = PreparedRows(folder)
         self.sums = self.before.sums.copy()
-        self._path = folder / f"{self.before.files:04}.arrow"
-        self._file = self._path.open("wb")
+        self._file = (folder / f"{self.before.files:04}.arrow").open("wb")
         self._stream: Any = None
 
     def write(self, batch: pa.RecordBatch, facts: Mapping[str, Any]) -> None:
@@ -169,54 +160,3 @@ class RowWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return both as int32 ``[s]``; raise :class:`DataError` unless they are sequences of ids of the same length."""
-    for name, values in (("tokens", tokens), ("labels", labels)):
-        if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
-            raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")
-    if len(tokens) != len(labels):
-        raise DataError(f"a row has {len(tokens)} tokens but {len(labels)} labels")
-    ids, targets = _array(tokens), _array(labels)
-    for name, values in (("tokens", ids), ("labels", targets)):
-        if len(values) and values.dtype.kind not in "iu":
-            raise DataError(f"{name} must be a flat list of whole numbers, not of {values.dtype}")
-    if len(ids) and (ids.min() < 0 or ids.max() > _INT32.max):
-        raise DataError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is none")
-    odd = targets[(targets < 0) & (targets != CROSS_ENTROPY_IGNORE_IDX)]
-    if len(odd):
-        raise DataError(f"label {odd.min()} is neither a token id nor {CROSS_ENTROPY_IGNORE_IDX}")
-    return ids.astype(np.int32, copy=False), targets.astype(np.int32, copy=False)
-
-
-def _array(values: Any) -> np.ndarray:
-    try:
-        found = np.asarray(values)
-    except ValueError:  # ragged lists
-        found = np.empty((0, 0))
-    if found.ndim != 1:
-        raise DataError("tokens and labels must be flat lists of token ids")
-    return found
-
-
-def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | np.ndarray:
-    """Return pre-shifted labels: label i is token i + 1, or ignored if that token is masked; the last is ignored.
-
-    Returns:
-        a list; int32 ``[s]`` if ``tokens`` is an ``array("i")``.
-
-    Raises:
-        DataError: tokens and mask differ in length.
-    """
-    if len(tokens) != len(mask):
-        raise DataError(f"the model transform gives {len(tokens)} tokens but {len(mask)} elements of a mask")
-    ids, is_trained = _array(tokens), ~np.asarray(mask, bool)[1:]
-    labels = np.full_like(ids, CROSS_ENTROPY_IGNORE_IDX)
-    labels[:-1][is_trained] = ids[1:][is_trained]
-    return labels if isinstance(tokens, array) else labels.tolist()
-
-
-def has_label(sample: Mapping[str, Any]) -> bool:
-    """Return whether a sample has a label that is not ignored."""
-    return bool((np.asarray(sample["labels"]) != CROSS_ENTROPY_IGNORE_IDX).any())

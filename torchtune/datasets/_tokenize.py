@@ -1,25 +1,25 @@
-"""Parallel tokenization of rows."""
+"""Tokenization of rows, in parallel: of all rows before training, or of a stream's."""
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from torchtune.data import DataError
-from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._labels import NO_LABEL, check_row, has_label
 from torchtune.datasets._lines import Line, parsed, unparsed
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import RowSource
 from torchtune.datasets._shared import prepare
-from torchtune.datasets._token_store import PreparedRows, RowWriter, check_row, has_label, make_batch
+from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
 from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
-
-NO_LABEL = "no label is left"
 
 
 class OnReading(Exception):
@@ -30,16 +30,13 @@ class Tokenize:
     """Callable that tokenizes consecutive rows.
 
     Args:
-        samples: (number, row) -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list
-            of these, if a row gives several.
+        samples: row -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list of these,
+            if a row gives several.
         names: names of the stores.
-        limit: maximum row length in tokens, to detect truncated rows.
     """
 
-    def __init__(
-        self, samples: Callable[[int, Any], Mapping[str, Mapping[str, Any]]], names: Sequence[str], limit: int | None
-    ) -> None:
-        self._samples, self.names, self._limit = samples, names, limit
+    def __init__(self, samples: Callable[[Any], Mapping[str, Mapping[str, Any]]], names: Sequence[str]) -> None:
+        self._samples, self.names = samples, names
 
     def __call__(
         self, start: int, rows: Iterable[Any], place: Callable[[int], str] = "row {}".format
@@ -52,29 +49,27 @@ class Tokenize:
         columns: dict[str, list[np.ndarray]] = {
             f"{name}.{kind}": [] for name in self.names for kind in ("tokens", "labels")
         }
-        bad: list[tuple[int, str]] = []
-        facts: dict[str, Any] = {"rows": 0, "bad": bad, "cut": 0, "notes": [], "several": []}
+        facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": []}
         for index, row in enumerate(unparsed(rows), start):
             sign_of_life(place(index))
             facts["rows"] += 1
             try:
-                found = self._samples(index, _columns(row))
+                found = self._samples(_columns(row))
                 found = found if isinstance(found, list) else [found]
-                many = [
+                checked = [
                     [ids for name in self.names for ids in check_row(each[name]["tokens"], each[name]["labels"])]
                     for each in found
                 ]
             except DataError as error:
-                bad.append((index, str(error)))
+                facts["bad"].append((index, str(error)))
                 continue
             except RecursionError:
-                bad.append((index, "it is nested too deeply"))
+                facts["bad"].append((index, "it is nested too deeply"))
                 continue
-            for arrays in many:
+            for arrays in checked:
                 for column, ids in zip(columns.values(), arrays, strict=True):
                     column.append(ids)
-                facts["cut"] += self._limit is not None and any(len(ids) >= self._limit for ids in arrays)
-            facts["several"] += [(index, len(many))] * (len(many) > 1)
+            facts["numbers"] += [index] * len(checked)
             facts["notes"] += [sample["note"] for samples in found for sample in samples.values() if "note" in sample]
         sign_of_life()
         return make_batch(columns), facts
@@ -99,9 +94,10 @@ class TransformRows(Tokenize):
     """Callable that tokenizes rows into one store, with a transform that returns ``tokens`` and ``labels``.
 
     Args:
-        transform: function of a row.
-        limit: maximum row length in tokens, to detect truncated rows.
-        side: side that the transform truncates, for the error message.
+        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of these. Further outputs that are
+            not columns of the row raise :class:`OnReading`.
+        limit: maximum row length in tokens that the transform truncates to, for the error message.
+        side: side that it truncates, ``"right"`` or ``"left"``, for the error message.
         notes: whether the transform returns a ``note`` as well.
     """
 
@@ -112,38 +108,37 @@ class TransformRows(Tokenize):
         side: str = "right",
         notes: bool = False,
     ) -> None:
-        super().__init__(self._transformed, ["rows"], limit)
-        self._transform = transform
+        super().__init__(self._transformed, ["rows"])
+        self._transform, self._limit = transform, limit
         self._known = {"tokens", "labels", "note"} if notes else {"tokens", "labels"}
         self._why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
 
-    def _transformed(self, index: int, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]]:
+    def _transformed(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]]:
         found = self._transform(row)
         samples = found if isinstance(found, list) else [found]
         if any(sample.keys() - {*self._known, *row} for sample in samples):
             raise OnReading
         trained = [sample for sample in samples if has_label(sample)]
         if not trained:
-            sample = samples[0]
-            is_full = self._limit is not None and len(sample["tokens"]) >= self._limit
-            raise DataError(NO_LABEL + (f" within max_seq_len={self._limit}, {self._why}" if is_full else ""))
+            raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._why))
         return [{"rows": {name: sample[name] for name in self._known}} for sample in trained]
 
 
-def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> None:
+def why_no_label(sample: Mapping[str, Any], limit: int | None, why: str) -> str:
+    """Return the end of a message about a sample without labels: ``why``, if it was truncated to ``limit``."""
+    return f" within max_seq_len={limit}, {why}" if limit is not None and len(sample["tokens"]) >= limit else ""
+
+
+def _write_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> None:
     """Write the tokens of all rows, with a progress bar; many rows are tokenized in several processes.
 
-    Args:
-        rows: mappings column -> value.
-        work: tokenizes rows.
-        bad: collects the rows that cannot be trained on.
-        writer: writes the token rows; rows from before a kill are not tokenized again.
+    Rows from before a kill are not tokenized again.
 
     Raises:
         DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
         OnReading: a row has more than tokens.
     """
-    done = sum(rows for rows, _ in writer.before.sums)
+    done = writer.before.total
     for index, reason in writer.before.bad:
         bad.add(index, reason)
     if done:
@@ -160,20 +155,88 @@ def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) ->
     bad.check()
 
 
-def prepare_rows(found: RowSource, depends_on: Mapping[str, Any], work: Tokenize, **bad: Any) -> PreparedRows:
-    """:func:`prepare` the tokens of every row of a source.
+class TokenizedDataset(Dataset):
+    """Base of the datasets whose rows are tokenized at construction, or mapped from an earlier run.
 
-    Args:
-        found: the source.
-        depends_on: name -> value of what rows depend on beside the source.
-        work: makes token rows.
-        **bad: arguments of :class:`BadRows`.
+    Attributes:
+        source: name of the source.
+        stores: name -> token rows.
     """
-    fingerprint = Fingerprint(depends_on)
-    found.add_to(fingerprint)
 
-    def build(writer: RowWriter) -> None:
-        rows = found.rows()
-        tokenize_rows(rows, work, BadRows(found.shown, rows=rows, **bad), writer)
+    _names: ClassVar[tuple[str, ...]] = ("rows",)
 
-    return prepare(fingerprint, found.shown, build, found.prepared)
+    def _prepare(
+        self,
+        found: RowSource,
+        depends_on: Mapping[str, Any],
+        work: Tokenize,
+        *,
+        limit: int | None,
+        load: Callable[[], Any] | None = None,
+        skips: bool = False,
+        way_out: str = "on_bad_row=skip",
+        is_exact: bool = True,
+    ) -> PreparedRows:
+        """Set the attributes and return the rows.
+
+        Args:
+            found: the source.
+            depends_on: name -> value of what rows depend on beside the source and the class.
+            work: makes token rows.
+            limit: maximum row length in tokens, to report truncated rows.
+            load: loads the rows; by default those of the source.
+            skips: skip rows that cannot be trained on.
+            way_out: the setting that skips them, for messages.
+            is_exact: whether ``depends_on`` is complete, so that other runs can reuse the rows.
+
+        Raises:
+            DataError: some rows cannot be trained on and are not skipped, or none is left.
+            OnReading: a row has more than tokens.
+        """
+        self.source = found.shown
+        fingerprint = Fingerprint({"dataset": type(self), **depends_on})
+        found.add_to(fingerprint)
+        fingerprint.is_exact = fingerprint.is_exact and is_exact
+
+        def build(writer: RowWriter) -> None:
+            rows = (load or found.rows)()
+            _write_rows(rows, work, BadRows(self.source, rows, skips=skips, way_out=way_out), writer)
+
+        rows = prepare(fingerprint, self.source, build, found.prepared)
+        self.stores = {name: rows.store(name) for name in self._names}
+        self._numbers = rows.numbers
+        say_what_is_left_out(rows.bad, self.source, rows.total)
+        if limit is not None:
+            longest = np.max([store.lengths for store in self.stores.values()], axis=0)
+            if cut := int((longest >= limit).sum()):
+                said = (
+                    f"{cut} of {len(self)} rows of {self.source} are as long as max_seq_len={limit} or were cut to it"
+                )
+                log_rank_zero(get_logger(), f"{said}.", logging.WARNING)
+        return rows
+
+    @property
+    def store(self) -> TokenStore | None:
+        """The token rows; ``None`` if there are several stores, or none."""
+        return self.stores.get("rows")
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each row, int64 ``[rows]``."""
+        return sum(store.lengths for store in self.stores.values())
+
+    @property
+    def fingerprint(self) -> int | tuple[int, ...]:
+        """Changes with any token or label."""
+        return self.store.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``tokens`` and pre-shifted ``labels``."""
+        return self.store.lists(index)
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
+        return [{"source": self.source, "row": int(self._numbers[index])}]

@@ -81,11 +81,11 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, capsys, monkeypatch):
         file.write(b'{"messages": "caf\xe9"}\n')
     out, _ = run(capsys, monkeypatch, "show", path)
     for line, reason in (
-        (2, "no turn is the assistant's"), (4, "no JSON, Expecting value at column 15"),
+        (2, "a conversation needs at least 2 turns"), (4, "no JSON, Expecting value at column 15"),
         (6, "turn 0 of the assistant follows nothing"), (7, "turn 1 is a second user turn in a row"),
-        (8, "a row must be a mapping"), (9, "turn 0 of 'user' has no 'content'"),
-        (10, "turn 0 has the role 'human', which is none of system, user, "),
-        (11, "turn 0 of 'user' has a 'content' that is no text"), (12, "byte 18 is not UTF-8"),
+        (8, "a row must be a mapping"), (9, "a turn of 'user' has no content"),
+        (10, "'human' is not a role: use system, user, "),
+        (11, "the content of a turn of 'user' must be a text"), (12, "byte 18 is not UTF-8"),
     ):  # fmt: skip
         assert f"{path}:{line}: {reason}" in out
     assert "1 rows are the same as an earlier one, the first in line 5 (as line 1)" in out

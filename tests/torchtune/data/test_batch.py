@@ -88,7 +88,7 @@ def test_a_dict_becomes_a_batch():
         ({"texts": ["a", "b"]}, r"'texts' \(list\) is not per token"),
         ({"position_ids": torch.ones(2, 3)}, "returns 'position_ids': return 'input_pos' instead"),
         ({"attention_mask": torch.ones(2, 3)}, "return 'documents' or 'mask' instead"),
-        ({"labels": torch.ones(2, 4)}, r"tokens \(2, 3\) has 'labels' of shape \(2, 4\)"),
+        ({"labels": torch.ones(2, 4).long()}, r"tokens \(2, 3\) has 'labels' of shape \(2, 4\)"),
         ({"documents": Documents.from_lengths([5])}, "6 tokens has documents that cover 5"),
     ],
 )

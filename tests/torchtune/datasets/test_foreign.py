@@ -110,7 +110,7 @@ def test_turns_as_mappings_are_messages(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="conversation must be a list of turns, not str"):
         tokenizer.tokenize_messages("red")
     for turn, said in (
-        ("red", "a turn must be a Message or a mapping with 'role' and 'content', not str"),
+        ("red", "a turn must have 'role' and 'content', not str"),
         ({"from": "human"}, r"not \['from'\]"),
         ({"role": "robot", "content": "a"}, "'robot' is not a role"),
         ({"role": "user"}, "a turn of 'user' has no content"),
@@ -289,12 +289,12 @@ def test_an_own_dataset_that_is_none(tokenizer: Any) -> None:
     [
         (None, "gives NoneType, not a mapping"),
         ((1, 2), "gives tuple, not a mapping"),
-        ({"tokens": torch.zeros(1, 2, dtype=torch.int64)}, "'labels' of mine must be a torch.int64 tensor"),
+        ({"tokens": torch.zeros(1, 2, dtype=torch.int64)}, "the batch has no 'labels', it has tokens"),
         ({"tokens": [[1]], "labels": [[1]]}, r"not list"),
-        ({"tokens": torch.zeros(2), "labels": torch.zeros(2)}, "not a tensor of torch.float32 of shape (2,)"),
+        ({"tokens": torch.zeros(2), "labels": torch.zeros(2)}, "not torch.float32 of shape (2,)"),
         (
             {"tokens": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.zeros(1, 3, dtype=torch.int64)},
-            "differ in shape: (1, 2) and (1, 3)",
+            "tokens (1, 2) has 'labels' of shape (1, 3)",
         ),
     ],
 )
@@ -304,7 +304,6 @@ def test_an_own_collation_that_gives_something_else(gives: Any, said: str, token
 
     with pytest.raises(DataError) as caught:
         instantiate_collate(mine, tokenizer)([GOOD])
-    assert str(caught.value).startswith("collate_fn: ")
     assert said in str(caught.value)
 
 

@@ -199,7 +199,7 @@ def test_a_bad_row_is_named_before_training(
     assert reason in str(error.value)
     kept = llava_instruct_dataset(transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures), on_bad_row="skip")
     assert (len(kept), kept.origins(1)[0]["row"], sizes_of(kept, 1)) == (2, 2, [(60, 20)])
-    assert kept[1]["tokens"][-8:] == kept.document(1)["tokens"].tolist()[-8:]
+    assert kept[1]["tokens"][-8:] == kept.store.lists(1)["tokens"][-8:]
 
 
 def test_a_broken_image_is_named_when_it_is_read(

@@ -107,12 +107,12 @@ def test_what_changed_is_named(chats: Path, tokenizer: Any, tokenizer_folder: Pa
     with preparing(folder):
         read(tokenizer)
     assert shard.read_bytes() == whole
-    (made_of,) = folder.glob("*/made_of.json")
-    before = made_of.read_text()
-    made_of.write_text("[" * 9999)
-    with pytest.raises(DataError, match=r"made_of.json is not valid JSON \(it is nested too deeply\)"):
+    (meta,) = folder.glob("*/meta.json")
+    before = meta.read_text()
+    meta.write_text("[" * 9999)
+    with pytest.raises(DataError, match=r"meta.json is not valid JSON \(it is nested too deeply\)"):
         read(tokenizer, masking_strategy="train_on_last")
-    made_of.write_text(before)
+    meta.write_text(before)
     chats.write_text(chats.read_text().replace("red", "cat", 1))
     with pytest.raises(DataError, match="made with other content of the data: "):
         read(tokenizer)

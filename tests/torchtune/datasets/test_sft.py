@@ -314,7 +314,7 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer: Any, caplog: 
     kept = preference_dataset(tokenizer, source=rows, drop_bad_rows=True)
     assert [kept.origins(index)[0]["row"] for index in range(len(kept))] == [0, 5]
     assert "5 of 7 rows of" in caplog.text
-    assert "were left out: row 1: both answers are the same" in caplog.text
+    assert "are left out (row 1: both answers are the same" in caplog.text
     assert "1 of 2 rows of" in caplog.text
     assert "no row is left" in refused(preference_dataset, tokenizer, source=rows[1:4], drop_bad_rows=True)
 
