@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torchtune.data import DataError, MaskingName, OpenAIToMessages, ShareGPTToMessages
+from torchtune.data import DataError, MaskingName, OpenAIToMessages, ShareGPTToMessages, check_column_map
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
@@ -77,17 +77,11 @@ def slimorca_dataset(
     *,
     source: Source = "Open-Orca/SlimOrca-Dedup",
     column_map: Mapping[str, str] | None = None,
-    train_on_input: bool | None = None,
-    masking_strategy: MaskingName | None = "train_on_assistant",
-    new_system_prompt: str | None = None,
-    packed: bool = False,
-    filter_fn: Callable[..., bool] | None = None,
-    split: str = "train",
-    **load_dataset_kwargs: Any,
+    **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """Build a dataset of conversations in ShareGPT format, column ``conversations``.
 
-    Arguments: see :func:`chat_dataset`.
+    Other arguments: see :func:`chat_dataset`.
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
@@ -97,12 +91,5 @@ def slimorca_dataset(
         >>> len(torchtune.datasets.slimorca_dataset(tokenizer, source=[{"conversations": turns}]))
         1
     """
-    transform = ShareGPTToMessages(
-        train_on_input=train_on_input,
-        column_map=column_map,
-        new_system_prompt=new_system_prompt,
-        masking_strategy=masking_strategy,
-    )
-    return sft_dataset(
-        tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
-    )
+    column = check_column_map(column_map, {"conversations": "conversations"}, ("conversations",))["conversations"]
+    return chat_dataset(tokenizer, source=source, conversation_column=column, conversation_style="sharegpt", **settings)

@@ -7,7 +7,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError
-from torchtune.datasets._packed import PackedDataset
+from torchtune.datasets._packed import PackedDataset, origins_of
 
 
 class ConcatDataset(Dataset):
@@ -56,17 +56,16 @@ class ConcatDataset(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return an example."""
-        dataset, row = self._locate(index)
-        return dataset[row]
+        number, row = self._locate(index)
+        return self._datasets[number][row]
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` of each document of an example."""
-        dataset, row = self._locate(index)
-        return dataset.origins(row) if hasattr(dataset, "origins") else [{"row": row}]
+        number, row = self._locate(index)
+        return origins_of(self._datasets[number], row)
 
-    def _locate(self, index: int) -> tuple[Any, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        index %= len(self)
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        return self._datasets[part], index - int(self._ends[part - 1]) if part else index
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return (dataset, index in it)."""
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - int(self._ends[number - 1]) if number else index

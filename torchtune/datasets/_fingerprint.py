@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import pickle
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -20,17 +21,7 @@ _PACKAGES = ("datasets", "jinja2", "sentencepiece", "tiktoken", "tokenizers")
 _ROOMS = ("data", "datasets", "models", "modules/transforms", "tokenizers")
 _WHOLE = 1 << 28  # 256 MiB: up to this total size, files are hashed completely
 _EDGE = 1 << 20
-# Tokenizer class of another package -> function that returns its state.
-_READERS = {
-    "tokenizers.Tokenizer": lambda value: value.to_str(),
-    "sentencepiece.SentencePieceProcessor": lambda value: value.serialized_model_proto(),
-    "tiktoken.core.Encoding": lambda value: [
-        value.name,
-        value._pat_str,
-        repr(value._mergeable_ranks),
-        value._special_tokens,
-    ],
-}
+_PICKLED = ("sentencepiece", "tiktoken", "tokenizers")  # packages whose pickles are the whole state and nothing else
 
 
 class Fingerprint:
@@ -119,8 +110,8 @@ class Fingerprint:
             return [value.__func__.__name__, value.__self__]
         if isinstance(getattr(value, "fingerprint", None), str):
             return [name, value.fingerprint]
-        if name in _READERS:
-            return [name, _READERS[name](value)]
+        if kind is not value and name.partition(".")[0] in _PICKLED:
+            return [name, pickle.dumps(value)]
         if not _is_own(kind) or "<" in kind.__qualname__:
             self.is_exact = False
             return name

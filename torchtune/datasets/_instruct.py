@@ -88,3 +88,60 @@ def alpaca_dataset(
     return sft_dataset(
         tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
     )
+
+
+def alpaca_cleaned_dataset(
+    tokenizer: ModelTokenizer, *, source: Source = "yahma/alpaca-cleaned", **settings: Any
+) -> SFTDataset | PackedDataset:
+    """Rows of :func:`alpaca_dataset` with fewer mistakes. For the arguments see there.
+
+    Raises:
+        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"instruction": "Count.", "input": "", "output": "one two"}]
+        >>> len(torchtune.datasets.alpaca_cleaned_dataset(tokenizer, source=rows))
+        1
+    """
+    return alpaca_dataset(tokenizer, source=source, **settings)
+
+
+def grammar_dataset(
+    tokenizer: ModelTokenizer, *, source: Source = "liweili/c4_200m", **settings: Any
+) -> SFTDataset | PackedDataset:
+    """Sentences with and without mistakes, columns ``input`` and ``output``.
+
+    Goes with ``torchtune.data.GrammarErrorCorrectionTemplate``. For the arguments see :func:`instruct_dataset`.
+
+    Raises:
+        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"input": "the cats sees", "output": "the cat sees"}]
+        >>> len(torchtune.datasets.grammar_dataset(tokenizer, source=rows))
+        1
+    """
+    return instruct_dataset(tokenizer, source=source, **settings)
+
+
+def samsum_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source = "Samsung/samsum",
+    column_map: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> SFTDataset | PackedDataset:
+    """Dialogues and their summaries, columns ``dialogue`` and ``summary``.
+
+    Goes with ``torchtune.data.SummarizeTemplate``. For the arguments see :func:`instruct_dataset`.
+
+    Raises:
+        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"dialogue": "A: Why? B: So.", "summary": "A asks why."}]
+        >>> len(torchtune.datasets.samsum_dataset(tokenizer, source=rows))
+        1
+    """
+    columns = column_map or {"input": "dialogue", "output": "summary"}
+    return instruct_dataset(tokenizer, source=source, column_map=columns, **settings)

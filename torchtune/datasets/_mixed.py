@@ -13,6 +13,7 @@ from torchtune.config import Component, RuntimeArgs
 from torchtune.data import DataError, SourceNumber, make_random_state
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._from_config import instantiate_dataset
+from torchtune.datasets._packed import origins_of
 from torchtune.utils import get_logger, log_rank_zero
 
 _KEPT = 4  # cached blocks of a stream's order
@@ -87,8 +88,8 @@ class MixedDataset(ConcatDataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, with ``source`` in each of its documents."""
-        number = int(np.searchsorted(self._ends, index % len(self), side="right"))
-        return with_source(super().__getitem__(index), number, self.names)
+        number, row = self._locate(index)
+        return with_source(self._datasets[number][row], number, self.names)
 
 
 class MixedStream(Dataset):
@@ -155,24 +156,19 @@ class MixedStream(Dataset):
         number, row = self._place(index)
         return with_source(self._datasets[number][row], number, self.names)
 
-    def read_ahead(self, steps: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    def read_ahead(self, indices: Sequence[int]) -> None:
         """See :meth:`StreamedDataset.read_ahead`."""
-        found: dict[int, list[tuple[Sequence[int], Sequence[int]]]] = {}
-        for words, indices in steps:
-            rows: dict[int, list[int]] = {}
-            for index in indices:
-                number, row = self._place(index)
-                rows.setdefault(number, []).append(row)
-            for number, its in rows.items():
-                found.setdefault(number, []).append(((*words, number), its))
-        for number, parts in found.items():
+        rows: dict[int, list[int]] = {}
+        for number, row in map(self._place, indices):
+            rows.setdefault(number, []).append(row)
+        for number, found in rows.items():
             if hasattr(self._datasets[number], "read_ahead"):
-                self._datasets[number].read_ahead(parts)
+                self._datasets[number].read_ahead(found)
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``line`` or ``row`` of each document of an example."""
         number, row = self._place(index)
-        return getattr(self._datasets[number], "origins", lambda row: [{"row": row}])(row)
+        return origins_of(self._datasets[number], row)
 
     def _before(self, index: int) -> list[int]:
         """Return the number of examples of each dataset before an index, a multiple of the block length."""

@@ -3,6 +3,7 @@
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,12 @@ def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
             room -= end - start
             start = end
     return packs
+
+
+def document_of(example: Mapping[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
+    """Return int64 ``tokens`` and ``labels`` of a slice of an example."""
+    parts = {name: np.asarray(example[name])[start:end] for name in ("tokens", "labels")}
+    return {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in parts.items()}
 
 
 class Packs:
@@ -210,22 +217,18 @@ class PackedDataset(Dataset):
         """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
         if self._has_images:
             return [self.ds[row] for row, _, _ in self.packs[idx]]
-        return [self._document(row, start, end) for row, start, end in self.packs[idx]]
-
-    def _document(self, row: int, start: int, end: int) -> dict[str, torch.Tensor]:
         store = getattr(self.ds, "store", None)
-        example = self.ds[row] if store is None else dict(zip(("tokens", "labels"), store.arrays(row), strict=True))
-        return {
-            name: torch.from_numpy(np.asarray(example[name])[start:end].astype(np.int64))
-            for name in ("tokens", "labels")
-        }
+        rows = self.ds if store is None else store
+        return [document_of(rows[row], start, end) for row, start, end in self.packs[idx]]
 
     def origins(self, idx: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` of each document of a pack."""
-        rows = [row for row, _, _ in self.packs[idx]]
-        if not hasattr(self.ds, "origins"):
-            return [{"row": row} for row in rows]
-        return [origin for row in rows for origin in self.ds.origins(row)]
+        return [origin for row, _, _ in self.packs[idx] for origin in origins_of(self.ds, row)]
+
+
+def origins_of(dataset: Any, row: int) -> list[dict[str, Any]]:
+    """Return ``source`` and ``row`` or ``line`` of each document of an example, as far as the dataset knows them."""
+    return dataset.origins(row) if hasattr(dataset, "origins") else [{"row": row}]
 
 
 def _lengths(ds: Any) -> np.ndarray:

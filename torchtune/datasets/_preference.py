@@ -213,3 +213,20 @@ def stack_exchange_paired_dataset(
         settings.setdefault("data_dir", "data/rl")
     columns = column_map or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
     return preference_dataset(tokenizer, source=source, column_map=columns, **settings)
+
+
+def hh_rlhf_helpful_dataset(
+    tokenizer: ModelTokenizer, *, source: Source = "RLHFlow/HH-RLHF-Helpful-standard", **settings: Any
+) -> PreferenceDataset:
+    """Helpfulness comparisons, columns ``chosen`` and ``rejected``. For the arguments see :func:`preference_dataset`.
+
+    Raises:
+        DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> len(torchtune.datasets.hh_rlhf_helpful_dataset(tokenizer, source=[row]))
+        1
+    """
+    return preference_dataset(tokenizer, source=source, **settings)

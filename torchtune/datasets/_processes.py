@@ -1,6 +1,7 @@
-"""Parallel processing of a dataset's rows in forked processes."""
+"""Parallel work on rows in forked processes."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -11,23 +12,24 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing import util
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+import torch
+
 from torchtune.data import DataError
-from torchtune.utils import UserError, get_logger, sign_of_life
+from torchtune.utils import Activity, UserError, get_logger, sign_of_life, watch_activity
 
 Part = TypeVar("Part")
 
 ROWS = 256  # per part
 _FEW = 2048  # rows that are processed faster than processes start
 _MOST = 16  # default maximum number of processes
+_AHEAD = 4  # parts that a worker is asked for at once
 _asked: ContextVar[int | None] = ContextVar("workers", default=None)
-# Inherited by the forked processes of a pool, so that rows and transforms are not pickled.
-_parts: Callable[[int], Any]
 
 
 @contextmanager
@@ -48,10 +50,6 @@ def processes() -> int:
     return _asked.get() or min(cores, _MOST)
 
 
-class ProcessKilled(DataError):
-    """Raised when a process that works on rows was killed."""
-
-
 def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Iterator[Part]:
     """Yield ``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` on.
 
@@ -65,62 +63,191 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         end = min(start + ROWS, len(rows))
         return work(start, rows.select(range(start, end)) if hasattr(rows, "select") else rows[start:end])
 
-    starts = deque(range(first, len(rows), ROWS))
-    pool = None
+    starts = range(first, len(rows), ROWS)
+    pool: list[Worker] = []
     if len(rows) - first > _FEW and processes() > 1:
-        yield part(starts.popleft())  # before the fork, so that all inherit the caches that it fills
-        pool = _pool(part)
-    if pool is None:
+        yield part(first)  # before the fork, so that all inherit the caches that it fills
+        starts, pool = starts[1:], _pool(part)
+    if not pool:
         yield from map(part, starts)
         return
-    waiting: deque[tuple[int, Future[Part]]] = deque()
+    waiting: deque[tuple[int, Worker, int]] = deque()
     try:
-        while starts or waiting:
-            while starts and len(waiting) <= 4 * processes():
-                start = starts.popleft()
-                waiting.append((start, pool.submit(_do, start)))
+        for start, worker in zip(starts, itertools.cycle(pool), strict=False):
+            if len(waiting) == _AHEAD * len(pool):
+                yield _result(*waiting.popleft())
+            waiting.append((start, worker, worker.ask(start)))
+        while waiting:
             yield _result(*waiting.popleft())
-    except BrokenProcessPool as error:
-        raise ProcessKilled(
-            "A process that prepares rows was killed, most likely because memory ran out: free some, or use fewer "
-            "processes (tune data prepare --workers 1)."
-        ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in pool:
+            worker.end()
 
 
-def _result(start: int, future: "Future[Part]") -> Part:
+def _result(start: int, worker: "Worker", ticket: int) -> Any:
     sign_of_life(f"rows {start} to {start + ROWS - 1}")
-    part = future.result()
+    part = worker.answer(ticket)
     sign_of_life()
     return part
 
 
-def _pool(part: Callable[[int], Any]) -> ProcessPoolExecutor | None:
-    """Start a process pool; return None, with a warning, if the system cannot start processes."""
-    before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes(), multiprocessing.get_context("fork"), _begin, (part, os.getpid()))
+def _pool(part: Callable[[int], Any]) -> list["Worker"]:
+    """Start workers; return none, with a warning, if the system cannot start processes."""
+    pool: list[Worker] = []
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork of a multi-threaded process
-            pool.submit(os.getpid)  # starts all processes
+        for _ in range(processes()):
+            pool.append(
+                Worker(part, "prepares rows", "free some, or use fewer processes (tune data prepare --workers 1)")
+            )
     except OSError as error:
-        for process in set(multiprocessing.active_children()) - before:  # nothing else ends them
-            process.kill()
-            process.join()
+        for worker in pool:
+            worker.end()
         get_logger().warning(
             f"{processes()} processes cannot be started to work on rows ({error.strerror}): this one does it alone."
         )
-        return None
+        return []
     return pool
 
 
-def _begin(part: Callable[[int], Any], parent: int) -> None:
-    global _parts
-    _parts = part
-    gc.freeze()  # keep pages shared with the parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+class ProcessKilled(DataError):
+    """Raised when a process that works on rows was killed."""
+
+
+class Worker:
+    """Forked process that calls a function in the order of the requests.
+
+    The fork keeps the memory of its parent: create it before the model. The process exits when this object is deleted
+    or the parent exits, even if the parent is killed. Copies and pickles of this object are None.
+
+    Args:
+        work: the function; its arguments and results are pickled.
+        name: task of the process for messages, for example ``"tokenizes rows.jsonl"``.
+        way_out: advice in the message if the process was killed.
+
+    Attributes:
+        end: function that ends the process.
+    """
+
+    def __init__(self, work: Callable[..., Any], name: str, way_out: str) -> None:
+        context = multiprocessing.get_context("fork")
+        self._said = f"The process that {name} was killed, most likely because memory ran out: {way_out}."
+        self._owner = os.getpid()
+        self._calls = context.Queue()
+        self._calls.cancel_join_thread()  # drop unread calls at exit
+        self._answers, other = context.Pipe(duplex=False)
+        self._forgotten = context.Value("q", 0, lock=False)  # calls with lower tickets are canceled
+        self._tickets = itertools.count()
+        self._found: dict[int, tuple[Any, Exception | None]] = {}
+        arguments = (work, self._calls, other, self._forgotten, self._owner)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork of a multi-threaded process
+            self._process.start()
+        other.close()
+        # Run before multiprocessing sends SIGTERM to daemons at exit, which this process ignores.
+        self.end = util.Finalize(self, _end, (self._process,), exitpriority=100)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the current process created this object, and is not a later fork."""
+        return os.getpid() == self._owner
+
+    def ask(self, *arguments: Any) -> int:
+        """Request a call; return its ticket for :meth:`answer`."""
+        ticket = next(self._tickets)
+        self._calls.put((ticket, arguments))
+        return ticket
+
+    def forget(self) -> None:
+        """Cancel all requested calls, including the running one, and drop their answers."""
+        self._forgotten.value = next(self._tickets)
+        self._found.clear()
+
+    def answer(self, ticket: int) -> Any:
+        """Wait for a call and return its result; each ticket is valid once.
+
+        Raises:
+            ProcessKilled: the process was killed.
+            Exception: the function raised it.
+        """
+        while ticket not in self._found:
+            self._receive()
+        value, failure = self._found.pop(ticket)
+        if failure is not None:
+            raise failure
+        return value
+
+    def drain(self) -> None:
+        """Receive the answers that are there, so that the process can go on."""
+        while self._answers.poll():
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            while not self._answers.poll(1.0):
+                if not self._process.is_alive():
+                    raise EOFError
+            found, *answer = self._answers.recv()
+        except (EOFError, OSError) as error:
+            raise ProcessKilled(self._said) from error
+        if found is None:
+            sign_of_life()
+        elif found >= self._forgotten.value:
+            self._found[found] = tuple(answer)
+
+
+class _Forgotten(BaseException):
+    """Raised in the worker process to abort a canceled call."""
+
+
+class _Signs(Activity):
+    """Heartbeat of the worker process for the parent's watchdog; also aborts canceled calls.
+
+    Attributes:
+        ticket: ticket of the running call.
+    """
+
+    def __init__(self, answers: Connection, forgotten: Any) -> None:
+        super().__init__()
+        self._answers, self._forgotten = answers, forgotten
+        self.ticket = 0
+
+    def sign(self, row: str = "") -> None:
+        """Send a heartbeat, at most one per second."""
+        if self.ticket < self._forgotten.value:
+            raise _Forgotten
+        if time.monotonic() > self.moved + 1:
+            super().sign(row)
+            self._answers.send((None,))
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join()
+
+
+def _serve(work: Callable[..., Any], calls: Any, answers: Connection, forgotten: Any, parent: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group, but the parent may still save
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    gc.freeze()  # keep pages shared with the parent
+    signs = _Signs(answers, forgotten)
+    with watch_activity(signs):
+        while True:
+            signs.ticket, arguments = calls.get()
+            value, failure = None, None
+            try:
+                signs.sign()
+                value = work(*arguments)
+            except Exception as error:  # noqa: BLE001  (is raised where the answer is read)
+                failure = that_travels(error)
+            except _Forgotten:
+                continue
+            answers.send((signs.ticket, value, failure))
 
 
 def end_with(parent: int) -> None:
@@ -128,13 +255,6 @@ def end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
-
-
-def _do(start: int) -> Any:
-    try:
-        return _parts(start)
-    except Exception as error:  # noqa: BLE001  (one that cannot be pickled looks like a process that was killed)
-        raise that_travels(error) from None
 
 
 def that_travels(error: Exception) -> Exception:

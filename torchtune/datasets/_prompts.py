@@ -81,7 +81,7 @@ class PromptDataset(TokenizedDataset):
 
         ``labels`` equal the tokens; a prompt is not answered if all its labels are ignored.
         """
-        tokens = self.store.arrays(index)[0].tolist()
+        tokens = self.store.lists(index)["tokens"]
         row = dict(self._rows[index])
         messages, answer = self._split(row)
         if answer is not None:
@@ -90,25 +90,15 @@ class PromptDataset(TokenizedDataset):
 
 
 def prompt_dataset(
-    tokenizer: ModelTokenizer,
-    *,
-    source: Source,
-    column: str = "prompt",
-    new_system_prompt: str | None = None,
-    filter_fn: Callable[..., bool] | None = None,
-    split: str = "train",
-    **load_dataset_kwargs: Any,
+    tokenizer: ModelTokenizer, *, source: Source, split: str = "train", **settings: Any
 ) -> PromptDataset:
     """Build a dataset of prompts (texts or lists of ``{"role", "content"}``), with all columns for rewards.
 
     Args:
         tokenizer: tokenizer of the model.
         source: Hub dataset, folder, file, loader name (``json``, ``parquet`` …), or rows in memory.
-        column: column of the prompt. If it is a conversation that ends with the assistant, that message is the answer.
-        new_system_prompt: system prompt that replaces the prompts' own.
-        filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
-        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
+        **settings: see :class:`PromptDataset`.
 
     Raises:
         DataError: see :class:`PromptDataset`.
@@ -118,12 +108,4 @@ def prompt_dataset(
         >>> len(data)
         1
     """
-    return PromptDataset(
-        source=source,
-        tokenizer=tokenizer,
-        column=column,
-        new_system_prompt=new_system_prompt,
-        filter_fn=filter_fn,
-        split=split,
-        **load_dataset_kwargs,
-    )
+    return PromptDataset(source=source, tokenizer=tokenizer, split=split, **settings)

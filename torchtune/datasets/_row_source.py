@@ -8,7 +8,7 @@ import threading
 import urllib.request
 import warnings
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +17,11 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
+from torchtune.datasets._file_report import read_rows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._lines import LineRows, line_files
 from torchtune.datasets._preview import limited, look
-from torchtune.utils import UserError, decode_line, get_logger, numbered_lines, parse_json_line
+from torchtune.utils import UserError, get_logger
 
 # File suffix -> loader of the datasets package.
 LOADERS = {
@@ -165,20 +166,14 @@ def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
     return _files(files)
 
 
-def _broken_line(names: Sequence[str]) -> str | None:
-    """Find the first line that is not valid JSON or text, in files that the datasets package rejected."""
-    for name in names:
-        path, kind = Path(name).expanduser(), LOADERS.get(_suffix(name))
-        if not path.is_file() or kind not in ("json", "csv", "text") or path.suffix in _COMPRESSED[1:]:
-            continue
-        first = next(numbered_lines(path), (1, b""))[1].lstrip()
-        if _suffix(name) == ".json" and first.startswith(b"["):
-            continue
-        for number, line in numbered_lines(path):
+def _broken_place(names: Sequence[str]) -> str | None:
+    """Find the first broken line or file, among files that the datasets package rejected."""
+    for path in (Path(name).expanduser() for name in names):
+        if path.is_file() and path.suffix not in (".arrow", *_COMPRESSED[1:]):
             try:
-                parse_json_line(line) if kind == "json" else decode_line(line)
+                deque(read_rows(path), maxlen=0)
             except UserError as error:
-                return f"{name}, line {number}: {error}; correct the line"
+                return str(error).rstrip(".")
     return None
 
 
@@ -367,8 +362,7 @@ def load_rows(
             "local file with dataset.data_files."
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
-        place = _broken_line(names)
-        reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"
+        reason = _broken_place(names) or f"{shown}: {_first_line(error.__cause__ or error)}"
         raise DataError(f"Cannot read the data file {reason}.") from error
     except (EOFError, zlib.error, StopIteration) as error:  # StopIteration: a second read of a file that failed before
         raise DataError(f"Cannot load {shown}: a file is not packed to its end, pack it again.") from error

@@ -1,6 +1,5 @@
 """Shared code of the dataset builders."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torchtune.data import DataError, Transform
@@ -19,14 +18,7 @@ def pack_length(tokenizer: Any) -> int:
 
 
 def sft_dataset(
-    tokenizer: Any,
-    source: Source,
-    message_transform: Transform,
-    *,
-    packed: bool,
-    filter_fn: Callable[..., bool] | None,
-    split: str,
-    **load_dataset_kwargs: Any,
+    tokenizer: Any, source: Source, message_transform: Transform, *, packed: bool, **settings: Any
 ) -> SFTDataset | PackedDataset | StreamedDataset:
     """Build an :class:`SFTDataset`, packed if ``packed``, or a :class:`StreamedDataset` with ``streaming=True``.
 
@@ -34,7 +26,7 @@ def sft_dataset(
         DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
     """
     length = pack_length(tokenizer) if packed else None
-    if load_dataset_kwargs.get("streaming"):
+    if settings.get("streaming"):
         if getattr(tokenizer, "reasoning", None) == "split":
             raise DataError("reasoning=split makes several samples of a row: leave streaming out.")
         return StreamedDataset(
@@ -43,18 +35,7 @@ def sft_dataset(
             limit=getattr(tokenizer, "max_seq_len", None),
             side=getattr(tokenizer, "truncation_type", "right"),
             pack_length=length,
-            filter_fn=filter_fn,
-            split=split,
-            **load_dataset_kwargs,
+            **settings,
         )
-    dataset = SFTDataset(
-        source=source,
-        message_transform=message_transform,
-        model_transform=tokenizer,
-        filter_fn=filter_fn,
-        split=split,
-        **load_dataset_kwargs,
-    )
-    if length is None:
-        return dataset
-    return PackedDataset(dataset, max_seq_len=length, padding_idx=getattr(tokenizer, "pad_id", 0))
+    dataset = SFTDataset(source=source, message_transform=message_transform, model_transform=tokenizer, **settings)
+    return dataset if length is None else PackedDataset(dataset, max_seq_len=length)

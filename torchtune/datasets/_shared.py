@@ -59,13 +59,11 @@ def cache_folder() -> Path:
     refuse_foreign(folder, "TORCHTUNE_CACHE")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found, may_write = folder.stat(), os.access(folder, os.W_OK | os.X_OK)
+        found = folder.stat()
     except OSError as error:
         raise DataError(f"Cannot make the folder {folder} for prepared rows ({error.strerror}): {_HINT}.") from error
     if found.st_uid != os.getuid():
         raise DataError(f"The folder {folder} for prepared rows belongs to another user: {_HINT}.")
-    if not may_write:
-        raise DataError(f"The folder {folder} for prepared rows may not be written to: {_HINT}.")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = f"{stat.S_IMODE(found.st_mode):o}"
         raise DataError(

@@ -1,26 +1,24 @@
 """Datasets that are read and tokenized during training."""
 
 import logging
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
-from torchtune.datasets._packed import Piece, best_fit, split_evenly
-from torchtune.datasets._prefetch import Ahead
-from torchtune.datasets._processes import processes, that_travels
+from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly
+from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._read import Position, Row, open_reader
 from torchtune.datasets._token_store import TokenStore
 from torchtune.datasets._tokenize import OnReading, TransformRows
-from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
+from torchtune.utils import get_logger, log_once, log_rank_zero
 
 _KEPT = 3  # cached windows
 _SMALL = 1 << 22  # bytes; smaller sources are not worth a process
@@ -38,21 +36,8 @@ class _Start(NamedTuple):
 _BEGINNING = _Start(0, 0, 0, None)
 
 
-class _Example(NamedTuple):
-    """Tokens and labels, int32 ``[s]``, and for a pack the length of each document."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    lengths: list[int] | None
-
-
-class _Given(NamedTuple):
-    """Result of the worker process: an example or an error, calls to repeat in this process, and window starts."""
-
-    example: _Example | None
-    error: Exception | None
-    said: list[tuple[str, tuple[Any, ...]]]
-    starts: list[_Start]
+# Token rows; the number of each among the source rows; (number, reason) of source rows that cannot be trained on.
+_Tokens = tuple[pa.RecordBatch, list[int], list[tuple[int, str]]]
 
 
 class _Window:
@@ -60,9 +45,8 @@ class _Window:
 
     def __init__(self, start: _Start, rows: list[Row], after: Position) -> None:
         self.start, self.rows, self.after = start, rows, after
-        self.parts: list[pa.RecordBatch] = []
+        self.parts: list[Callable[[], _Tokens]] = []
         self.places: list[int] = []  # rows that were not filtered
-        self.done = 0
         self.store: TokenStore | None = None
         self.packs: list[list[Piece]] = []
         self.order = np.empty(0, np.int64)  # position -> row or pack
@@ -74,11 +58,11 @@ class StreamedDataset(Dataset):
     The source is read in windows of ``shuffle_buffer`` rows; each window is shuffled and packed separately. Indices
     count the examples of the whole run and are endless: after the last row the source is read again in another order.
     Every rank reads all rows. Without packing, filter and skipping it parses and tokenizes only the rows of this rank's
-    examples; otherwise all rows, a part of the next window with each example. Therefore the examples do not depend on
-    the number of ranks, and a resume reads the source from the saved position on.
+    examples; otherwise all rows. Therefore the examples do not depend on the number of ranks, and a resume reads the
+    source from the saved position on. Random numbers that a transform draws depend on the seed and the place alone.
 
-    For sources above 4 MB, :meth:`begin` forks a worker process that tokenizes the examples of :meth:`read_ahead` in
-    advance. The fork keeps the memory of its parent: create the dataset before the model.
+    For sources above 4 MB, :meth:`begin` forks a worker process that tokenizes the next window, or the examples of
+    :meth:`read_ahead`, in advance. The fork keeps the memory of its parent: create the dataset before the model.
 
     Args:
         transform: row -> ``tokens`` and ``labels``.
@@ -144,33 +128,30 @@ class StreamedDataset(Dataset):
         self._skips = on_bad_row == "skip"
         self._is_lazy = pack_length is None and filter_fn is None and not self._skips
         self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows, on_bad_row={on_bad_row}"
-        self._ahead: Ahead | None = None
-        self._said: list[tuple[str, tuple[Any, ...]]] | None = None  # only in the worker process
-        self._begin(0, False)
+        self._ahead: Worker | None = None
+        self._begin(_BEGINNING, 0, False)
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
-        self._begin(seed, shuffle)
-        if self._other() is None and (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
+        self._begin(_BEGINNING, seed, shuffle)
+        if self._ahead is None and (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
             way_out = "free some and resume, or start a new run with a smaller shuffle_buffer"
             try:
-                self._ahead = Ahead(self, f"tokenizes {self.source}", way_out)
+                self._ahead = Worker(self._tokenized, f"tokenizes {self.source}", way_out)
             except OSError as error:
                 said = f"No process can be started to tokenize {self.source} ahead ({error.strerror})"
                 get_logger().warning(f"{said}: the training process does it, and its steps take longer.")
 
-    def _begin(self, seed: int, shuffle: bool, start: _Start = _BEGINNING) -> None:
+    def _begin(self, start: _Start, seed: int, shuffle: bool) -> None:
         self._seed, self._shuffle = seed, shuffle
         self._starts = [start]
         self._windows: dict[int, _Window] = {}
-        self._next: _Window | None = None
-        self._coming: dict[int, int] = {}  # index -> ticket
-        self._given: dict[int, _Given] = {}
-        if (ahead := self._other()) is not None:
+        self._next: _Window | None = None  # being tokenized by the worker
+        self._coming: dict[int, tuple[Row, Callable[[], _Tokens]]] = {}  # by index
+        if (ahead := self._worker()) is not None:
             ahead.forget()
-            ahead.ask("_begin", [(seed, shuffle, start)])
 
-    def _other(self) -> Ahead | None:
+    def _worker(self) -> Worker | None:
         """Return this process's worker; None in a forked copy."""
         return self._ahead if self._ahead is not None and self._ahead.is_here else None
 
@@ -180,88 +161,71 @@ class StreamedDataset(Dataset):
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_at` returned."""
-        self._begin(self._seed, self._shuffle, _Start(**state))
+        self._begin(_Start(**state), self._seed, self._shuffle)
 
-    def read_ahead(self, steps: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Request the next examples from the worker process, if there is one.
-
-        Args:
-            steps: (seed of the transform's random numbers, indices in reading order) of each step.
-        """
-        if (ahead := self._other()) is not None:
-            for ticket, (_, indices) in zip(ahead.ask("_give", steps), steps, strict=True):
-                self._coming |= dict.fromkeys(indices, ticket)
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Request the next examples, or the window with them, from the worker process if there is one."""
+        self._request_window()
+        if self._worker() is None or not self._is_lazy:
+            return
+        with suppress(DataError):  # raised again when the example is read
+            for index in indices:
+                self._coming[index] = self._request(index)
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, ``tokens`` and ``labels``, or a pack, as map-style datasets do."""
-        ahead = self._other()
-        tokens, labels, lengths = self._example(index) if ahead is None else self._received(index, ahead)
-        if lengths is None:
-            return {"tokens": tokens.tolist(), "labels": labels.tolist()}
-        parts = [torch.from_numpy(values.astype(np.int64)).split(lengths) for values in (tokens, labels)]
-        return [{"tokens": ids, "labels": targets} for ids, targets in zip(*parts, strict=True)]
-
-    def _received(self, index: int, ahead: Ahead) -> _Example:
-        """Return an example from the worker process."""
-        while (given := self._given.pop(index, None)) is None:
-            ticket = self._coming.get(index)
-            if ticket is None:  # not requested yet
-                (ticket,) = ahead.ask("_give", [((), [index])])
-            self._given |= ahead.answer(ticket)
-            self._coming = {other: its for other, its in self._coming.items() if its != ticket}
-        self._starts += [start for start in given.starts if start.window > self._starts[-1].window]
-        for method, arguments in given.said:
-            getattr(self, method)(*arguments)
-        if given.error is not None:
-            raise given.error
-        return given.example
-
-    def _give(self, words: Sequence[int], indices: Sequence[int]) -> dict[int, _Given]:
-        """Tokenize examples up to the first error, in the worker process."""
-        found = {}
-        with seeded_generators(*words) if words else nullcontext():
-            for index in indices:
-                example, error, starts = None, None, []
-                self._said = []
-                try:
-                    example = self._example(index)
-                    number = self._number(index)
-                    starts = self._starts[number : number + 2]
-                except Exception as failure:  # noqa: BLE001  (raised where the example is read)
-                    error = that_travels(failure)
-                found[index] = _Given(example, error, self._said, starts)
-                if error is not None:
-                    break
-        return found
-
-    def _say(self, method: str, *arguments: Any) -> None:
-        """Call a method in the training process, when it reads this example."""
-        if self._said is None:
-            getattr(self, method)(*arguments)
-        else:
-            self._said.append((method, arguments))
-
-    def _example(self, index: int) -> _Example:
-        window, place = self._find(index)
-        self._prepare(window, (place + 1) / len(window.order))
-        item = int(window.order[place])
+        if (ahead := self._worker()) is not None:
+            ahead.drain()
         if self._is_lazy:
-            part, _ = self._transformed(window, [item])
-            return _Example(*TokenStore([part]).arrays(0), None)
+            row, tokens = self._coming.pop(index, None) or self._request(index)
+            batch, _, bad = tokens()
+            self._leave_out([(row, reason) for _, reason in bad])
+            return TokenStore([batch]).lists(0)
+        window, place = self._find(index)
+        item = int(window.order[place])
         if not window.packs:
-            return _Example(*window.store.arrays(item), None)
-        pieces = [[side[start:end] for side in window.store.arrays(row)] for row, start, end in window.packs[item]]
-        tokens, labels = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-        return _Example(tokens, labels, [end - start for _, start, end in window.packs[item]])
+            return window.store.lists(item)
+        return [document_of(window.store[row], start, end) for row, start, end in window.packs[item]]
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source``, and ``line`` or ``row`` counted from 1, of each document of an example."""
-        if (ahead := self._other()) is not None:
-            return ahead.answer(*ahead.ask("origins", [(index,)]))
         window, place = self._find(index)
         item = int(window.order[place])
         rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
         return [window.rows[row if self._is_lazy else window.places[row]].origin for row in rows]
+
+    def _request(self, index: int) -> tuple[Row, Callable[[], _Tokens]]:
+        """Return the row of an example, and the function that returns its tokens."""
+        window, place = self._find(index)
+        row = window.rows[int(window.order[place])]
+        return row, self._start((self._seed, index), [row])
+
+    def _start(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _Tokens]:
+        """Return a function that returns :meth:`_tokenized` of the arguments, from the worker if there is one."""
+        if (ahead := self._worker()) is None:
+            return partial(self._tokenized, words, rows)
+        return partial(ahead.answer, ahead.ask(words, rows))
+
+    def _tokenized(self, words: Sequence[int], rows: Sequence[Row]) -> _Tokens:
+        """Tokenize rows that are not filtered; ``words`` seed the random numbers of the transform."""
+        kept, columns, bad = [], [], []
+        with seeded_generators(*words):
+            for number, row in enumerate(rows):
+                try:
+                    found = row.columns()
+                except DataError as error:
+                    bad.append((number, str(error)))
+                    continue
+                if self._filter is None or self._filter(found):
+                    kept.append(number)
+                    columns.append(found)
+            try:
+                batch, facts = self._tokenize(0, columns, lambda number: rows[kept[number]].place)
+            except OnReading as error:
+                said = f"{self.source}: rows with more than text cannot be streamed: leave streaming out."
+                raise DataError(said) from error
+        bad += [(kept[number], reason) for number, reason in facts["bad"]]
+        return batch, [kept[number] for number in facts["numbers"]], sorted(bad)
 
     def _number(self, index: int) -> int:
         number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
@@ -277,105 +241,71 @@ class StreamedDataset(Dataset):
         window = self._windows.get(start.window)
         if window is None:
             window = self._finished(self._read(start))
-            self._keep(window)
         return window, index - start.example
 
     def _extend(self) -> None:
-        """Complete the next window."""
+        """Complete the next window, and request the tokens of the one after it."""
         start = self._starts[-1]
-        window = self._next if self._next is not None else self._read(start)
-        self._next = None
-        window.start = start
+        window, self._next = self._next or self._read(start), None
         self._finished(window)
         is_end = window.after is None
         if is_end:
             first = next((one for one in reversed(self._starts) if one.position is None), None)
             if first is not None and first.example == start.example + len(window.order):
                 raise DataError(f"There are no rows in {self.source}.")
-            self._say("_say_again")
-        self._keep(window)
+            log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
         passes = start.passes + is_end
         self._starts.append(_Start(start.example + len(window.order), start.window + 1, passes, window.after))
+        self._request_window()
 
-    def _say_again(self) -> None:
-        log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
-
-    def _keep(self, window: _Window) -> None:
-        self._windows[window.start.window] = window
-        while len(self._windows) > _KEPT:
-            del self._windows[min(self._windows)]
-
-    def _prepare(self, window: _Window, share: float) -> None:
-        """Tokenize a fraction of the next window, so that it is complete when it is needed."""
-        if self._is_lazy or window.start.window != self._starts[-1].window - 1:
-            return
-        if self._next is None:
-            self._next = self._read(self._starts[-1])
-        self._advance(self._next, math.ceil(share * len(self._next.rows)))
+    def _request_window(self) -> None:
+        if self._worker() is not None and not self._is_lazy and self._next is None:
+            with suppress(DataError):  # raised again when the window is needed
+                self._next = self._read(self._starts[-1])
 
     def _read(self, start: _Start) -> _Window:
         order = None
         if self._shuffle and self._reader.files > 1:
             order = make_random_state(self._seed, start.passes).permutation(self._reader.files).tolist()
-        return _Window(start, *self._reader.window(start.position, self._rows, order))
-
-    def _advance(self, window: _Window, until: int) -> None:
-        if window.done < until:
-            part, places = self._transformed(window, range(window.done, until))
-            window.parts.append(part)
-            window.places += places
-            window.done = until
+        window = _Window(start, *self._reader.window(start.position, self._rows, order))
+        if not self._is_lazy:
+            window.parts = [
+                self._start((self._seed, start.window, first), window.rows[first : first + ROWS])
+                for first in range(0, len(window.rows), ROWS)
+            ]
+        return window
 
     def _leave_out(self, rows: Sequence[tuple[Row, str]]) -> None:
         """List rows that cannot be trained on; raise :class:`DataError` for the first one unless they are skipped."""
+        if not rows:
+            return
         row, reason = rows[0]
         said = f"{row.place}: {reason.rstrip('.')}"
         if not self._skips:
             raise DataError(f"{said}; correct it, or leave such rows out with on_bad_row=skip.")
-        self._say("_list", said, [(row.origin, reason) for row, reason in rows])
-
-    def _list(self, said: str, rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
-        path = list_left_out(rows)
+        path = list_left_out([(row.origin, reason) for row, reason in rows])
         listed = f"; all such rows are listed in {path}" if path else ""
         if num_left_out() <= 10:
             log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
 
-    def _transformed(self, window: _Window, numbers: Sequence[int]) -> tuple[pa.RecordBatch, list[int]]:
-        """Tokenize rows of a window; return the token rows and their numbers in the window."""
-        sign_of_life()
-        rows, kept, bad = [], [], {}
-        for number in numbers:
-            try:
-                row = window.rows[number].columns()
-            except DataError as error:
-                bad[number] = str(error)
-                continue
-            if self._filter is None or self._filter(row):
-                rows.append(row)
-                kept.append(number)
-        first = 0 if window.start.example == 0 else 1
-        try:
-            batch, facts = self._tokenize(first, rows, lambda index: window.rows[kept[index - first]].place)
-        except OnReading as error:
-            said = f"{self.source}: rows with more than text cannot be streamed: leave streaming out."
-            raise DataError(said) from error
-        bad |= {kept[index - first]: reason for index, reason in facts["bad"]}
-        if bad:
-            self._leave_out([(window.rows[number], reason) for number, reason in sorted(bad.items())])
-        return batch, [number for number in kept if number not in bad]
-
     def _finished(self, window: _Window) -> _Window:
-        count = len(window.rows)
-        if not self._is_lazy:
-            self._advance(window, count)
-            count = 0
-            if window.parts:
-                window.store = TokenStore(window.parts)
-                window.packs = [] if self._capacity is None else self._packed(window, window.store.lengths)
-                count = len(window.store) if self._capacity is None else len(window.packs)
+        """Collect the tokens of a window, pack and shuffle them, and keep the window."""
+        count, batches = len(window.rows), []
+        for first, tokens in zip(range(0, count, ROWS), window.parts, strict=False):
+            batch, places, bad = tokens()
+            self._leave_out([(window.rows[first + number], reason) for number, reason in bad])
+            batches.append(batch)
+            window.places += [first + place for place in places]
+        if batches:
+            window.store = TokenStore(batches)
+            window.packs = [] if self._capacity is None else self._packed(window, window.store.lengths)
+            count = len(window.store) if self._capacity is None else len(window.packs)
         window.order = np.arange(count)
         if self._shuffle:
             window.order = make_random_state(self._seed, window.start.passes, window.start.window).permutation(count)
+        self._windows[window.start.window] = window
+        while len(self._windows) > _KEPT:
+            del self._windows[min(self._windows)]
         return window
 
     def _packed(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:

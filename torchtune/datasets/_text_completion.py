@@ -135,8 +135,7 @@ def text_completion_dataset(
     )
     if length is None:
         return dataset
-    padding_idx = getattr(tokenizer, "pad_id", 0)
-    return PackedDataset(dataset, max_seq_len=length, padding_idx=padding_idx, split_across_pack=split_across_pack)
+    return PackedDataset(dataset, max_seq_len=length, split_across_pack=split_across_pack)
 
 
 def wikitext_dataset(

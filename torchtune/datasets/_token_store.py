@@ -25,37 +25,35 @@ class TokenStore:
 
     def __init__(self, batches: Sequence[pa.RecordBatch], name: str = "rows", fingerprint: int = 0) -> None:
         table = pa.Table.from_batches(batches)
-        self._columns = [table.column(f"{name}.{kind}") for kind in ("tokens", "labels")]
+        self._columns = {kind: table.column(f"{name}.{kind}") for kind in ("tokens", "labels")}
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
-        return len(self._columns[0])
+        return len(self._columns["tokens"])
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, int64 ``[rows]``."""
-        chunks = [chunk.value_lengths().to_numpy() for chunk in self._columns[0].chunks]
+        chunks = [chunk.value_lengths().to_numpy() for chunk in self._columns["tokens"].chunks]
         return np.concatenate(chunks, dtype=np.int64)
 
     def count(self, ids: Sequence[int]) -> np.ndarray:
         """Return how often tokens occur in each row, int64 ``[rows]``."""
         counts = []
-        for chunk in self._columns[0].chunks:
+        for chunk in self._columns["tokens"].chunks:
             offsets = chunk.offsets.to_numpy()
             found = np.isin(chunk.values.to_numpy()[offsets[0] : offsets[-1]], ids)
             before = np.concatenate([[0], np.cumsum(found)])
             counts.append(np.diff(before[offsets - offsets[0]]))
         return np.concatenate(counts, dtype=np.int64)
 
-    def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of the tokens and labels of a row, int32 ``[s]``."""
-        tokens, labels = (column[index].values.to_numpy() for column in self._columns)
-        return tokens, labels
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``."""
+        return {name: column[index].values.to_numpy() for name, column in self._columns.items()}
 
     def lists(self, index: int) -> dict[str, list[int]]:
         """Return ``tokens`` and ``labels`` of a row."""
-        tokens, labels = self.arrays(index)
-        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+        return {name: ids.tolist() for name, ids in self[index].items()}
 
 
 def make_batch(columns: Mapping[str, Sequence[np.ndarray]]) -> pa.RecordBatch:

@@ -1,6 +1,5 @@
 """Shared code of the builders of image datasets."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,18 @@ from torchtune.datasets._sft_builder import pack_length
 
 
 def image_dataset(
-    model_transform: Any,
-    source: Source,
-    message_transform: Transform,
-    *,
-    packed: bool,
-    filter_fn: Callable[..., bool] | None,
-    split: str,
-    **load_dataset_kwargs: Any,
+    model_transform: Any, source: Source, message_transform: Transform, *, packed: bool, **settings: Any
 ) -> SFTDataset | PackedDataset:
     """Build a dataset of rows with images, which are transformed when they are read.
 
     Raises:
         DataError: ``streaming`` is set, or no row has an image; see :class:`SFTDataset` and :class:`PackedDataset`.
     """
-    if load_dataset_kwargs.get("streaming"):
+    if settings.get("streaming"):
         raise DataError("streaming=True is not possible with images: leave streaming out.")
     length = pack_length(model_transform) if packed else None
     dataset = SFTDataset(
-        source=source,
-        message_transform=message_transform,
-        model_transform=model_transform,
-        filter_fn=filter_fn,
-        split=split,
-        **load_dataset_kwargs,
+        source=source, message_transform=message_transform, model_transform=model_transform, **settings
     )
     if dataset.num_images == 0 and not is_preview():
         raise DataError(
