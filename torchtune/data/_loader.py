@@ -205,12 +205,12 @@ class BatchLoader:
             self._num_announced = here
         if self._num_announced - here > ahead // 2:  # announcing many steps at once is faster
             return
-        steps = []
+        indices: list[int] = []
         for step in range(self._num_announced, here + ahead):
-            indices = np.arange(step * self.examples_per_step, (step + 1) * self.examples_per_step)
-            mine = np.concatenate([part for part, _ in self._split_step(indices, self.rank)])
-            steps.append(((self.seed, *divmod(step, len(self)), self.rank), mine.tolist()))
-        self.dataset.read_ahead(steps)
+            examples = np.arange(step * self.examples_per_step, (step + 1) * self.examples_per_step)
+            for part, _ in self._split_step(examples, self.rank):
+                indices += part.tolist()
+        self.dataset.read_ahead(indices)
         self._num_announced = here + ahead
 
     def _indices_of(self, step: int) -> np.ndarray:

@@ -237,32 +237,6 @@ def test_preference_loss_equals_that_of_padded_pairs(model):
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-5)
 
 
-def test_rollouts_carry_advantages_and_old_log_probs(model):
-    """A clipped policy loss over a padding-free batch of answers equals a loop over the answers."""
-    answers = [ONE, TWO, THREE]
-    old = [torch.randn(len(answer["tokens"])).double() for answer in answers]
-    advantages = [1.5, -0.5, 0.25]
-    per_token = {
-        "advantages": torch.cat([torch.full_like(row, a) for row, a in zip(old, advantages, strict=True)])[None],
-        "old_log_probs": torch.cat(old)[None],
-    }
-    batch = Batch(**collate_documents(answers), per_token=per_token).pad_to_multiple(4).to("cpu")
-
-    def policy_loss(new: torch.Tensor, before: torch.Tensor, gain: Any, labels: torch.Tensor) -> torch.Tensor:
-        ratio = (new - before).exp()
-        return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) * (labels >= 0)
-
-    new = log_probs(model, batch.model_inputs(), batch.labels)
-    found = batch.sum_per_document(policy_loss(new, batch["old_log_probs"], batch["advantages"], batch.labels))
-    for index, answer in enumerate(answers):
-        labels = torch.tensor([answer["labels"]])
-        alone = log_probs(model, {"tokens": torch.tensor([answer["tokens"]])}, labels)
-        expected = policy_loss(alone, old[index], advantages[index], labels).sum()
-        torch.testing.assert_close(found[index], expected, atol=1e-12, rtol=1e-9)
-    halves = [batch.split(rank, 2).per_token["advantages"] for rank in range(2)]
-    assert torch.equal(torch.cat(halves, dim=1), batch.per_token["advantages"])
-
-
 def test_only_cuda_takes_pinned_memory():
     batch = collate_preference(PAIRS)
     moved = batch.to("meta", non_blocking=True)

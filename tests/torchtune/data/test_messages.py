@@ -118,13 +118,6 @@ def test_alpaca():
     assert "{x}" in braces.text_content
 
 
-@pytest.mark.parametrize(("old", "masked"), [(True, False), (False, True)])
-def test_train_on_input(old, masked):
-    with pytest.warns(FutureWarning, match="train_on_input"):
-        transform = AlpacaToMessages(train_on_input=old)
-    assert transform({"instruction": "a", "output": "b"})["messages"][0].masked is masked
-
-
 def test_input_and_output():
     transform = InputOutputToMessages(column_map={"input": "q", "output": "a"}, new_system_prompt="s")
     assert roles(transform({"q": "1", "a": "2"})["messages"]) == [

@@ -24,8 +24,6 @@ from torchtune.datasets import (
     PackedDataset,
     PreferenceDataset,
     SFTDataset,
-    alpaca_dataset,
-    chat_dataset,
     instantiate_collate,
     instantiate_dataset,
     instruct_dataset,
@@ -119,20 +117,6 @@ def test_turns_as_mappings_are_messages(tokenizer: Any) -> None:
     ):
         with pytest.raises(DataError, match=said):
             tokenizer.tokenize_messages([turn])
-
-
-@pytest.mark.parametrize("name", ["llama2", "llama3", "mistral", "gemma"])
-def test_layouts_of_families_take_mappings(name: str) -> None:
-    import torchtune.models as models
-
-    template = {
-        "llama2": "Llama2ChatTemplate", "mistral": "MistralChatTemplate", "gemma": "GemmaChatTemplate",
-    }.get(name)  # fmt: skip
-    if template is None:
-        return
-    layout = getattr(getattr(models, name), template)()
-    one, two = (layout(chat) for chat in (TURNS, [Message("user", "red"), Message("assistant", "blue")]))
-    assert [message.text_content for message in one] == [message.text_content for message in two]
 
 
 def sft(tokenizer: Any, message_transform: Any, model_transform: Any = None) -> SFTDataset:
@@ -312,15 +296,3 @@ def test_an_own_collation_that_gives_something_else(gives: Any, said: str, token
 def test_collations_say_what_an_example_lacks(collate: Any, batch: Any) -> None:
     with pytest.raises(DataError, match="An example "):
         collate(batch)
-
-
-def test_named_datasets_in_memory(tokenizer: Any) -> None:
-    tokenizer.max_seq_len = None
-    assert len(alpaca_dataset(tokenizer, source=[{"instruction": "a", "input": "", "output": "b"}])) == 1
-    chat = chat_dataset(
-        tokenizer, source=[{"messages": TURNS}], conversation_column="messages", conversation_style="openai"
-    )
-    assert len(chat) == 1
-    answers = [{"role": "assistant", "content": "green"}]
-    pair = {"chosen": TURNS, "rejected": TURNS[:1] + answers}
-    assert len(preference_dataset(tokenizer, source=[pair])) == 1

@@ -87,11 +87,3 @@ def test_a_number_of_packs() -> None:
     assert len(packed) == 2
     with pytest.raises(DataError, match="empty"):
         PackedDataset(Rows.of([]), max_seq_len=4)
-
-
-def test_packs_of_short_rows_are_nearly_full() -> None:
-    """Lengths as those of Alpaca: a median of about 90 tokens, few above 500."""
-    lengths = np.clip(45 + np.random.RandomState(0).lognormal(3.9, 1.0, 20_000), 30, 2048).astype(np.int64)
-    for window in (20_000, 10_000):
-        packs = sum(len(best_fit(lengths[start : start + window], 2048)) for start in range(0, len(lengths), window))
-        assert lengths.sum() / packs / 2048 >= 0.99

@@ -70,7 +70,7 @@ def test_prepared_data_give_the_batches_of_live_data(
         assert one.tokens.equal(two.tokens)
         assert one.labels.equal(two.labels)
         assert one.documents.lengths == two.documents.lengths
-    assert is_mapped(prepared.ds.store.arrays(0)[0], folder)
+    assert is_mapped(prepared.ds.store[0]["tokens"], folder)
     _check_sources({**node, "prepared": str(folder)})
     with preview(0), pytest.raises(NotRead):
         chat_dataset(tokenizer, source=str(chats), prepared=str(folder), **STYLE)

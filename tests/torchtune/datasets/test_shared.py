@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 import torchtune
 from tests.tiny import write_tokenizer
-from torchtune.data import DataError, Message
+from torchtune.data import DataError
 from torchtune.datasets import SFTDataset, _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import preview
@@ -253,15 +253,6 @@ def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFix
     assert "are damaged: they are prepared anew" in caplog.text
 
 
-def test_ranks_do_not_map_rows_that_one_of_them_finds_damaged(folder: Path, forker: Any) -> None:
-    rows = Rank(forker, folder, 0, "first version").rows()
-    (path,) = (folder / "cache" / "rows").glob("*/*.arrow")
-    path.write_bytes(bytes(path.stat().st_size))
-    ranks = [Rank(forker, folder, rank, "first version", TORCHELASTIC_RUN_ID="two") for rank in (1, 0)]
-    assert [rank.rows() for rank in ranks] == [rows, rows]
-    assert len(calls(folder)) == 16, "prepared once more, by one of the two"
-
-
 def test_any_damaged_byte_of_tokens_and_labels_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = chat(folder)[0]
     (path,) = (folder / "cache" / "rows").glob("*/*.arrow")
@@ -302,7 +293,7 @@ def test_a_cache_that_others_may_write_to_is_not_used(folder: Path, mode: int) -
 
 
 def test_rows_lie_in_mapped_files_that_are_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    array = chat(folder).store.arrays(0)[0]
+    array = chat(folder).store[0]["tokens"]
     root = folder / "cache" / "rows"
     assert is_mapped(array, root)
     assert not array.flags.writeable
@@ -311,16 +302,3 @@ def test_rows_lie_in_mapped_files_that_are_the_users_own(folder: Path, monkeypat
     monkeypatch.setattr(os, "getuid", lambda: root.stat().st_uid + 1)
     with pytest.raises(DataError, match="belongs to another user: set the environment variable TORCHTUNE_CACHE"):
         chat(folder)
-
-
-def test_images_are_transformed_on_reading_still(folder: Path) -> None:
-    made = []
-
-    def transform(sample: Mapping[str, Any]) -> dict[str, Any]:
-        made.append(sample)
-        return {"tokens": [1, 2], "mask": [True, False], "images": [Message("user", "a")]}
-
-    dataset = SFTDataset(source=[{"n": 1}, {"n": 2}], message_transform=None, model_transform=transform)
-    assert len(dataset) == 2
-    assert "images" in dataset[1]
-    assert len(made) == 2
