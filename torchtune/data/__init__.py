@@ -57,7 +57,7 @@ __getattr__, __dir__, __all__ = attach(
         "token_counts": "_ragged_images",
         "check_turn": "_to_messages",
         "check_column_map": "_to_messages",
-        "check_shifted": "_shifted_labels",
+        "check_shifted": "_check_shifted",
         "check_tokenizer": "_common",
         "column": "_to_messages",
         "decode_pieces": "_decode_pieces",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from torchtune.data._check_shifted import check_shifted
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
-from torchtune.data._shifted_labels import check_shifted
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
 _EXTRAS = ("per_token", "per_document", "inputs")

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data._batch import Batch
+from torchtune.data._check_shifted import check_shifted
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
 from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images, join_images
-from torchtune.data._shifted_labels import check_shifted
 
 Document = Mapping[str, Any]
 # A document, or a pack (a list of documents).

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from torchtune.data._check_shifted import check_shifted
 from torchtune.data._collate import documents_of
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
-from torchtune.data._shifted_labels import check_shifted
 
 
 def padded_collate_tiled_images_and_mask(

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtune.data._check_shifted import check_shifted
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
-from torchtune.data._shifted_labels import check_shifted
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # examples that a stream is asked to prefetch
@@ -177,9 +177,8 @@ class BatchLoader:
         """
         tokens = sum(batch["tokens"].numel() for batch in batches)
         labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
-        others = [getattr(batch, "terms", None) is not None for batch in batches]
-        terms = sum(batch.num_terms if other else n for batch, n, other in zip(batches, labels, others, strict=True))
-        return tokens, sum(labels), terms
+        terms = [getattr(batch, "num_terms", count) for batch, count in zip(batches, labels, strict=True)]
+        return tokens, sum(labels), sum(terms)
 
     def derive(
         self, *, dataset: Any = None, collate_fn: Callable[[list[Any]], Collated] | None = None

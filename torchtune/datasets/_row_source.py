@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -91,38 +91,34 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     Raises:
         DataError: a file or folder is missing or empty, or has an unsupported type.
     """
-    kwargs = dict(kwargs)
-    if source.startswith("~"):
-        source = str(Path(source).expanduser())
-    data_files = kwargs.get("data_files")
-    names = _files(data_files)
-    loaders = set(LOADERS.values())
+    kwargs, source, loaders = dict(kwargs), _plain(source), set(LOADERS.values())
+    if kwargs.get("data_files") is not None:
+        kwargs["data_files"] = _plain(kwargs["data_files"])
+    names = _files(kwargs.get("data_files"))
     if source in loaders and not names and kwargs.get("data_dir") is not None:
         source = _folder_of(source, str(kwargs.pop("data_dir")))
-    is_folder = Path(source).is_dir()
-    if source in loaders:
-        if not names:
-            raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
-        _check_files(names)
-    elif _suffix(source) in LOADERS and not is_folder:
-        _check_files([source])
-        kwargs["data_files"], source = source, LOADERS[_suffix(source)]
-    elif names and not is_folder:
+    if source not in loaders:
+        if Path(source).is_dir():
+            return source, kwargs
+        if _suffix(source) in LOADERS:
+            kwargs["data_files"], names, source = source, [source], LOADERS[_suffix(source)]
         # A file here, or what can only be a path; other names are of files inside the Hub dataset.
-        if any(Path(name).expanduser().is_file() or name.startswith(("/", "./", "../", "~")) for name in names):
+        elif any(Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
             _check_files(names)
             kinds = {LOADERS.get(_suffix(name)) for name in names}
             if len(kinds) != 1 or None in kinds:
                 raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
             get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
             source = kinds.pop()
-    elif not is_folder and Path(source).is_file():
-        raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
-    if not is_folder and source not in loaders and not _is_remote(source) and _looks_local(source):
-        raise _not_here("folder or file", source)
+        elif Path(source).is_file():
+            raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
+        elif not _is_remote(source) and _looks_local(source):
+            raise _not_here("folder or file", source)
     if source in loaders:
-        kwargs["data_files"] = _plain(kwargs["data_files"])
-        if all(_suffix(name) == ".tsv" for name in _files(kwargs["data_files"])):
+        if not names:
+            raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
+        _check_files(names)
+        if all(_suffix(name) == ".tsv" for name in names):
             kwargs.setdefault("sep", "\t")
     return source, kwargs
 
@@ -415,11 +411,9 @@ def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
     answers = threading.Event()
 
     def connect() -> None:
-        try:
+        with suppress(OSError):
             socket.create_connection((address.hostname or "", port), timeout=seconds).close()
             answers.set()
-        except OSError:
-            pass  # no answer from the Hub
 
     thread = threading.Thread(target=connect, daemon=True)  # name resolution has no timeout
     thread.start()

@@ -42,20 +42,17 @@ class SFTTransform(Transform):
         Raises:
             DataError: a transform rejects the row.
         """
-        return self._transformed(sample, lambda transform, messages: transform(messages))
+        return self._tokenized(self.messages(sample), lambda transform, messages: transform(messages))
 
     def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``self(sample)``, with arrays instead of lists if the model transform supports them."""
-        return self._transformed(sample, arrays_of)
+        return self._tokenized(self.messages(sample), arrays_of)
 
     def all_arrays(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return a result of :meth:`as_arrays` for each conversation that the tokenizer makes of the row."""
         sample = self.messages(sample)
         parts = self.model_transform.conversations(sample["messages"])
         return [self._tokenized({**sample, "messages": part}, arrays_of) for part in parts]
-
-    def _transformed(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
-        return self._tokenized(self.messages(sample), tokenize)
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         if self.model_transform is not None:

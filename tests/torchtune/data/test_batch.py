@@ -1,11 +1,8 @@
 """One batch: tokens, and what belongs to a token or to a document."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn import functional as F
 
 from torchtune.data import (
     Batch,
@@ -207,34 +204,6 @@ def test_preference_pairs_without_padding():
         collate_preference([{key: [1] for key in ("chosen_input_ids", "chosen_labels", "rejected_input_ids")}])
     with pytest.raises(DataError, match="no pairs"):
         collate_documents([ONE]).chosen_and_rejected(torch.ones(1))
-
-
-def log_probs(model: torch.nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-    """[b, s], zero without a label."""
-    found = model.output(model(**inputs, output="hidden")).log_softmax(-1)
-    return found.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
-
-
-def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-
-def test_preference_loss_equals_that_of_padded_pairs(model):
-    rows = [
-        {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
-        for side in ("chosen", "rejected")
-        for pair in PAIRS
-    ]
-    padded = padded_collate_sft(rows)
-    preference_loss(*log_probs(model, {"tokens": padded["tokens"]}, padded["labels"]).sum(1).chunk(2)).backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    batch = collate_preference(PAIRS).pad_to_multiple(8)
-    sums = batch.sum_per_document(log_probs(model, batch.model_inputs(), batch.labels))
-    preference_loss(*batch.chosen_and_rejected(sums)).backward()
-    for name, parameter in model.named_parameters():
-        # Norms and rotary embeddings compute in float32.
-        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-5)
 
 
 def test_only_cuda_takes_pinned_memory():

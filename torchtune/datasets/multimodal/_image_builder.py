@@ -12,7 +12,7 @@ from torchtune.datasets._sft_builder import pack_length
 
 
 def image_dataset(
-    model_transform: Any, source: Source, message_transform: Transform, *, packed: bool, **settings: Any
+    model_transform: Any, source: Source, message_transform: Transform, *, packed: bool = False, **settings: Any
 ) -> SFTDataset | PackedDataset:
     """Build a dataset of rows with images, which are transformed when they are read.
 

@@ -1,6 +1,6 @@
 """The Cauldron: fifty vision-language datasets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchtune.data import DataError, Message, Transform, check_column_map, check_turn, column, image_column
@@ -81,10 +81,8 @@ def the_cauldron_dataset(
     source: Source = "HuggingFaceM4/the_cauldron",
     column_map: Mapping[str, str] | None = None,
     new_system_prompt: str | None = None,
-    packed: bool = False,
-    filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
-    **load_dataset_kwargs: Any,
+    **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """Build one of The Cauldron's datasets.
 
@@ -97,14 +95,12 @@ def the_cauldron_dataset(
     Raises:
         DataError: no row has an image; see :class:`SFTDataset`.
     """
-    on_hub = isinstance(source, str) and "data_files" not in load_dataset_kwargs and _suffix(source) not in LOADERS
+    on_hub = isinstance(source, str) and "data_files" not in settings and _suffix(source) not in LOADERS
     return image_dataset(
         model_transform,
         source,
         TheCauldronToMessages(column_map, new_system_prompt),
-        packed=packed,
-        filter_fn=filter_fn,
         split=split,
         name=subset if on_hub else None,
-        **load_dataset_kwargs,
+        **settings,
     )

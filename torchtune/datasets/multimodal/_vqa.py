@@ -1,6 +1,6 @@
 """Visual question answering datasets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchtune.data import InputOutputToMessages, Transform
@@ -17,10 +17,8 @@ def vqa_dataset(
     image_dir: str | None = None,
     column_map: Mapping[str, str] | None = None,
     new_system_prompt: str | None = None,
-    packed: bool = False,
-    filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
-    **load_dataset_kwargs: Any,
+    **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """Build a dataset of questions about images; the image precedes the question, the answer is trained on.
 
@@ -45,6 +43,4 @@ def vqa_dataset(
     transform = InputOutputToMessages(
         column_map=columns, new_system_prompt=new_system_prompt, image_dir=folder_of(image_dir)
     )
-    return image_dataset(
-        model_transform, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
-    )
+    return image_dataset(model_transform, source, transform, split=split, **settings)
