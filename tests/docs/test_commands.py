@@ -70,8 +70,7 @@ NOT_RUN = {
     "tune data prepare llama3_3/70B_lora dataset.data_files=mine.jsonl --output /shared/prepared": "needs a tokenizer",
     "tune eval /tmp/kd --against /tmp/SmolLM2-135M-Instruct --data held_out.jsonl --score exact": "tutorial_serve.rst",
     "tune chat --model /tmp/orders": "reads the terminal",
-    "vllm serve /tmp/orders/epoch_1": "needs vLLM",
-    "vllm serve /tmp/SmolLM2-135M-Instruct --enable-lora --lora-modules orders=/tmp/orders/epoch_1/adapter": "the same",
+    "vllm serve /tmp/orders_merged": "needs vLLM",
     "transformers serve": "serves until it is stopped; tests/torchtune/rlhf/test_server_sampler.py has a server",
 }
 # The pages' /tmp holds a tiny checkpoint and a tiny GGUF file under the names of those that one would download.

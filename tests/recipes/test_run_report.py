@@ -1,5 +1,6 @@
 """What a run says before and after: true numbers, and commands that work when they are typed."""
 
+import json
 import re
 import shlex
 import signal
@@ -67,6 +68,9 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
     capsys.readouterr()
     (command,) = re.findall(r"ask it +(.*)", said)
     assert typed(command + " max_new_tokens=2", monkeypatch) == 0
+    assert typed(f"tune report {output}", monkeypatch) == 0
+    assert 0 < json.loads((output / "report.json").read_text())["estimated_gib"] < 0.01
+    assert "estimate of its tensors" in (output / "report.html").read_text()
 
 
 def test_answers_are_told_by_their_reward(tmp_path, caplog):

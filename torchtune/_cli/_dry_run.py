@@ -48,15 +48,28 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
 
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int) -> str:
-    from torchtune.estimate import SimulationError, estimate_run, memory, weights_memory
+    from torchtune.estimate import memory, weights_memory
     from torchtune.training import SettingsView
 
+    estimate, reason = estimate_or_reason(main, settings, processes)
+    if estimate is None:
+        return f"memory      {weights_memory(SettingsView.of(settings))}; {reason}"
+    return memory(estimate)
+
+
+def estimate_or_reason(main: Callable[[Any], Any], settings: Any, processes: int) -> tuple[Any, str]:
+    """Return the estimate of a run, or None and the reason why its recipe cannot be simulated.
+
+    Raises:
+        UserError: the run itself would raise it.
+    """
+    from torchtune.estimate import SimulationError, estimate_run
+
     try:
-        return memory(estimate_run(main, settings, processes))
+        return estimate_run(main, settings, processes), ""
     except SimulationError as error:
-        reason = str(error).removesuffix(": use --dry-run.")
+        return None, str(error).removesuffix(": use --dry-run.")
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001  (a user's recipe, which may run nevertheless)
-        reason = f"the recipe cannot be simulated: {type(error).__name__}: {error}"
-    return f"memory      {weights_memory(SettingsView.of(settings))}; {reason}"
+        return None, f"the recipe cannot be simulated: {type(error).__name__}: {error}"

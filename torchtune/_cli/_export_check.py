@@ -1,20 +1,22 @@
 """Check of an export: the library that reads the files has the logits of the trained model."""
 
-import argparse
-from dataclasses import dataclass
+import io
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 import torchtune
 from torchtune import evaluation
+from torchtune._cli._aside import CrashedError, call_aside
 from torchtune._cli._export_files import Trained, quantize
 from torchtune.checkpoints import CheckpointStore, ModelSource
-from torchtune.evaluation import Comparison, ReadModel
+from torchtune.evaluation import Comparison
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.training import set_default_dtype
-from torchtune.utils import UserError, get_device, get_logger
+from torchtune.utils import UserError, get_logger
 
 _PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -47,125 +49,139 @@ class FailedCheck(UserError):
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Comparison of a trained model with files.
+
+    Attributes:
+        library: name and version of the library that read the files.
+        comparison: the logits of both.
+        layers: largest relative difference of the outputs of each layer.
+        unread: tensors that the library does not know or misses.
+    """
+
+    library: str
+    comparison: Comparison
+    layers: dict[str, float]
+    unread: list[str]
+
+    def __str__(self) -> str:
+        found = self.comparison
+        return (
+            f"max |Δlogit| {found.max_difference:.2g}, mean {found.mean_difference:.2g}, KL {found.kl:.2g} per token, "
+            f"greedy tokens equal {found.equal_tokens} of {found.tokens}"
+        )
+
+
+@dataclass(frozen=True)
 class Check:
     """Result of a check.
 
     Attributes:
-        comparison: the trained model with the files; None if they were not checked.
-        library: the libraries that read them, or the reason for not checking.
-        layer: largest relative difference of a layer.
-        base: the same of the quantized base with the base, if the weights are quantized.
+        measured: the trained model and the files; None if they were not checked.
+        reason: reason for not checking.
+        base: the same of the base and the quantized base, if the weights are quantized.
     """
 
-    comparison: Comparison | None
-    library: str
-    layer: float = 0.0
-    base: Comparison | None = None
+    measured: Measured | None = None
+    reason: str = ""
+    base: Measured | None = None
 
     def verdict(self) -> str:
         """Return the result in one sentence."""
-        if self.comparison is None:
-            return f"not checked {self.library}"
-        return f"read by {self.library}, with the logits of the trained model: {_words(self.comparison)}"
+        if self.measured is None:
+            return f"not checked because {self.reason}"
+        return f"read by {self.measured.library}, with the logits of the trained model: {self.measured}"
 
     def lines(self) -> list[str]:
         """Return the result in words."""
-        if self.comparison is None:
-            return [f"not checked {self.library}"]
-        found = [f"checked     in {self.library}, {len(_PROMPTS)} prompts: {_words(self.comparison)}"]
-        found.append(f"            relative difference of a layer at most {self.layer:.2g}")
-        return found + ([] if self.base is None else [f"base        quantized alike: {_words(self.base)}"])
+        if self.measured is None:
+            return [self.verdict()]
+        found = [f"checked     in {self.measured.library}, {len(_PROMPTS)} prompts: {self.measured}"]
+        found.append(f"            relative difference of a layer at most {max(self.measured.layers.values()):.2g}")
+        return found + ([] if self.base is None else [f"base        quantized alike: {self.base}"])
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the result as JSON, without the layers."""
+        return {
+            name: None if found is None else {"library": found.library, **asdict(found.comparison)}
+            for name, found in (("trained", self.measured), ("base", self.base))
+        }
 
 
-def check_export(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
-    """Compare exported files with the trained model.
+def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside: Path, device: str) -> Check:
+    """Compare files with the trained model.
 
     Args:
         trained: the checkpoint.
-        args: arguments of ``tune export``.
-        files: folder of the files.
+        to: format of the files.
+        quant: kind of their quantization.
+        files: their folder.
         aside: folder for a quantized base.
+        device: device of the models.
 
     Raises:
-        FailedCheck: the files give other logits; the message names tensors.
-        UserError: a library is missing, and ``--check`` requires it.
+        FailedCheck: the files have other logits; the message names tensors.
+        EvaluationError: the library cannot read the files.
     """
-    if args.check is False:
-        return Check(None, "because of --no-check")
-    if missing := evaluation.missing_packages("transformers", *_LIBRARIES.get(args.to, ())):
-        reason = f"because {', '.join(missing)} is not installed: pip install 'torchtune[check]'"
-        if args.check:
-            raise UserError(f"--check: the files cannot be checked, {reason}.")
-        return Check(None, reason)
-    to, quant, device, base = args.to, args.quant, get_device(args.device), None
-    comparison, layers, read = _measure(trained.path, to, files, device)
-    if quant is not None and trained.base is not None:
-        try:
-            quantize(trained.base, quant, aside)
-            base = _measure(trained.base, to, aside, device)[0]
-        except UserError as error:  # of another layout, for example
-            get_logger().warning(f"The quantized base is not compared with the base: {error}")
+    if missing := evaluation.missing_packages("transformers", *_LIBRARIES.get(to, ())):
+        return Check(reason=f"{', '.join(missing)} is not installed: pip install 'torchtune[check]'")
+    base = None
+    try:
+        found = call_aside(_measure, trained.path, to, files, device)
+        if quant is not None and trained.base is not None:
+            try:
+                quantize(trained.base, quant, aside)
+                base = call_aside(_measure, trained.base, to, aside, device)
+            except UserError as error:  # of another layout, for example
+                get_logger().warning(f"The quantized base is not compared with the base: {error}")
+    except CrashedError as error:
+        return Check(reason=f"{_reader(to)} cannot be asked: {error}")
     limit = _OF_LAYER.get(stored_dtype(files) if to == "merged" else quant, _OF_EQUAL_LAYER)
-    wrong = [name for name, error in layers.items() if not error <= limit]
+    wrong = [name for name, error in found.layers.items() if not error <= limit]
     if quant is None:
-        most = (_OF_LOGITS if limit == _OF_EQUAL_LAYER else _OF_ROUNDED_LOGITS) * comparison.spread
-        agrees = comparison.mean_difference <= most
+        most = (_OF_LOGITS if limit == _OF_EQUAL_LAYER else _OF_ROUNDED_LOGITS) * found.comparison.spread
+        agrees = found.comparison.mean_difference <= most
     else:
-        agrees = comparison.kl <= (torch.inf if base is None else _TIMES_BASE * base.kl + _KL_MARGIN)
+        agrees = found.comparison.kl <= (torch.inf if base is None else _TIMES_BASE * base.comparison.kl + _KL_MARGIN)
     if wrong or not agrees:
-        raise FailedCheck(_sentence(read, comparison, base, wrong))
-    return Check(comparison, read.library, max(layers.values()), base)
+        raise FailedCheck(_explain(found, base, wrong))
+    return Check(found, base=base)
 
 
-def _sentence(read: ReadModel, comparison: Comparison, base: Comparison | None, wrong: list[str]) -> str:
-    names = list(dict.fromkeys([*read.unread, *wrong]))
+def _explain(found: Measured, base: Measured | None, wrong: list[str]) -> str:
+    names = list(dict.fromkeys([*found.unread, *wrong]))
     more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
     what = f"these tensors differ: {', '.join(names[:_NAMED])}{more}" if names else "this library reads every tensor"
-    than = "" if base is None else f"; the quantized base: {_words(base)}"
-    return f"{read.library} has other logits than the trained model ({_words(comparison)}{than}): {what}."
+    than = "" if base is None else f"; the quantized base: {base}"
+    return f"{found.library} has other logits than the trained model ({found}{than}): {what}."
 
 
-def _words(found: Comparison) -> str:
-    return (
-        f"max |Δlogit| {found.max_difference:.2g}, mean {found.mean_difference:.2g}, KL {found.kl:.2g} per token, "
-        f"greedy tokens equal {found.equal_tokens} of {found.tokens}"
-    )
-
-
-def _measure(path: Path, to: str, files: Path, device: torch.device) -> tuple[Comparison, dict[str, float], ReadModel]:
+def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
     """Compare a model with files: by logits in the library that reads them, and by layers in this one."""
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
     prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MOST_TOKENS]) for text in _PROMPTS]
-    logits = evaluation.record_logits(evaluation.logits_of(model), prompts)
+    logits, where = evaluation.logits_of(model, prompts), next(model.parameters()).device
     try:
-        layers = evaluation.compare_layers(model, _read_again(path, to, files, device))
+        layers = evaluation.compare_layers(model, _read_again(path, to, files, where))
     except UserError as error:
         layers = {str(error).rstrip("."): torch.inf}
     del model
-    try:
-        read = _read(to, files, device)
-        return evaluation.compare_models(logits, read.logits, prompts), layers, read
-    except evaluation.EvaluationError as error:
-        raise FailedCheck(str(error)) from error
+    with redirect_stderr(io.StringIO()):  # warnings and progress bars
+        library, others, unread = evaluation.read_elsewhere(_reader(to), files, prompts, where)
+    return Measured(library, evaluation.compare_models(logits, others), layers, unread)
 
 
-def _read(to: str, files: Path, device: torch.device) -> ReadModel:
-    if to == "adapter":
-        return evaluation.read_with_peft(files, device)
-    if to not in ("gguf", "ollama"):
-        return evaluation.read_with_transformers(files, device)
-    file = next(files.glob("*.gguf"))
-    if not evaluation.missing_packages("llama_cpp"):
-        return evaluation.read_with_llama_cpp(file)
-    return evaluation.read_with_transformers(files, device, gguf_file=file.name)
+def _reader(to: str) -> str:
+    """Return the library that reads a format."""
+    is_gguf = to in ("gguf", "ollama") and not evaluation.missing_packages("llama_cpp")
+    return "llama_cpp" if is_gguf else "peft" if to == "adapter" else "transformers"
 
 
 def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch.nn.Module:
     """Read the files in this library; of GGUF, with the dequantization of the package ``gguf``."""
     if to not in ("gguf", "ollama"):
         return torchtune.load(files, dtype="fp32", device=device)[0]
-    source = ModelSource(files)
     with set_default_dtype(torch.float32), torch.device("meta"):
         model = from_hf_config(next(place for place in (path, path.parent) if (place / "config.json").is_file()))
-    CheckpointStore({"policy": source}).load_model(model, device=device, whole=True)
+    CheckpointStore({"policy": ModelSource(files)}).load_model(model, device=device, whole=True)
     return model.eval()

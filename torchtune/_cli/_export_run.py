@@ -3,12 +3,12 @@
 import argparse
 import shlex
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
-from torchtune._cli._export_check import Check, check_export
+from torchtune._cli._export_check import Check, FailedCheck, check_files
 from torchtune._cli._export_files import Trained, find_trained, write_files
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
+from torchtune.evaluation import EvaluationError
 from torchtune.reports import RunFolder, model_card
 from torchtune.utils import UserError, atomic_directory, read_json, write_json
 
@@ -33,9 +33,9 @@ def export(args: argparse.Namespace) -> None:
     with atomic_directory(output) as aside:
         files = aside / "files"
         write_files(trained, args.to, args.quant, files, aside / "merged")
-        check = check_export(trained, args, files, aside / "base")
+        check = _check(trained, args, files, aside / "base")
         shutil.rmtree(aside / "base", ignore_errors=True)
-        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": asdict(check)}
+        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
         write_json(files / RECORD, record)
         _write_card(trained, args.to, check, files / "README.md")
         for path in list(files.iterdir()):
@@ -44,6 +44,19 @@ def export(args: argparse.Namespace) -> None:
     print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
     if args.push:
         _push(output, args.push, upload=args.yes)
+
+
+def _check(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
+    """Check the files, unless ``--no-check`` is set; ``--check`` requires it."""
+    if args.check is False:
+        return Check(reason="of --no-check")
+    try:
+        check = check_files(trained, args.to, args.quant, files, aside, args.device)
+    except EvaluationError as error:
+        raise FailedCheck(str(error)) from error
+    if args.check and check.measured is None:
+        raise UserError(f"--check: the files cannot be checked, because {check.reason}.")
+    return check
 
 
 def _write_card(trained: Trained, to: str, check: Check, path: Path) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from torchtune._cli._find_configs import device_of, find_configs
-from torchtune._recipe_registry import Config
+from torchtune._recipe_registry import find_config
 from torchtune.config import locate, read_document
 from torchtune.datasets import scan
 from torchtune.utils import UserError, read_json
@@ -19,14 +18,14 @@ _TAGS = {*"role content user assistant system from value human gpt observation t
 
 
 class ForeignConfig:
-    """A config of another library and ours that it becomes.
+    """A config of another library, and ``data``, our config that it becomes.
 
     Args:
         path: the file.
         library: one of ``LIBRARIES``; by default the one that has most of the file's keys.
 
     Attributes:
-        name: name of the shipped config that ``data``, our config, changes.
+        data: our config.
         repository: repository or folder of the base model.
         left: keys without a counterpart -> reason.
         covered: keys that need no setting -> reason.
@@ -54,7 +53,7 @@ class ForeignConfig:
         self.repository = self._settings.pop("@base", None)
         if self.repository is None or "@datasets" not in self._settings:
             raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
-        self.data = self._changed_config()
+        self.data = self._convert_config()
 
     def _take(self, key: str, value: Any) -> None:
         """Convert one setting, or note why not."""
@@ -75,22 +74,25 @@ class ForeignConfig:
         else:
             self.left[key] = TABLES["hints"].get(key, "not known")
 
-    def _changed_config(self) -> dict[str, Any]:
-        """Return the nearest shipped config with all settings."""
+    def _convert_config(self) -> dict[str, Any]:
+        """Return the shipped config of the smallest model, with their model and all of their settings."""
         take = self._settings.pop
         method, reader, is_distributed = take("@method", "full"), take("@reader", ""), bool(take("@distributed", 0))
-        if take("@quantized", False) and method == "lora":
-            method = "qlora"
-        base = Path(self.repository)
-        config = _nearest(base.name, method, reader == "preference_dataset", is_distributed)
-        self.name, folder = config.name, _checkpoint_dir(config)
-        is_same = base.name.lower() == Path(folder).name.lower()
-        own = str(base if base.is_dir() else folder if is_same else f"/tmp/{base.name}")
-        data = yaml.safe_load(config.path.read_text(encoding="utf-8").replace(folder, own))
+        name = ("full" if method == "full" else "lora") + ("" if is_distributed else "_single_device")
+        name = "lora_dpo_single_device" if reader == "preference_dataset" else name
+        data = read_document(find_config(f"smol/135M_{name}")).data
         if is_distributed:
             self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
+        base = Path(self.repository)
+        folder = str(base if base.is_dir() else f"/tmp/{base.name}")
         data |= {"output_dir": f"/tmp/torchtune/{self.path.stem}", "device": None}
-        _set_model(data, method, None if is_same else own)
+        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
+        data["checkpointer"]["checkpoint_dir"] = folder
+        is_quantized = take("@quantized", False) or method == "qlora"
+        if method != "full":
+            quantized = [{"_component_": "torchtune.modules.low_precision.QuantizeBase"}] * is_quantized
+            data["model_converters"] = [*quantized, {"_component_": "torchtune.modules.peft.LoRA"}]
         entries = self._entries(take("@datasets"), take("@folder", "data"))
         nodes = [self._dataset(*entry, reader) for entry in enumerate(entries)]
         data["dataset"] = nodes if len(nodes) > 1 else nodes[0]
@@ -179,38 +181,6 @@ class ForeignConfig:
         column = hints["@columns"].get("messages") or hints["@column"]
         column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
         return f"chat_dataset conversation_column={column} conversation_style={style}"
-
-
-def _checkpoint_dir(config: Config) -> str:
-    lines = config.path.read_text(encoding="utf-8").splitlines()
-    return next((line.split()[1] for line in lines if line.startswith("  checkpoint_dir: ")), "")
-
-
-def _nearest(model: str, method: str, is_dpo: bool, is_distributed: bool) -> Config:
-    """Return the shipped config of a method that is nearest in model and number of devices."""
-    word = "lora" if is_dpo and method == "qlora" else method
-    recipe, device = "dpo" if is_dpo else "_finetune_", "distributed" if is_distributed else "single_device"
-    pairs = [pair for pair in find_configs([word]) if recipe in pair[1].name and "_qat_" not in pair[0].name]
-
-    def rank(pair: tuple[Config, Any]) -> Any:
-        is_same = Path(_checkpoint_dir(pair[0])).name.lower() == model.lower()
-        return not is_same, device_of(*pair) != device, pair[0].family != "smol", pair[0].order
-
-    return min(pairs, key=rank)[0]
-
-
-def _set_model(data: dict[str, Any], method: str, folder: str | None) -> None:
-    """Set the plain model, of a folder or the config's, with adapters as conversions: these fit all models."""
-    room, _, builder = data["model"]["_component_"].rpartition(".")
-    data["model"] = {"_component_": f"{room}.{builder.removeprefix('qlora_').removeprefix('lora_')}"}
-    if folder is not None:
-        source = "torchtune.training.FullModelHFCheckpointer"
-        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
-        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
-        data["checkpointer"] = {"_component_": source, "checkpoint_dir": folder, "output_dir": "${output_dir}"}
-    quantized = [{"_component_": "torchtune.modules.low_precision.QuantizeBase"}] * (method == "qlora")
-    if method != "full":
-        data["model_converters"] = [*quantized, {"_component_": "torchtune.modules.peft.LoRA"}]
 
 
 def _convert(value: Any, conversion: str) -> Any:

@@ -4,8 +4,7 @@ import dataclasses
 import inspect
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from functools import cached_property
@@ -18,12 +17,15 @@ import torch
 import yaml
 
 import torchtune
+from torchtune._cli._aside import call_aside
+from torchtune._cli._export_check import check_files
+from torchtune._cli._export_files import find_trained
 from torchtune._cli._target import RecipeTarget
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents
 from torchtune.datasets import instantiate_dataset
-from torchtune.evaluation import EvaluationError, compare_models, logits_of, missing_packages, read_with_transformers
+from torchtune.evaluation import EvaluationError
 from torchtune.modules.loss import setup_loss
 from torchtune.utils import UserError
 
@@ -145,17 +147,7 @@ class _Checks:
         data["checkpointer"].pop("keep_last_n_checkpoints", None)
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-        argv, path = sys.argv, [*sys.path]
-        with output.with_suffix(".log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-            try:
-                run_here(self._recipe, config, [])
-                reason = None
-            except SystemExit as stop:
-                reason = f"exit code {stop.code}" if stop.code else None
-            except Exception as error:  # noqa: BLE001  (of a recipe of the user's own)
-                reason = f"{type(error).__name__}: {error}"
-            finally:
-                sys.argv, sys.path[:] = argv, path
+        reason = call_aside(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
             said = output.with_suffix(".log").read_text().rpartition("error: ")[2]
             raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(said.split())[:400]}")
@@ -219,12 +211,12 @@ class _Checks:
         return f"steps {min(resumed)} to {max(resumed)} and {len(files)} files are the same, bit for bit"
 
     def load(self) -> str:
-        """A checkpoint, loaded alone, has the loss with which the run continues."""
-        saved, rows = self._folder / "whole" / "epoch_0", self._examples(_ROWS)[: self._rows]
-        expected = self._whole[2]["loss"]
+        """A checkpoint, loaded alone, has the loss with which the run continues, and transformers has its logits."""
+        expected, rows = self._whole[2]["loss"], self._examples(_ROWS)
         if not rows:
             raise NotChecked("the rows have no labels of their own")
-        model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
+        trained = find_trained(str(self._folder / "whole" / "epoch_0"))
+        model, _ = torchtune.load(trained.path, dtype=self._data["dtype"], device=self._data.get("device"))
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)
         batch = collate_documents(rows).to(next(model.parameters()).device)
         with torch.no_grad():
@@ -233,21 +225,11 @@ class _Checks:
         loss = float(total) / int(count)
         if not abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
             raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
-        ids = [torch.as_tensor(row["tokens"]) for row in rows]
-        return f"loss {loss:.6f}, as the run continues{self._read_elsewhere(saved, logits_of(model), ids)}"
-
-    def _read_elsewhere(self, saved: Path, logits: Callable[..., Any], ids: list[torch.Tensor]) -> str:
-        """Compare with transformers, if it is installed and knows the architecture."""
-        if missing_packages("transformers"):
-            return "; transformers is not installed"
         try:
-            other = read_with_transformers(saved, torch.device("cpu"))
-        except EvaluationError as error:
-            return f"; not compared with transformers: {error}"
-        found = compare_models(logits, other.logits, ids)
-        if other.unread or not found.max_difference <= 100 * self._tolerance * max(1.0, found.spread):
-            raise CheckFailed(f"{other.library}: logits differ by {found.max_difference:.2g}; unread: {other.unread}")
-        return f"; logits as in {other.library}"
+            check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu").verdict()
+        except EvaluationError as error:  # an architecture that transformers does not have
+            check = f"not checked because {error}"
+        return f"loss {loss:.6f}, as the run continues; {check}"
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -325,6 +307,18 @@ class _Checks:
                     raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
             count += len(ends)
         return f"{count} trained passages end with a stop token"
+
+
+def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
+    """Run a recipe with all of its output in a file; return the reason if it fails."""
+    with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            run_here(recipe, config, [])
+        except SystemExit as stop:
+            return f"exit code {stop.code}" if stop.code else None
+        except Exception as error:  # noqa: BLE001  (of a recipe of the user's own)
+            return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _trained(row: dict[str, Any]) -> np.ndarray:

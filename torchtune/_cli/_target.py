@@ -109,6 +109,16 @@ def recipe_named_by(config: Path) -> RecipeTarget:
     return resolve_recipe(name)
 
 
+def find_targets(recipe: str | None, config: str) -> tuple[RecipeTarget, Path]:
+    """Find the recipe and the config of a command; without a recipe, the one that the config names.
+
+    Raises:
+        UserError: there is no such recipe or config.
+    """
+    path = resolve_config(config, recipe)
+    return (recipe_named_by(path) if recipe is None else resolve_recipe(recipe)), path
+
+
 def add_to_path(folder: str) -> None:
     """Append ``folder`` to the import path."""
     if folder not in sys.path:

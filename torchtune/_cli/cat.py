@@ -1,7 +1,6 @@
 """``tune cat``."""
 
 import argparse
-import textwrap
 from pathlib import Path
 
 from torchtune._cli._find_configs import suggest_configs
@@ -12,31 +11,24 @@ from torchtune._recipe_registry import find_config, find_recipe
 class Cat(Subcommand):
     """Subcommand that prints a config."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "cat",
-            prog="tune cat",
-            help="Print a config",
-            description="Print a config, as it is or with its keys sorted.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune cat llama3_2/1B_lora_single_device
-                  recipe: lora_finetune_single_device
-                  output_dir: /tmp/torchtune/llama3_2_1B/lora_single_device
-                  ...
-                  $ tune cat --sort my_config.yaml
-                To see all configs, run `tune ls`; to change one, copy it with `tune cp`.
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._cat_cmd)
+    name = "cat"
+    help = "Print a config"
+    description = "Print a config, as it is or with its keys sorted."
+    epilog = """
+        examples:
+          $ tune cat llama3_2/1B_lora_single_device
+          recipe: lora_finetune_single_device
+          output_dir: /tmp/torchtune/llama3_2_1B/lora_single_device
+          ...
+          $ tune cat --sort my_config.yaml
+        To see all configs, run `tune ls`; to change one, copy it with `tune cp`.
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("config_name", help="name of a config, or path of a YAML file")
         self._parser.add_argument("--sort", action="store_true", help="print the keys in alphabetical order")
 
-    def _cat_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         import yaml
 
         from torchtune.config import ConfigError, read_document

@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-import textwrap
 from typing import Any
 
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Subcommand, check_least
 
 _HELP = (
     "/reset starts a new conversation, /system TEXT starts one with that system prompt (/system alone: without one), "
@@ -16,23 +15,18 @@ _HELP = (
 class Chat(Subcommand):
     """Subcommand for a conversation with a model."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "chat",
-            prog="tune chat",
-            help="Talk with a model",
-            description="Talk with a checkpoint, downloaded or trained, with or without an adapter. Answers are\n"
-            f"streamed; Ctrl-C stops an answer, not the chat.\n{_HELP}",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune chat --model /tmp/SmolLM2-135M-Instruct
-                  $ tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_0
-                  $ echo "Why is the sky blue?" | tune chat --model /tmp/SmolLM2-135M-Instruct --temperature 0
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._chat_cmd)
+    name = "chat"
+    help = "Talk with a model"
+    description = (
+        "Talk with a checkpoint, downloaded or trained, with or without an adapter. Answers are\n"
+        f"streamed; Ctrl-C stops an answer, not the chat.\n{_HELP}"
+    )
+    epilog = """
+        examples:
+          $ tune chat --model /tmp/SmolLM2-135M-Instruct
+          $ tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_0
+          $ echo "Why is the sky blue?" | tune chat --model /tmp/SmolLM2-135M-Instruct --temperature 0
+    """
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
@@ -50,13 +44,8 @@ class Chat(Subcommand):
         add("--device", help="cuda, cpu, mps … (default: the best one)")
         add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
 
-    def _chat_cmd(self, args: argparse.Namespace) -> None:
-        from torchtune.utils import UserError
-
-        for name, least in (("temperature", 0), ("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
-            value = getattr(args, name)
-            if value is not None and not value >= least:
-                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}.")
+    def _run(self, args: argparse.Namespace) -> None:
+        check_least(args, temperature=0, top_k=0, max_new_tokens=1, seed=0)
         from torchtune._cli._eval_run import checkpoint_of
 
         args.model = checkpoint_of(args.model)

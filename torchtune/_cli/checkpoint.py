@@ -1,46 +1,32 @@
 """``tune checkpoint``."""
 
 import argparse
-import textwrap
+import sys
 from pathlib import Path
 
 from torchtune._cli.subcommand import Subcommand
 
 
-class Checkpoint(Subcommand):
-    """Subcommand that verifies saved checkpoints."""
+class Verify(Subcommand):
+    """Subcommand that compares files with their checksums."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        parser = subparsers.add_parser(
-            "checkpoint",
-            prog="tune checkpoint",
-            help="Verify saved checkpoints",
-            description="Verify checkpoints that recipes have saved.",
-        )
-        parser.set_defaults(func=lambda args: parser.print_help())
-        self._parser = parser.add_subparsers(title="subcommands").add_parser(
-            "verify",
-            prog="tune checkpoint verify",
-            help="Compare every file with its checksum",
-            description="Read every file of a checkpoint, and compare its size and checksum with the saved ones. For\n"
-            "the folder of a run, read all its checkpoints. The exit code is 0 if all are intact, else 2.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune checkpoint verify /tmp/run/epoch_0
-                  /tmp/run/epoch_0 is whole: 11 files, 538,090,408 bytes.
-                  $ tune checkpoint verify /tmp/run
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._verify_cmd)
+    name = "checkpoint verify"
+    help = "Compare every file with its checksum"
+    description = (
+        "Read every file of a checkpoint, and compare its size and checksum with the saved ones. For\n"
+        "the folder of a run, read all its checkpoints. The exit code is 0 if all are intact, else 2."
+    )
+    epilog = """
+        examples:
+          $ tune checkpoint verify /tmp/run/epoch_0
+          /tmp/run/epoch_0 is whole: 11 files, 538,090,408 bytes.
+          $ tune checkpoint verify /tmp/run
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("folder", type=Path, help="a checkpoint, or the output_dir of a run")
 
-    def _verify_cmd(self, args: argparse.Namespace) -> None:
-        import sys
-
+    def _run(self, args: argparse.Namespace) -> None:
         from tqdm import tqdm
 
         from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
@@ -60,3 +46,14 @@ class Checkpoint(Subcommand):
             print(f"{folder} is whole: {count:,} files, {total:,} bytes.")
         if damaged:
             raise UserError(f"{damaged} of {len(found)} checkpoints of {args.folder} are damaged: use another one.")
+
+
+class Checkpoint(Subcommand):
+    """Subcommand that verifies saved checkpoints."""
+
+    name = "checkpoint"
+    help = "Verify saved checkpoints"
+    description = "Verify checkpoints that recipes have saved."
+
+    def _add_arguments(self) -> None:
+        Verify(self._parser.add_subparsers(title="subcommands"))

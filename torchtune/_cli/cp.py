@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import shutil
-import textwrap
 from pathlib import Path
 
 from torchtune._cli._find_configs import suggest_configs
@@ -49,27 +48,22 @@ def back_up(path: Path, content: bytes) -> Path | None:
 class Copy(Subcommand):
     """Subcommand that copies a recipe or a config for editing."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "cp",
-            prog="tune cp",
-            usage="tune cp <recipe|config> destination [OPTIONS]",
-            help="Copy a recipe or config to change it",
-            description="Copy a recipe or config to a file or into a directory, to change it.\n"
-            "An existing file with other content is kept as <name>.bak.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune cp lora_finetune_single_device my_recipe.py
-                  Copied file to my_recipe.py
+    name = "cp"
+    usage = "tune cp <recipe|config> destination [OPTIONS]"
+    help = "Copy a recipe or config to change it"
+    description = (
+        "Copy a recipe or config to a file or into a directory, to change it.\n"
+        "An existing file with other content is kept as <name>.bak."
+    )
+    epilog = """
+        examples:
+          $ tune cp lora_finetune_single_device my_recipe.py
+          Copied file to my_recipe.py
 
-                  $ tune cp llama3_2/1B_lora_single_device configs/ --make-parents
-                  Copied file to configs/1B_lora_single_device.yaml
-                To see what can be copied, run `tune ls`.
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._cp_cmd)
+          $ tune cp llama3_2/1B_lora_single_device configs/ --make-parents
+          Copied file to configs/1B_lora_single_device.yaml
+        To see what can be copied, run `tune ls`.
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("file", help="name of a recipe or config, as `tune ls` shows it")
@@ -77,7 +71,7 @@ class Copy(Subcommand):
         self._parser.add_argument("-n", "--no-clobber", action="store_true", help="never overwrite a file")
         self._parser.add_argument("--make-parents", action="store_true", help="create missing directories")
 
-    def _cp_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         source = find_recipe(args.file) or find_config(args.file)
         if source is None:
             hint = f": {suggest_configs(args.file)}".rstrip(": ") or "."

@@ -1,63 +1,34 @@
 """``tune data``."""
 
 import argparse
-import textwrap
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Subcommand, check_least
 from torchtune.utils import UserError
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
-class Data(Subcommand):
-    """Subcommand that inspects and tokenizes datasets."""
+class DataShow(Subcommand):
+    """Subcommand that inspects datasets."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        parser = subparsers.add_parser(
-            "data",
-            prog="tune data",
-            help="Inspect data before a run, and tokenize them once for many runs",
-            description="Inspect data before a run, and tokenize them once for many runs.",
-        )
-        parser.set_defaults(func=lambda args: parser.print_help())
-        self._subparsers = parser.add_subparsers(title="subcommands")
-        self._show = self._subparsers.add_parser(
-            "show",
-            prog="tune data show",
-            help="Show format, trained tokens, lengths, duplicates and steps",
-            description="Show the rows of a file, or of the datasets of a config: format, counts, lengths,\n"
-            "duplicates, rows in both training and validation data, and examples with their trained tokens.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune data show chats.jsonl
-                  $ tune data show chats.jsonl --validation held_out.jsonl
-                  $ tune data show chats.jsonl --tokenizer /tmp/SmolLM2-135M-Instruct
-                  $ tune data show smol/135M_lora_single_device dataset.data_files=chats.jsonl
-                """),
-        )
-        self._prepare = self._subparsers.add_parser(
-            "prepare",
-            prog="tune data prepare",
-            help="Tokenize the data of a config once, for any number of runs and processes",
-            description="Tokenize the datasets of a config into a folder of memory-mapped files. A run with\n"
-            "dataset.prepared=<folder> reads them without tokenizing. It stops with an error if the tokenizer, the\n"
-            "template, the masks, the data or the code have changed.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune data prepare my_config.yaml --output /data/prepared
-                  $ tune run --config my_config.yaml dataset.prepared=/data/prepared
-                """),
-        )
-        self._add_arguments()
-        self._prepare.set_defaults(func=self._prepare_cmd, parser=self._prepare)
-        self._show.set_defaults(func=self._show_cmd, parser=self._show)
+    name = "data show"
+    help = "Show format, trained tokens, lengths, duplicates and steps"
+    description = (
+        "Show the rows of a file, or of the datasets of a config: format, counts, lengths,\n"
+        "duplicates, rows in both training and validation data, and examples with their trained tokens."
+    )
+    epilog = """
+        examples:
+          $ tune data show chats.jsonl
+          $ tune data show chats.jsonl --validation held_out.jsonl
+          $ tune data show chats.jsonl --tokenizer /tmp/SmolLM2-135M-Instruct
+          $ tune data show smol/135M_lora_single_device dataset.data_files=chats.jsonl
+    """
 
     def _add_arguments(self) -> None:
-        add = self._show.add_argument
+        add = self._parser.add_argument
         add("source", help="a file of rows, the name of a config, or the path of a YAML file")
         settings = "key=value: settings of the config to change, or settings of the dataset of a file"
         add("overrides", nargs="*", default=[], help=settings)
@@ -67,24 +38,8 @@ class Data(Subcommand):
         add("--examples", type=int, default=2, help="number of rows to print (default: 2)")
         add("--all", action="store_true", help="read every row instead of the first 2,000")
 
-        add = self._prepare.add_argument
-        add("config", help="name of a config, or path of a YAML file")
-        add("overrides", nargs="*", default=[], help="key=value: settings of the config to change")
-        add("--output", type=Path, required=True, help="folder for the tokenized data")
-        add("--workers", type=int, help="number of tokenizing processes (default: one per core)")
-
-    def _prepare_cmd(self, args: argparse.Namespace) -> None:
-        if args.workers is not None and args.workers < 1:
-            raise UserError(f"--workers is {args.workers}: it must be at least 1.")
-        from torchtune._cli._data_prepare import prepare_config
-
-        prepare_config(read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
-
-    def _show_cmd(self, args: argparse.Namespace) -> None:
-        for name, least in (("examples", 0), ("max_seq_len", 1)):
-            if getattr(args, name) < least:
-                option = f"--{name.replace('_', '-')}"
-                raise UserError(f"{option} is {getattr(args, name)}: it must be at least {least}.")
+    def _run(self, args: argparse.Namespace) -> None:
+        check_least(args, examples=0, max_seq_len=1)
         path = Path(args.source).expanduser()
         if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
             self._show_file(path, args)
@@ -121,6 +76,48 @@ class Data(Subcommand):
         )
         tokenizer = hf_tokenizer(args.tokenizer, max_seq_len=args.max_seq_len)
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE)
+
+
+class DataPrepare(Subcommand):
+    """Subcommand that tokenizes datasets."""
+
+    name = "data prepare"
+    help = "Tokenize the data of a config once, for any number of runs and processes"
+    description = (
+        "Tokenize the datasets of a config into a folder of memory-mapped files. A run with\n"
+        "dataset.prepared=<folder> reads them without tokenizing. It stops with an error if the tokenizer, the\n"
+        "template, the masks, the data or the code have changed."
+    )
+    epilog = """
+        examples:
+          $ tune data prepare my_config.yaml --output /data/prepared
+          $ tune run --config my_config.yaml dataset.prepared=/data/prepared
+    """
+
+    def _add_arguments(self) -> None:
+        add = self._parser.add_argument
+        add("config", help="name of a config, or path of a YAML file")
+        add("overrides", nargs="*", default=[], help="key=value: settings of the config to change")
+        add("--output", type=Path, required=True, help="folder for the tokenized data")
+        add("--workers", type=int, help="number of tokenizing processes (default: one per core)")
+
+    def _run(self, args: argparse.Namespace) -> None:
+        check_least(args, workers=1)
+        from torchtune._cli._data_prepare import prepare_config
+
+        prepare_config(read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+
+
+class Data(Subcommand):
+    """Subcommand that inspects and tokenizes datasets."""
+
+    name = "data"
+    help = description = "Inspect data before a run, and tokenize them once for many runs"
+
+    def _add_arguments(self) -> None:
+        subparsers = self._parser.add_subparsers(title="subcommands")
+        DataShow(subparsers)
+        DataPrepare(subparsers)
 
 
 def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:

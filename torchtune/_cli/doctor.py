@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import textwrap
 from pathlib import Path
 
 from torchtune._cli.subcommand import Subcommand
@@ -11,27 +10,22 @@ from torchtune._cli.subcommand import Subcommand
 class Doctor(Subcommand):
     """Subcommand that reports what this machine can train with, and what will be slow."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "doctor",
-            prog="tune doctor",
-            help="Check devices, packages, disks and the hub, and name what will be slow",
-            description="Check this machine: devices, memory, disks, packages and access to the hub. Nothing is\n"
-            "downloaded. The exit code is 0 if training can run, else 1.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune doctor
-                  $ tune doctor --output /shared/runs
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._doctor_cmd)
+    name = "doctor"
+    help = "Check devices, packages, disks and the hub, and name what will be slow"
+    description = (
+        "Check this machine: devices, memory, disks, packages and access to the hub. Nothing is\n"
+        "downloaded. The exit code is 0 if training can run, else 1."
+    )
+    epilog = """
+        examples:
+          $ tune doctor
+          $ tune doctor --output /shared/runs
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("--output", type=Path, default=Path("/tmp"), help="folder for runs (/tmp)")
 
-    def _doctor_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         from torchtune._cli._machine import examine
         from torchtune.config import redact_secrets
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import textwrap
 from pathlib import Path
 
 from torchtune._cli.subcommand import Subcommand
@@ -13,26 +12,19 @@ from torchtune.utils import UserError
 class Download(Subcommand):
     """Subcommand that downloads a model from the Hugging Face hub."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "download",
-            prog="tune download",
-            usage="tune download <repo-id> [OPTIONS]",
-            help="Download a model from the Hugging Face hub",
-            description="Download a model from the Hugging Face hub. Run again, it fetches only what is missing.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune download HuggingFaceTB/SmolLM2-135M-Instruct
-                  Successfully downloaded model repo and wrote to the following locations:
-                  /tmp/SmolLM2-135M-Instruct/config.json
-                  ...
-                  $ tune download meta-llama/Llama-3.2-1B-Instruct --ignore-patterns "original/*" --hf-token <TOKEN>
-                A gated repository needs a token (huggingface.co/settings/tokens) of an account with access to it.
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._download_cmd)
+    name = "download"
+    usage = "tune download <repo-id> [OPTIONS]"
+    help = "Download a model from the Hugging Face hub"
+    description = "Download a model from the Hugging Face hub. Run again, it fetches only what is missing."
+    epilog = """
+        examples:
+          $ tune download HuggingFaceTB/SmolLM2-135M-Instruct
+          Successfully downloaded model repo and wrote to the following locations:
+          /tmp/SmolLM2-135M-Instruct/config.json
+          ...
+          $ tune download meta-llama/Llama-3.2-1B-Instruct --ignore-patterns "original/*" --hf-token <TOKEN>
+        A gated repository needs a token (huggingface.co/settings/tokens) of an account with access to it.
+    """
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
@@ -44,7 +36,7 @@ class Download(Subcommand):
         add("--kaggle-username", help=argparse.SUPPRESS)
         add("--kaggle-api-key", help=argparse.SUPPRESS)
 
-    def _download_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         if args.source == "kaggle" or args.kaggle_username or args.kaggle_api_key:
             raise UserError(
                 "--source kaggle: Kaggle is not supported: download the model with the kagglehub package and set "

@@ -2,9 +2,8 @@
 
 import argparse
 import re
-import textwrap
 
-from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._target import find_targets
 from torchtune._cli.run import Command, estimate, parse_command
 from torchtune._cli.subcommand import Subcommand
 from torchtune.utils import UserError
@@ -16,31 +15,25 @@ _DEVICES = re.compile(r"\d+[xX]\w+|[A-Za-z]+[ -]?\d{2,4}[A-Za-z]?")
 class Estimate(Subcommand):
     """Subcommand that simulates a step of a recipe on any devices."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "estimate",
-            prog="tune estimate",
-            usage="tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]",
-            help="Simulate a step of a recipe on any number of devices: memory, time, cost",
-            description="Run a step of a recipe on a simulated cluster, without weights, data and devices.\n"
-            "The same as tune run --dry-run --simulate.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            prefix_chars="\0",
-            add_help=False,
-            epilog=textwrap.dedent("""\
-                options:
-                  --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
-                  --fit MEMORY         search for the fastest settings that fit in this memory, for example 80GiB
+    name = "estimate"
+    usage = "tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]"
+    help = "Simulate a step of a recipe on any number of devices: memory, time, cost"
+    description = (
+        "Run a step of a recipe on a simulated cluster, without weights, data and devices.\n"
+        "The same as tune run --dry-run --simulate."
+    )
+    epilog = """
+        options:
+          --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
+          --fit MEMORY         search for the fastest settings that fit in this memory, for example 80GiB
 
-                examples:
-                  $ tune estimate --config llama3_1/8B_full --simulate 8xH100
-                  $ tune estimate my_recipe.py --config my_config.yaml --simulate RTX4090 --fit 24GB
-                """),
-        )
-        self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
-        self._parser.set_defaults(func=self._estimate_cmd)
+        examples:
+          $ tune estimate --config llama3_1/8B_full --simulate 8xH100
+          $ tune estimate my_recipe.py --config my_config.yaml --simulate RTX4090 --fit 24GB
+    """
+    takes_tokens = True
 
-    def _estimate_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         before = ("", *args.tokens)
         for flag, token in zip(before, args.tokens, strict=False):
             if _DEVICES.fullmatch(token) and flag not in ("--simulate", "--fit", "--config"):
@@ -49,6 +42,4 @@ class Estimate(Subcommand):
         if command.help or command.config is None:
             self._parser.print_help()
             return
-        config = resolve_config(command.config, command.recipe)
-        recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
-        estimate(recipe, config, command)
+        estimate(*find_targets(command.recipe, command.config), command)

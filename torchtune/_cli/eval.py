@@ -1,45 +1,39 @@
 """``tune eval``."""
 
 import argparse
-import textwrap
 from pathlib import Path
 
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Subcommand, check_least
 from torchtune.utils import UserError
 
 
 class Eval(Subcommand):
     """Subcommand that evaluates a model on rows of a file and on tasks of lm-eval."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "eval",
-            prog="tune eval",
-            help="Score a model's answers to your rows, and compare it with another model",
-            description="Answer every row of a file, compare the answers with the right ones, and write them to a\n"
-            "JSONL file. After an interruption, the same command continues.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                scores:
-                  exact            the answer equals the right one; exact:PATTERN compares the last match of PATTERN
-                  number           the last number equals the right one
-                  json             fraction of the right JSON object's fields in the answer
-                  regex:PATTERN    the pattern matches
-                  math             the last expression equals the right one (extra math)
-                  package.function a function (rows, texts) -> list of numbers; None for rows without a score
+    name = "eval"
+    help = "Score a model's answers to your rows, and compare it with another model"
+    description = (
+        "Answer every row of a file, compare the answers with the right ones, and write them to a\n"
+        "JSONL file. After an interruption, the same command continues."
+    )
+    epilog = """
+        scores:
+          exact            the answer equals the right one; exact:PATTERN compares the last match of PATTERN
+          number           the last number equals the right one
+          json             fraction of the right JSON object's fields in the answer
+          regex:PATTERN    the pattern matches
+          math             the last expression equals the right one (extra math)
+          package.function a function (rows, texts) -> list of numbers; None for rows without a score
 
-                Without --data and --tasks, it measures the perplexity of the run's dataset_val.
+        Without --data and --tasks, it measures the perplexity of the run's dataset_val.
 
-                examples:
-                  $ tune eval /tmp/run
-                  $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --score json --against /tmp/SmolLM2-135M-Instruct
-                  $ tune eval /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/step_100 --data held_out.jsonl --score exact
-                  $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
-                  $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._eval_cmd)
+        examples:
+          $ tune eval /tmp/run
+          $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --score json --against /tmp/SmolLM2-135M-Instruct
+          $ tune eval /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/step_100 --data held_out.jsonl --score exact
+          $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
+          $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
+    """
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
@@ -65,12 +59,8 @@ class Eval(Subcommand):
         add("--device", help="cuda, cpu, mps … (default: the best one)")
         add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
 
-    def _eval_cmd(self, args: argparse.Namespace) -> None:
-        least = {"limit": 1, "max_new_tokens": 1, "max_sequences": 1, "temperature": 0, "seed": 0}
-        for name, smallest in least.items():
-            value = getattr(args, name)
-            if value is not None and not value >= smallest:
-                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {smallest}.")
+    def _run(self, args: argparse.Namespace) -> None:
+        check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)
         self._check_metrics(args)
         from torchtune._cli._eval_run import checkpoint_of
 

@@ -1,7 +1,6 @@
 """``tune export``."""
 
 import argparse
-import textwrap
 from pathlib import Path
 
 from torchtune._cli.subcommand import Subcommand
@@ -16,32 +15,27 @@ QUANTS = {"gguf": _GGUF, "ollama": _GGUF, "compressed-tensors": ("int4", "int8",
 class Export(Subcommand):
     """Subcommand that writes a trained model for other programs and checks the files."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "export",
-            prog="tune export",
-            help="Write a trained model for other programs, and check it there",
-            description="Write a trained model in the format of another program, load the files in the library that\n"
-            "reads them, and compare its logits with those of the trained model. If they differ, nothing\n"
-            "is written and the exit code is 3.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                formats:
-                  hf                  all weights, for transformers and vLLM; of a run without adapters
-                  adapter             the LoRA adapter in PEFT's layout
-                  merged              all weights with the adapter merged into them
-                  gguf                one GGUF file, for llama.cpp
-                  compressed-tensors  quantized weights, for vLLM and transformers
-                  ollama              a GGUF file with its Modelfile
+    name = "export"
+    help = "Write a trained model for other programs, and check it there"
+    description = (
+        "Write a trained model in the format of another program, load the files in the library that\n"
+        "reads them, and compare its logits with those of the trained model. If they differ, nothing\n"
+        "is written and the exit code is 3."
+    )
+    epilog = """
+        formats:
+          hf                  all weights, for transformers and vLLM; of a run without adapters
+          adapter             the LoRA adapter in PEFT's layout
+          merged              all weights with the adapter merged into them
+          gguf                one GGUF file, for llama.cpp
+          compressed-tensors  quantized weights, for vLLM and transformers
+          ollama              a GGUF file with its Modelfile
 
-                examples:
-                  $ tune export /tmp/run --to merged
-                  $ tune export /tmp/run/epoch_2 --to gguf --quant q4_0 --output /tmp/cats
-                  $ tune export /tmp/run --to adapter --push me/cats --yes
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._export_cmd)
+        examples:
+          $ tune export /tmp/run --to merged
+          $ tune export /tmp/run/epoch_2 --to gguf --quant q4_0 --output /tmp/cats
+          $ tune export /tmp/run --to adapter --push me/cats --yes
+    """
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
@@ -55,7 +49,7 @@ class Export(Subcommand):
         add("--push", metavar="OWNER/NAME", help="repository on the hub to upload to; without --yes a dry run")
         add("--yes", action="store_true", help="upload")
 
-    def _export_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         known = QUANTS.get(args.to, ())
         args.quant = args.quant.lower() if args.quant else (known or (None,))[0]
         if args.quant is not None and args.quant not in known:

@@ -1,7 +1,6 @@
 """``tune import``."""
 
 import argparse
-import textwrap
 from pathlib import Path
 
 from torchtune._cli.subcommand import Subcommand
@@ -11,29 +10,24 @@ from torchtune.utils import UserError, atomic_write
 class Import(Subcommand):
     """Subcommand that converts a config of another library."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "import",
-            prog="tune import",
-            help="Convert a config of Axolotl, TRL or LLaMA-Factory",
-            description="Convert a YAML config of Axolotl, TRL (`trl sft --config`) or LLaMA-Factory to one of ours:\n"
-            "the nearest shipped config with its settings. Every key without a counterpart is listed.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune import qlora.yml
-                  $ tune import sft.yaml --from trl --output mine.yaml
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._import_cmd)
+    name = "import"
+    help = "Convert a config of Axolotl, TRL or LLaMA-Factory"
+    description = (
+        "Convert a YAML config of Axolotl, TRL (`trl sft --config`) or LLaMA-Factory to one of ours:\n"
+        "one that builds any model from its checkpoint. Every key without a counterpart is listed."
+    )
+    epilog = """
+        examples:
+          $ tune import qlora.yml
+          $ tune import sft.yaml --from trl --output mine.yaml
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("file", type=Path, help="YAML file of the other library")
         self._parser.add_argument("--from", dest="library", choices=("axolotl", "trl", "llama-factory"), help="library")
         self._parser.add_argument("--output", type=Path, help="file to write (<name>_torchtune.yaml)")
 
-    def _import_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         import yaml
 
         from torchtune._cli._foreign_config import ForeignConfig
@@ -44,7 +38,7 @@ class Import(Subcommand):
         if output.exists():
             raise UserError(f"{output} exists: choose another --output.")
         made = ForeignConfig(args.file, args.library)
-        report = [f"{made.library} config {args.file}, as changes of {made.name}."]
+        report = [f"{made.library} config {args.file}, as a config of the recipe {made.data['recipe']}."]
         for title, keys in (("Without counterpart", made.left), ("No setting is needed", made.covered)):
             report += [f"{title}:", *(f"  {key}: {reason}" for key, reason in keys.items())] if keys else []
         recipe, rest = yaml.safe_dump(made.data, sort_keys=False, allow_unicode=True).split("\n", 1)

@@ -20,33 +20,28 @@ class List(Subcommand):
 
     NULL_VALUE = "<>"
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "ls",
-            prog="tune ls",
-            help="List recipes and configs",
-            description="List recipes and model families, or the configs that match all words:\n"
-            "a family (qwen3), a size (8B), a method (lora), a device (single_device, distributed), a recipe.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune ls
-                  $ tune ls llama3_2 1B qlora
-                  llama3_2
-                    llama3_2/1B_qlora_single_device            lora_finetune_single_device
-                  ...
-                To run one of them:
-                  $ tune run --config llama3_2/1B_qlora_single_device
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._ls_cmd)
+    name = "ls"
+    help = "List recipes and configs"
+    description = (
+        "List recipes and model families, or the configs that match all words:\n"
+        "a family (qwen3), a size (8B), a method (lora), a device (single_device, distributed), a recipe."
+    )
+    epilog = """
+        examples:
+          $ tune ls
+          $ tune ls llama3_2 1B qlora
+          llama3_2
+            llama3_2/1B_qlora_single_device            lora_finetune_single_device
+          ...
+        To run one of them:
+          $ tune run --config llama3_2/1B_qlora_single_device
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("words", nargs="*", metavar="WORD", help="word that the configs must match")
         self._parser.add_argument("--all", action="store_true", help="list all recipes and configs, in two columns")
 
-    def _ls_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         if args.all and args.words:
             self._parser.error("--all lists every config: remove it, or the words")
         if args.all:

@@ -1,41 +1,57 @@
 """``tune report``."""
 
 import argparse
-import textwrap
+import math
+from typing import Any
 
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Subcommand, check_least
 from torchtune.utils import UserError
 
 
 class Report(Subcommand):
     """Subcommand that writes the report of a run anew."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "report",
-            prog="tune report",
-            help="Say whether a run has learned, and write its report.html anew",
-            description="Print the verdict on a run, and write report.html and report.json into its folder, also if\n"
-            "it was killed or is going on. A run that ends by itself has written them.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune report /tmp/run
-                  $ tune report /tmp/run --price-per-hour 2.5
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._report_cmd)
+    name = "report"
+    help = "Say whether a run has learned, and write its report.html anew"
+    description = (
+        "Print the verdict on a run, and write report.html and report.json into its folder, also if\n"
+        "it was killed or is going on. A run that ends by itself has written them."
+    )
+    epilog = """
+        examples:
+          $ tune report /tmp/run
+          $ tune report /tmp/run --price-per-hour 2.5
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("run", help="output_dir of a run")
         self._parser.add_argument("--price-per-hour", type=float, help="price of an hour of its machines, for the cost")
 
-    def _report_cmd(self, args: argparse.Namespace) -> None:
-        if args.price_per_hour is not None and not args.price_per_hour >= 0:
-            raise UserError(f"--price-per-hour is {args.price_per_hour}: it must be at least 0.")
+    def _run(self, args: argparse.Namespace) -> None:
+        check_least(args, price_per_hour=0)
         from torchtune.reports import RunFolder, judge, write_report
 
         run = RunFolder(args.run)
-        path = write_report(run, price_per_hour=args.price_per_hour)
+        estimate, reason = _estimate(run)
+        gib = None if estimate is None else estimate.peak / 2**30
+        path = write_report(run, price_per_hour=args.price_per_hour, estimated_gib=gib)
         print(f"verdict     {judge(run)}\nreport      {path}")
+        if reason:
+            print(f"memory      without an estimate: {reason}")
+
+
+def _estimate(run: Any) -> tuple[Any, str]:
+    """Simulate a step of a run for the memory of a device; return None and the reason if that is impossible."""
+    from torchtune._cli._dry_run import estimate_or_reason
+    from torchtune._cli._target import resolve_recipe
+    from torchtune.config import load_and_check
+
+    longest = run.start.get("data", {}).get("dataset", {}).get("lengths", {}).get("edges", [0])[-1]
+    is_unlimited = longest and not (run.settings.get("tokenizer") or {}).get("max_seq_len")
+    overrides = [f"tokenizer.max_seq_len={math.ceil(longest)}"] if is_unlimited else []
+    try:
+        main = resolve_recipe(run.recipe).load_main()
+        settings = load_and_check(run.path / "torchtune_config.yaml", overrides, main)
+        return estimate_or_reason(main, settings, run.start.get("processes") or 1)
+    except (UserError, ImportError) as error:  # its model is not there any more, for example
+        return None, str(error)

@@ -5,7 +5,6 @@ import itertools
 import os
 import runpy
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,41 +124,29 @@ def _former_name(command: Command, config: Path) -> str | None:
 class Run(Subcommand):
     """Subcommand that runs a recipe."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        # prefix_chars disables argparse's options: `parse_command` and torchrun's parser parse the tokens.
-        self._parser = subparsers.add_parser(
-            "run",
-            prog="tune run",
-            usage=_USAGE,
-            help="Run a recipe, in this process or in several through torchrun",
-            description="Check a config, then run a recipe with it.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            prefix_chars="\0",
-            add_help=False,
-            epilog=textwrap.dedent("""\
-                options:
-                  --config CONFIG    name of a config, or a YAML file; <recipe> is optional if the config names it
-                  --dry-run          check everything, print memory and steps, and stop
-                  --simulate 8xH100  run a step on simulated devices (`tune estimate --help`), and stop
-                  -h, --help         this text; after a recipe, all of its settings
-                  key=value          change a setting of the config; key.sub=value inside a section
-                  ~key               remove a setting
-                torchrun's options (see `torchrun --help`) precede the recipe and start one process per device.
+    name = "run"
+    usage = _USAGE
+    help = "Run a recipe, in this process or in several through torchrun"
+    description = "Check a config, then run a recipe with it."
+    epilog = """
+        options:
+          --config CONFIG    name of a config, or a YAML file; <recipe> is optional if the config names it
+          --dry-run          check everything, print memory and steps, and stop
+          --simulate 8xH100  run a step on simulated devices (`tune estimate --help`), and stop
+          -h, --help         this text; after a recipe, all of its settings
+          key=value          change a setting of the config; key.sub=value inside a section
+          ~key               remove a setting
+        torchrun's options (see `torchrun --help`) precede the recipe and start one process per device.
 
-                examples:
-                  $ tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
-                  $ tune run --config llama3_2/1B_lora_single_device optimizer.lr=2e-4 --dry-run
-                  $ tune run my_recipe.py --config my_config.yaml
-                  $ tune run lora_finetune_single_device --help
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._run_cmd)
+        examples:
+          $ tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
+          $ tune run --config llama3_2/1B_lora_single_device optimizer.lr=2e-4 --dry-run
+          $ tune run my_recipe.py --config my_config.yaml
+          $ tune run lora_finetune_single_device --help
+    """
+    takes_tokens = True
 
-    def _add_arguments(self) -> None:
-        self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
-
-    def _run_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         command = parse_command(args.tokens)
         if command.help and command.recipe is None and command.config is None:
             self._parser.print_help()

@@ -4,10 +4,9 @@ import argparse
 import shutil
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
-from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._target import find_targets
 from torchtune._cli.run import parse_command
 from torchtune._cli.subcommand import Subcommand
 
@@ -15,36 +14,28 @@ from torchtune._cli.subcommand import Subcommand
 class Selfcheck(Subcommand):
     """Subcommand that checks a recipe, its config and its data with short runs."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        # as `tune run`, whose parser reads the tokens
-        self._parser = subparsers.add_parser(
-            "selfcheck",
-            prog="tune selfcheck",
-            usage="tune selfcheck [<recipe>] --config <config> [key=value ...]",
-            help="Check your recipe, config and data with short runs: accumulation, packing, resume, saving, labels",
-            description="Run a recipe for a few steps in several ways that must give the same result, and compare its\n"
-            "labels with the conversations. The exit code is 0, or 1 if a check fails.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            prefix_chars="\0",
-            add_help=False,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune selfcheck --config smol/135M_lora_single_device dataset.data_files=mine.jsonl
-                  $ tune selfcheck my_recipe.py --config my_config.yaml dtype=bf16
-                """),
-        )
-        self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
-        self._parser.set_defaults(func=self._selfcheck_cmd)
+    name = "selfcheck"
+    usage = "tune selfcheck [<recipe>] --config <config> [key=value ...]"
+    help = "Check your recipe, config and data with short runs: accumulation, packing, resume, saving, labels"
+    description = (
+        "Run a recipe for a few steps in several ways that must give the same result, and compare its\n"
+        "labels with the conversations. The exit code is 0, or 1 if a check fails."
+    )
+    epilog = """
+        examples:
+          $ tune selfcheck --config smol/135M_lora_single_device dataset.data_files=mine.jsonl
+          $ tune selfcheck my_recipe.py --config my_config.yaml dtype=bf16
+    """
+    takes_tokens = True
 
-    def _selfcheck_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         command = parse_command(args.tokens)
         if command.help or command.config is None:
             self._parser.print_help()
             return
         from torchtune._cli._selfchecks import selfcheck
 
-        config = resolve_config(command.config, command.recipe)
-        recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+        recipe, config = find_targets(command.recipe, command.config)
         folder, failed = Path(tempfile.mkdtemp(prefix="torchtune-selfcheck-")), 0
         for verdict in selfcheck(recipe, config, command.overrides, folder):
             failed += verdict.state == "failed"

@@ -1,17 +1,46 @@
 """Base class of the subcommands of ``tune``."""
 
 import argparse
+from textwrap import dedent
 from typing import Any
+
+from torchtune.utils import UserError
 
 
 class Subcommand:
     """A subcommand, which adds its parser to ``subparsers`` and sets the parser's default ``func``.
 
-    ``func`` imports heavy modules itself, so that ``tune --help`` stays fast.
+    ``_run`` imports heavy modules itself, so that ``tune --help`` stays fast.
+
+    Attributes:
+        name: its words after ``tune``.
+        help: one line for ``tune --help``.
+        description: text of its own help, before the options.
+        epilog: text after the options, mostly examples; it is dedented.
+        usage: usage line, instead of argparse's.
+        takes_tokens: whether all arguments are tokens, for :func:`torchtune._cli.run.parse_command`.
     """
 
+    name: str
+    help: str
+    description: str
+    epilog: str = ""
+    usage: str | None = None
+    takes_tokens = False
+
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        raise TypeError(f"{type(self).__name__} is a base class: derive a subcommand from it.")
+        self._parser = subparsers.add_parser(
+            self.name.rpartition(" ")[2],
+            prog=f"tune {self.name}",
+            usage=self.usage,
+            help=self.help,
+            description=self.description,
+            epilog=dedent(self.epilog).strip(),
+            formatter_class=argparse.RawTextHelpFormatter,
+            **({"prefix_chars": "\0", "add_help": False} if self.takes_tokens else {}),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._run, parser=self._parser)
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> "Subcommand":
@@ -20,3 +49,17 @@ class Subcommand:
 
     def _add_arguments(self) -> None:
         """Add this subcommand's arguments to its parser."""
+        if self.takes_tokens:
+            self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
+
+    def _run(self, args: argparse.Namespace) -> None:
+        """Run the subcommand; a group of subcommands prints its help."""
+        self._parser.print_help()
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """Raise ``UserError`` if an argument is less than its minimum or NaN; None is no value."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= smallest:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {smallest}.")

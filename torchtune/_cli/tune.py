@@ -43,8 +43,6 @@ class TuneCLIParser:
         subparsers = self._parser.add_subparsers(title="subcommands")
         for subcommand in _SUBCOMMANDS:
             subcommand.create(subparsers)
-        for parser in subparsers.choices.values():
-            parser.set_defaults(parser=parser)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""

@@ -1,7 +1,6 @@
 """``tune validate``."""
 
 import argparse
-import textwrap
 
 from torchtune._cli._target import recipe_named_by, resolve_config
 from torchtune._cli.subcommand import Subcommand
@@ -11,30 +10,25 @@ from torchtune._recipe_registry import recipe_of
 class Validate(Subcommand):
     """Subcommand that checks a config without running it."""
 
-    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        self._parser = subparsers.add_parser(
-            "validate",
-            prog="tune validate",
-            help="Check a config without running it",
-            description="Check a config: keys, types and choices against its recipe, components against their\n"
-            "signatures. All mistakes are shown at once.",
-            formatter_class=argparse.RawTextHelpFormatter,
-            epilog=textwrap.dedent("""\
-                examples:
-                  $ tune validate llama3_2/1B_lora_single_device
-                  Config is well-formed!
-                  $ tune validate my_config.yaml optimizer.lr=2e-4
-                """),
-        )
-        self._add_arguments()
-        self._parser.set_defaults(func=self._validate_cmd)
+    name = "validate"
+    help = "Check a config without running it"
+    description = (
+        "Check a config: keys, types and choices against its recipe, components against their\n"
+        "signatures. All mistakes are shown at once."
+    )
+    epilog = """
+        examples:
+          $ tune validate llama3_2/1B_lora_single_device
+          Config is well-formed!
+          $ tune validate my_config.yaml optimizer.lr=2e-4
+    """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("config", help="name of a config, or path of a YAML file")
         overrides = "key=value: settings of the config to change"
         self._parser.add_argument("overrides", nargs="*", default=[], help=overrides)
 
-    def _validate_cmd(self, args: argparse.Namespace) -> None:
+    def _run(self, args: argparse.Namespace) -> None:
         from omegaconf import DictConfig
 
         from torchtune.config import load_and_check

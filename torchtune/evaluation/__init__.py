@@ -20,13 +20,6 @@ __getattr__, __dir__, __all__ = attach(
         "make_scores": "_scores",
         "perplexity": "_perplexity",
         "read_eval_rows": "_questions",
-        "record_logits": "_compare_models",
     },
-    between_rooms={
-        "ReadModel": "_other_readers",
-        "missing_packages": "_other_readers",
-        "read_with_llama_cpp": "_other_readers",
-        "read_with_peft": "_other_readers",
-        "read_with_transformers": "_other_readers",
-    },
+    between_rooms={"missing_packages": "_other_readers", "read_elsewhere": "_other_readers"},
 )

@@ -1,6 +1,6 @@
 """Compare two models: their logits for the same prompts, and the outputs of each of their layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRALinear
 
-# Token ids int64 [s] -> logits float32 [s, v], or [1, classes] of a classifier.
-Logits = Callable[[Tensor], Tensor]
 # Rows of a random input of each layer.
 _PROBES = 8
 
@@ -44,30 +42,28 @@ class Comparison:
     tokens: int
 
 
-@torch.no_grad()
-def compare_models(first: Logits, second: Logits, prompts: Sequence[Tensor]) -> Comparison:
+def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Comparison:
     """Compare the logits of two models; NaN in one of them is NaN in the result.
 
     Args:
-        first: maps token ids int64 ``[s]`` to logits ``[s, v]``, for example :func:`logits_of` a model.
+        first: for each prompt, logits ``[s, v]``, for example :func:`logits_of` a model.
         second: the same of the other model.
-        prompts: token ids, each int64 ``[s]``.
 
     Raises:
         EvaluationError: the shapes of the logits differ.
 
     Example:
-        >>> logits = torchtune.evaluation.logits_of(model)
-        >>> same = torchtune.evaluation.compare_models(logits, logits, [torch.tensor([5, 6, 7])])
+        >>> logits = torchtune.evaluation.logits_of(model, [torch.tensor([5, 6, 7])])
+        >>> same = torchtune.evaluation.compare_models(logits, logits)
         >>> same.max_difference, same.kl, same.equal_tokens
         (0.0, 0.0, 3)
     """
     maxima, totals = [], torch.zeros(4, dtype=torch.float64)
     equal = tokens = 0
-    for ids in prompts:
-        one, two = first(ids).double(), second(ids).double()
+    for one, two in zip(first, second, strict=True):
         if one.shape != two.shape:
             raise EvaluationError(f"the logits of a prompt are {list(one.shape)} and {list(two.shape)}: compare alike.")
+        one, two = one.double(), two.double()
         difference, (log_p, log_q) = (one - two).abs(), (part.log_softmax(-1) for part in (one, two))
         kl = (log_p.exp() * (log_p - log_q)).sum()
         maxima.append(difference.max())
@@ -78,35 +74,21 @@ def compare_models(first: Logits, second: Logits, prompts: Sequence[Tensor]) -> 
     return Comparison(float(torch.stack(maxima).max()), float(mean), float(variance.sqrt()), float(kl), equal, tokens)
 
 
-def logits_of(model: TransformerDecoder) -> Logits:
-    """Return the function from token ids ``[s]`` to a model's logits float32 ``[s, v]``, on the host.
+@torch.no_grad()
+def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tensor]:
+    """Return a model's logits for prompts, float32 ``[s, v]``, on the host; of a classifier those after the last token.
+
+    Args:
+        model: the model.
+        prompts: token ids, each int64 ``[s]``.
 
     Example:
-        >>> torchtune.evaluation.logits_of(model)(torch.tensor([5, 6, 7])).shape[0]
+        >>> torchtune.evaluation.logits_of(model, [torch.tensor([5, 6, 7])])[0].shape[0]
         3
     """
     device = next(model.parameters()).device
-    last = getattr(getattr(model, "description", None), "is_classifier", False)
-
-    def logits(ids: Tensor) -> Tensor:
-        found = model(ids[None].to(device), output="logits")[0].float().cpu()
-        return found[-1:] if last else found
-
-    return logits
-
-
-@torch.no_grad()
-def record_logits(logits: Logits, prompts: Sequence[Tensor]) -> Logits:
-    """Compute the logits of prompts now, so that the model can be deleted before another one is loaded.
-
-    Example:
-        >>> prompt = torch.tensor([5, 6, 7])
-        >>> kept = torchtune.evaluation.record_logits(torchtune.evaluation.logits_of(model), [prompt])
-        >>> kept(prompt).shape[0]
-        3
-    """
-    kept = {tuple(ids.tolist()): logits(ids) for ids in prompts}
-    return lambda ids: kept[tuple(ids.tolist())]
+    last = slice(-1 if getattr(getattr(model, "description", None), "is_classifier", False) else 0, None)
+    return [model(ids[None].to(device), output="logits")[0, last].float().cpu() for ids in prompts]
 
 
 @torch.no_grad()

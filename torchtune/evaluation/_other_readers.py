@@ -3,11 +3,8 @@
 They are optional, and nothing else of this library imports them.
 """
 
-import contextlib
-import io
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,24 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.evaluation._compare_models import Logits
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.utils import hide_import_warnings, require
-
-
-@dataclass(frozen=True)
-class ReadModel:
-    """A model that another library has loaded.
-
-    Attributes:
-        library: its name and version.
-        logits: see :func:`torchtune.evaluation.compare_models`.
-        unread: names of tensors that are unknown to the library, are missing, or have another shape.
-    """
-
-    library: str
-    logits: Logits
-    unread: list[str] = field(default_factory=list)
 
 
 def missing_packages(*names: str) -> list[str]:
@@ -40,83 +21,76 @@ def missing_packages(*names: str) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-@contextlib.contextmanager
-def _reading(name: str, path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield a library and its name and version; convert its errors, and hide its warnings and progress bars.
+@torch.no_grad()
+def read_elsewhere(
+    library: str, files: Path, prompts: Sequence[Tensor], device: torch.device
+) -> tuple[str, list[Tensor], list[str]]:
+    """Load exported files in float32 in another library, and compute the logits of prompts.
+
+    Args:
+        library: ``transformers``, ``peft`` (an adapter on the base that it names) or ``llama_cpp`` (on the host).
+        files: folder of the files.
+        prompts: token ids, each int64 ``[s]``.
+        device: device of the model.
+
+    Returns:
+        Name and version of the library, logits of each prompt ``[s, v]``, and the names of tensors that are unknown to
+        the library, are missing, or have another shape.
 
     Raises:
         EvaluationError: the library raises an error.
         UserError: it is not installed.
     """
     with hide_import_warnings("torchao"):
-        module = require(name, extra="check", purpose="The check of an export")
+        module = require(library, extra="check", purpose="The check of an export")
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), hide_import_warnings("torchao"):
+        with warnings.catch_warnings(), hide_import_warnings("torchao"):
             warnings.simplefilter("ignore")
-            yield module, f"{name} {module.__version__}"
+            model, unread = _READERS[library](module, files)
+            logits = [found.float().cpu() for found in _compute(model, prompts, device)]
     except Exception as error:  # of another library
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise EvaluationError(f"{name} cannot read {path}: {said.rstrip('.')}.") from error
+        raise EvaluationError(f"{library} cannot read {files}: {said.rstrip('.')}.") from error
+    return f"{library} {module.__version__}", logits, unread
 
 
-def read_with_transformers(folder: Path, device: torch.device, **options: Any) -> ReadModel:
-    """Load a folder in Hugging Face's layout in float32.
-
-    Args:
-        folder: the folder.
-        device: device of the model.
-        options: of ``from_pretrained``, for example the name of a ``gguf_file``.
-
-    Raises:
-        UserError: see :func:`_reading`.
-    """
-    with _reading("transformers", folder) as (transformers, library):
-        model, found = _load(transformers, folder, device, **options)
-    unread = [*found["unexpected_keys"], *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
-    return ReadModel(library, _logits_of(model, device), unread)
-
-
-def _load(transformers: Any, folder: Path | str, device: torch.device, **options: Any) -> tuple[nn.Module, Any]:
+def _read_with_transformers(transformers: Any, folder: Path | str) -> tuple[Any, list[str]]:
+    gguf = next(Path(folder).glob("*.gguf"), None)
+    options = {} if gguf is None else {"gguf_file": gguf.name}
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
     model, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
-    return model.eval().to(device), found
+    return model, [*found["unexpected_keys"], *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
 
 
-def read_with_peft(folder: Path, device: torch.device) -> ReadModel:
-    """Load an adapter on the base that it names, in float32.
-
-    Args:
-        folder: folder of the adapter.
-        device: device of the model.
-
-    Raises:
-        UserError: see :func:`_reading`.
-    """
-    with _reading("transformers", folder) as (transformers, _), _reading("peft", folder) as (peft, library):
-        base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-        model = peft.PeftModel.from_pretrained(_load(transformers, base, device)[0], folder).eval()
-        found = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device=str(device)))
-    unread = [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name)]
-    return ReadModel(library, _logits_of(model, device), unread)
+def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
+    transformers = require("transformers", extra="check", purpose="The check of an export")
+    base, _ = _read_with_transformers(transformers, peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    model = peft.PeftModel.from_pretrained(base, folder)
+    found = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+    return model, [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name)]
 
 
-def read_with_llama_cpp(file: Path) -> ReadModel:
-    """Load a GGUF file in llama.cpp, on the host. Raises ``UserError`` as :func:`read_with_peft` does."""
-    with _reading("llama_cpp", file) as (llama_cpp, library):
-        model = llama_cpp.Llama(str(file), logits_all=True, n_ctx=512, verbose=False)
+def _read_with_llama_cpp(llama_cpp: Any, folder: Path) -> tuple[Any, list[str]]:
+    return llama_cpp.Llama(str(next(folder.glob("*.gguf"))), logits_all=True, n_ctx=512, verbose=False), []
 
-    def logits(ids: Tensor) -> Tensor:
+
+def _compute(model: Any, prompts: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yield logits ``[s, v]`` for each prompt, or ``[1, classes]`` of a classifier."""
+    if isinstance(model, nn.Module):
+        model.eval().to(device)
+        for ids in prompts:
+            logits = model(ids[None].to(device)).logits
+            yield logits[0] if logits.dim() == 3 else logits
+        return
+    for ids in prompts:  # llama.cpp
         model.reset()
         model.eval(ids.tolist())
-        return torch.from_numpy(model.scores[: len(ids)].copy()).float()
-
-    return ReadModel(library, logits)
+        yield torch.from_numpy(model.scores[: len(ids)].copy())
 
 
-def _logits_of(model: nn.Module, device: torch.device) -> Logits:
-    def logits(ids: Tensor) -> Tensor:
-        found = model(ids[None].to(device)).logits
-        return (found[0] if found.dim() == 3 else found).float().cpu()
-
-    return logits
+_READERS = {
+    "transformers": _read_with_transformers,
+    "peft": _read_with_peft,
+    "llama_cpp": _read_with_llama_cpp,
+}

@@ -23,20 +23,23 @@ def thin(points: Points, count: int = _POINTS) -> Points:
     return [*points[: -1 : math.ceil(len(points) / count) or 1], *points[-1:]]
 
 
-def line_chart(title: str, series: Mapping[str, Points], x_label: str = "step", limit: Any = None) -> dict[str, Any]:
+def line_chart(
+    title: str, series: Mapping[str, Points], x_label: str = "step", limit: tuple[str, Any] = ("", None)
+) -> dict[str, Any]:
     """Return a line chart; ``lines`` is empty without a finite point.
 
     Args:
         title: title.
         series: label -> points; a label that ends with ``(raw)`` is drawn faintly.
         x_label: name of the x axis.
-        limit: height of a horizontal line, drawn if the values come near it; None draws none.
+        limit: label and height of a horizontal line, drawn if the values come near it; None draws none.
     """
     shown = dict(list(series.items())[:_SERIES])
     finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in shown.items()}
     finite = {name: points for name, points in finite.items() if points}
     heights = [y for points in finite.values() for _, y in points]
-    heights += [limit] if heights and limit is not None and max(heights) / 4 < limit < 2 * max(heights) else []
+    limit = limit if heights and limit[1] is not None and max(heights) / 4 < limit[1] < 2 * max(heights) else None
+    heights += [limit[1]] if limit else []
     bad = [x for points in shown.values() for x, y in points if not math.isfinite(y)]
     return {
         "title": title,
@@ -45,7 +48,7 @@ def line_chart(title: str, series: Mapping[str, Points], x_label: str = "step", 
         "y": _axis(heights, margin=0.06),
         "lines": {name: thin(points) for name, points in finite.items()},
         "bad": thin(bad),
-        "limit": limit if heights and limit == heights[-1] else None,
+        "limit": limit,
         "left_out": len(series) - len(shown),
     }
 

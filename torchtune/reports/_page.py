@@ -33,12 +33,13 @@ _HIDDEN = ("processed_tokens", "trained_tokens", "elapsed_seconds", "skipped_ste
 _IN_JSON = "recipe state last_step seconds start end settings rows_left_out skipped_steps checkpoints".split()
 
 
-def write_report(run: RunFolder, *, price_per_hour: float | None = None) -> Path:
+def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimated_gib: float | None = None) -> Path:
     """Write ``report.html`` and ``report.json`` into the folder of a run, atomically; return the path of the page.
 
     Args:
         run: the run, finished or not.
         price_per_hour: price of an hour of all its machines, for the cost.
+        estimated_gib: estimate of the peak memory of a device, drawn beside the measured one.
 
     Raises:
         UserError: the files cannot be written.
@@ -54,12 +55,20 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None) -> Path
     cost = None if price_per_hour is None else price_per_hour * run.seconds / 3600
     facts = {name: getattr(run, name) for name in _IN_JSON}
     curves = {name: thin(run.curve(name), 500) for name in names}
-    facts |= {"verdict": vars(verdict), "cost": cost, "before": before, "after": after, "curves": curves}
+    facts |= {
+        "verdict": vars(verdict),
+        "cost": cost,
+        "estimated_gib": estimated_gib,
+        "before": before,
+        "after": after,
+        "curves": curves,
+    }
     plain = json.loads(redact_secrets(json.dumps(facts, default=vars)))
     write_json(run.path / "report.json", valid_json(plain))
     lengths = run.start.get("data", {}).get("dataset", {}).get("lengths")
-    charts = list(_charts(run, [name for name in names if name not in _HIDDEN]))
+    charts = list(_charts(run, [name for name in names if name not in _HIDDEN], estimated_gib))
     values = {"run": run, "verdict": verdict, "cost": cost, "answers": shown, "charts": charts}
+    values["estimated_gib"] = estimated_gib
     histogram = lengths and bar_chart("Length of rows", lengths["counts"], lengths["edges"], "tokens")
     write_page("report.html", run.path / "report.html", histogram=histogram, **values)
     return run.path / "report.html"
@@ -89,9 +98,12 @@ def _plain(value: Any) -> str:
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(value).split()))
 
 
-def _charts(run: RunFolder, names: list[str]) -> Iterator[dict[str, Any]]:
+def _charts(run: RunFolder, names: list[str], estimated_gib: float | None) -> Iterator[dict[str, Any]]:
     """Yield the charts of these metrics."""
-    limits = {"grad_norm": run.settings.get("clip_grad_norm")}
+    limits = {
+        "Gradient norm before clipping": ("clipped above", run.settings.get("clip_grad_norm")),
+        "Peak memory, GiB": ("estimate", estimated_gib),
+    }
     for title, pattern in {**_CHARTS, **{name: re.escape(name) for name in names}}.items():
         series = {}
         for name in [name for name in names if re.fullmatch(pattern, name)]:
@@ -99,6 +111,6 @@ def _charts(run: RunFolder, names: list[str]) -> Iterator[dict[str, Any]]:
             series[name] = points = run.curve(name)
             if name in _SMOOTHED and len(points) > _MANY:
                 series |= {f"{name} (raw)": points, name: smooth(points)}
-        chart = line_chart(title, series, limit=limits.get(next(iter(series), "")))
+        chart = line_chart(title, series, limit=limits.get(title, ("", None)))
         if chart["lines"]:
             yield chart

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def describe_start(recipe: Any) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(recipe.device) if is_cuda else recipe.device.type,
         "memory_gib": torch.cuda.get_device_properties(recipe.device).total_memory / 2**30 if is_cuda else None,
     }
+
+
+def describe_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Return type of the modules with weights -> their number and the dtype of their weights."""
+    weights = ((type(module).__name__, next(module.parameters(recurse=False), None)) for module in model.modules())
+    found = Counter((name, str(one.dtype).removeprefix("torch.")) for name, one in weights if one is not None)
+    return {name: f"{count} in {dtype}" for (name, dtype), count in found.items()}
 
 
 def _changed_settings(config: Path, settings: Any) -> dict[str, list[Any]]:

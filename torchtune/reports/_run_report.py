@@ -22,7 +22,7 @@ from torchtune.reports._judge import judge
 from torchtune.reports._page import write_report
 from torchtune.reports._probe import Probe, describe_data
 from torchtune.reports._run_folder import RunFolder
-from torchtune.reports._run_record import append_record, describe_start
+from torchtune.reports._run_record import append_record, describe_layers, describe_start
 from torchtune.supervision import (
     PROGRESS_METRICS,
     BestValidation,
@@ -40,7 +40,7 @@ from torchtune.supervision import (
 )
 from torchtune.training import RecipeSettingsError, SettingsView
 from torchtune.training.parallel import ParallelDims
-from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero
+from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero, logged_once
 
 
 @torch.no_grad()
@@ -157,9 +157,9 @@ class RunReport:
         if not self._recipe.dims.is_main or self._probe is None:
             return
         seconds = time.monotonic() - self._started
-        append_record(
-            self._folder, "end", {"step": self._recipe.global_step, "state": state, "seconds": seconds, **facts}
-        )
+        facts |= {"step": self._recipe.global_step, "state": state, "seconds": seconds}
+        facts |= {"layers": describe_layers(self._recipe.model), "notes": logged_once()}
+        append_record(self._folder, "end", facts)
         try:
             run = RunFolder(self._folder)
             rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]

@@ -45,6 +45,7 @@ __getattr__, __dir__, __all__ = attach(
         "is_on_host": "_simulated",
         "is_simulated": "_simulated",
         "log_once": "_logging",
+        "logged_once": "_logging",
         "log_rank_zero": "_logging",
         "memory_snapshot": "_torch_private",
         "first_to_say": "_log_files",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=Callable[..., Any])
 
 SCREEN_FORMAT = "%(levelname)s:%(name)s:%(message)s"
+_LOGGED_ONCE: dict[str, None] = {}
 
 
 def get_logger(level: str | None = None) -> logging.Logger:
@@ -48,6 +49,12 @@ def log_rank_zero(logger: logging.Logger, msg: str, level: int = logging.INFO) -
 def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
     """Log ``msg`` on rank 0, once per process."""
     log_rank_zero(logger, msg, level)
+    _LOGGED_ONCE[msg] = None
+
+
+def logged_once() -> list[str]:
+    """Return the messages of :func:`log_once` so far, for example the kernels that attention uses."""
+    return list(_LOGGED_ONCE)
 
 
 def deprecated(msg: str = "") -> Callable[[T], T]:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_files_compute_what_was_trained(runs: Path, tmp_path: Path, tune: Tune, 
     model = runs / run / ("" if run == "full" else "epoch_0")
     done = tune("export", str(model), "--to", to, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
-    found = numbers(tmp_path / "out")["comparison"]
+    found = numbers(tmp_path / "out")["trained"]
     assert found["equal_tokens"] == found["tokens"] > 100
     assert found["max_difference"] < 1e-3
     assert found["kl"] < 1e-8
@@ -97,7 +98,7 @@ def test_quantized_files_differ_as_the_quantized_base_does(
     assert done.code == 0, done.err
     found = numbers(tmp_path / "out")
     assert 0 < found["base"]["kl"] < (0.01 if "8" in quant else 0.5)
-    assert 0 < found["comparison"]["kl"] < 3 * found["base"]["kl"] + 0.02
+    assert 0 < found["trained"]["kl"] < 3 * found["base"]["kl"] + 0.02
     assert "base        quantized alike: " in done.out
 
 
@@ -243,9 +244,23 @@ def test_what_is_not_checked_says_so(runs: Path, tmp_path: Path, tune: Tune, mon
 
     monkeypatch.setattr(_other_readers, "find_spec", lambda name: None if name == "peft" else object())
     assert "not checked because peft is not installed: pip install 'torchtune[check]'" in tune(*command).out
-    assert numbers(tmp_path / "out")["comparison"] is None
+    assert numbers(tmp_path / "out")["trained"] is None
     done = tune(*command, "--check")
     assert (done.code, "cannot be checked, because peft is not installed" in done.err) == (2, True)
+
+
+def test_a_library_that_crashes_takes_nothing_with_it(
+    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "peft.py").write_text("import os\n\nos.abort()\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "broken"), *sys.path])
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
+    done = tune(*command)
+    assert (done.code, done.out.count("not checked because peft cannot be asked: its process crashed")) == (0, 1)
+    done = tune(*command, "--check")
+    assert (done.code, "cannot be checked, because peft cannot be asked" in done.err) == (2, True)
 
 
 def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs: Path, tmp_path: Path, tune: Tune) -> None:

@@ -103,7 +103,7 @@ def test_a_sound_run_passes(shared, tmp_path, name):
     assert [(verdict.name, verdict.state) for verdict in verdicts] == [
         (check, "passed") for check in ("accumulation", "packing", "resume", "save and load", "labels", "end of turn")
     ], verdicts
-    assert "logits as in transformers" in verdicts[3].reason
+    assert "read by transformers" in verdicts[3].reason
     assert verdicts[4].reason == "24 rows are prompt and answer"
 
 

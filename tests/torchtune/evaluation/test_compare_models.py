@@ -9,21 +9,20 @@ import torch
 import torchtune
 from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
-from torchtune.evaluation import EvaluationError, compare_layers, compare_models, logits_of, record_logits
+from torchtune.evaluation import EvaluationError, compare_layers, compare_models, logits_of
 from torchtune.modules.peft import LoRA
 
 
 def test_the_numbers_are_those_of_the_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-    first = {len(ids): torch.randn(len(ids), 7, generator=generator) for ids in prompts}
-    second = {length: values + torch.randn(values.shape, generator=generator) for length, values in first.items()}
-    found = compare_models(lambda ids: first[len(ids)], lambda ids: second[len(ids)], prompts)
+    first = [torch.randn(length, 7, generator=generator) for length in (3, 2)]
+    second = [logits + torch.randn(logits.shape, generator=generator) for logits in first]
+    found = compare_models(first, second)
 
     def probabilities(row: list[float]) -> list[float]:
         return [math.exp(value) / sum(map(math.exp, row)) for value in row]
 
-    rows = [pair for length in (3, 2) for pair in zip(first[length].tolist(), second[length].tolist(), strict=True)]
+    rows = list(zip(torch.cat(first).tolist(), torch.cat(second).tolist(), strict=True))
     differences = [abs(a - b) for one, two in rows for a, b in zip(one, two, strict=True)]
     both = [(probabilities(one), probabilities(two)) for one, two in rows]
     kl = [sum(p * math.log(p / q) for p, q in zip(*pair, strict=True)) for pair in both]
@@ -35,20 +34,17 @@ def test_the_numbers_are_those_of_the_formulas() -> None:
     assert (found.equal_tokens, found.tokens) == (sum(a.index(max(a)) == b.index(max(b)) for a, b in rows), 5)
     assert found.equal_tokens < 5
 
-    first[2][1, 3] = math.nan
-    found = compare_models(lambda ids: first[len(ids)], lambda ids: first[len(ids)], prompts)
+    first[1][1, 3] = math.nan
+    found = compare_models(first, first)
     assert all(map(math.isnan, (found.max_difference, found.mean_difference, found.kl)))
     with pytest.raises(EvaluationError, match=r"the logits of a prompt are \[3, 7\] and \[3, 6\]"):
-        compare_models(lambda ids: first[len(ids)], lambda ids: first[len(ids)][:, :6], prompts)
+        compare_models(first, [logits[:, :6] for logits in first])
 
 
-def test_logits_outlive_their_model_and_are_those_of_a_classifier_after_the_last_token(tmp_path: Path) -> None:
-    ids = torch.tensor([5, 6, 7, 8])
-    model, _ = torchtune.load(write_checkpoint(tmp_path / "model"), device="cpu")
-    logits = record_logits(logits_of(model), [ids])
-    assert torch.equal(logits(ids), model(ids[None])[0])
+def test_logits_of_a_classifier_are_those_after_the_last_token(tmp_path: Path) -> None:
     judge, _ = torchtune.load(write_checkpoint(tmp_path / "judge", is_reward=True), device="cpu")
-    assert logits_of(judge)(ids).shape == (1, 1)
+    (logits,) = logits_of(judge, [torch.tensor([5, 6, 7, 8])])
+    assert logits.shape == (1, 1)
 
 
 def test_layers_with_an_adapter_equal_merged_ones_and_the_changed_one_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Call functions in processes of their own, which a crash ends in the place of this one."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from torchtune.utils import UserError
+
+
+class CrashedError(UserError):
+    """Error of a process that ended without a result."""
+
+
+def call_aside(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of a module in another process; its errors are raised here.
+
+    Raises:
+        CrashedError: the process crashes, or is killed because memory is short.
+    """
+    # A fork of a small process that has imported the module: it takes no time, and has no threads to lose.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    try:
+        with ProcessPoolExecutor(1, context) as pool:
+            return pool.submit(function, *args).result()
+    except BrokenProcessPool as error:
+        raise CrashedError("its process crashed, or the machine has not enough memory") from error
