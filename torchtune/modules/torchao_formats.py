@@ -173,61 +173,6 @@ def is_float8_linear(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torchao.float8.")
 
 
-class ShardInFloat8:
-    """FSDP's all-gather hooks of a weight shard, so that FSDP all-gathers float8: one byte per element.
-
-    They are set on a plain tensor, not on a subclass, so that code which reads or changes the shard needs no change.
-
-    Args:
-        layer: layer of :func:`convert_to_float8` with one scale for its weight.
-        scale: float32 scalar, equal on all ranks; the weight is multiplied by it before it is rounded.
-    """
-
-    def __init__(self, layer: nn.Module, scale: Tensor) -> None:
-        self.mm_config, self.dtype = layer.linear_mm_config, layer.config.cast_config_weight.target_dtype
-        self.scale = scale
-
-    @staticmethod
-    def set_on(layer: nn.Module, scale: Tensor) -> None:
-        """Make FSDP all-gather the layer's weight in float8, with this scale."""
-        sent, shard = ShardInFloat8(layer, scale), layer.weight._local_tensor  # FSDP's own object, not a copy
-        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = sent.fsdp_pre_all_gather, sent.fsdp_post_all_gather
-
-    @staticmethod
-    def is_set_on(layer: nn.Module) -> bool:
-        """Return whether the current shard of the layer's weight has the hooks of :meth:`set_on`."""
-        return hasattr(layer.weight._local_tensor, "fsdp_pre_all_gather")
-
-    @staticmethod
-    def scales(largest: Tensor, layer: nn.Module) -> Tensor:
-        """Return the float32 scales of weights with the largest absolute values ``largest``."""
-        from torchao.float8.float8_utils import amax_to_scale
-
-        return amax_to_scale(largest, layer.config.cast_config_weight.target_dtype)
-
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any) -> tuple[Any, Any]:
-        """Return (tensors to all-gather, metadata); shards are padded to the longest one."""
-        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-
-        shard = module.weight.to_local()
-        data = hp_tensor_and_scale_to_float8(shard, self.scale, self.dtype, self.mm_config)._data.view(torch.uint8)
-        missing = -(-size[0] // mesh.size()) - len(data)
-        return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), None
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], _: None, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the gathered weight, or None if ``out`` already holds the gathered memory."""
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
-        if out is not None:
-            out._scale = self.scale
-            return None
-        data = gathered[0].view(self.dtype)
-        weight = Float8TrainingTensor(data, self.scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
-        return weight, (data,)
-
-
 @dataclass(frozen=True)
 class StateFormat:
     """Storage format of a torchao optimizer's states: ``8bit``, ``4bit`` or ``fp8``."""

@@ -26,7 +26,6 @@ QLORA_BASE = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "bl
 LORA_ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
 FLOAT8 = {
     "_component_": "torchtune.modules.low_precision.Float8Training",
-    "enable_fsdp_float8_all_gather": True,
     "emulate": True,  # real ones are on a CPU
 }
 # name -> (processes, recipe, settings)

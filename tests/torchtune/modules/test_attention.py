@@ -15,7 +15,6 @@ from torchtune.modules import (
     create_block_causal_mask,
 )
 from torchtune.modules._document_attention import Boundaries
-from torchtune.modules.attention_utils import packed_block_causal_mask
 from torchtune.modules.conversion import ConversionError
 from torchtune.supervision._flops import FlopCount
 from torchtune.utils import simulated
@@ -198,20 +197,6 @@ def test_what_does_not_fit_is_refused():
         attention(q, k, v, documents=Documents.from_lengths((6,)), mask=torch.ones(1, 6, 6, dtype=torch.bool))
 
 
-def test_block_masks():
-    lengths = [torch.tensor([2, 3]), torch.tensor([1, 4])]
-    mask = create_block_causal_mask(lengths)
-    assert mask.shape == (2, 5, 5)
-    assert mask[0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 1],
-    ]
-    assert torch.equal(packed_block_causal_mask(lengths), mask)
-
-
 def _layer(**options: object) -> MultiHeadAttention:
     torch.manual_seed(0)
     linear = torch.nn.Linear
@@ -236,21 +221,6 @@ def _layer(**options: object) -> MultiHeadAttention:
 def test_layer_refuses_numbers_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         _layer(**options)
-
-
-def test_dropout_of_the_layer_only_in_training():
-    layer = _layer(attn_dropout=0.5)
-    x = torch.randn(1, 6, 16)
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
-
-
-def test_keys_and_values_from_elsewhere():
-    layer = _layer(is_causal=False)
-    x, y = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    assert layer(x, y).shape == (2, 3, 16)
-    assert torch.equal(layer(x, x), layer(x))
 
 
 def test_newer_flash_attention_is_refused_where_it_would_do_nothing():

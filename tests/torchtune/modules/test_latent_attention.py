@@ -5,12 +5,11 @@ import torch
 
 from torchtune.data import Documents
 from torchtune.models import Description, ModelError, build, get_spec
-from torchtune.modules import LatentAttention, RMSNorm, RotaryPositionalEmbeddings, local_kv_cache
+from torchtune.modules import LatentAttention, RMSNorm, local_kv_cache
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.parallel._styles import ParallelError
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.supervision._flops import count_flops
 
 HEADS, KEY, TURNING, VALUE, LATENT = 3, 10, 4, 14, 16
 TINY = Description(
@@ -98,13 +97,6 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_operations_are_those_of_keys_and_values(model):
-    count = count_flops(model)
-    of_layer = sum(p.numel() for p in model.layers[0].parameters() if p.dim() == 2)
-    assert count.pair == {None: 2 * 6 * HEADS * (KEY + VALUE)}
-    assert count.token == 6 * (2 * of_layer + 64 * 32)
-
-
 def test_what_latents_exclude_is_refused(model):
     with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with latent attention cannot be split"):
         model.spec.parallel_plan(model)
@@ -122,9 +114,3 @@ def test_what_latents_exclude_is_refused(model):
     )
     with pytest.raises(ValueError, match="q_down_proj and q_down_norm"):
         LatentAttention(**sizes, **projections, value_dim=8, kv_dim=6, kv_down_norm=RMSNorm(6))
-
-
-def test_positions_need_no_table(model):
-    attn, x = model.layers[0].attn, torch.randn(1, 5, 32)
-    assert isinstance(attn.pos_embeddings, RotaryPositionalEmbeddings)
-    assert torch.equal(attn(x), attn(x, rope=attn.pos_embeddings.cos_sin(torch.arange(5))))

@@ -213,12 +213,3 @@ def test_resized_vocabulary(tied, size):
     assert model(torch.tensor([[1, size - 1]])).shape == (1, 2, size)
     with pytest.raises(ValueError, match="at least one token"):
         resize_token_embeddings(model, 0)
-
-
-def test_a_norm_of_ones_own_scales_as_it_says():
-    class Doubled(RMSNorm):
-        def scaled_by(self, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return super().scaled_by(2 * scale, x)
-
-    x = torch.tensor([[3.0, -4.0]])
-    torch.testing.assert_close(Doubled(2)(x), 2 * RMSNorm(2)(x))

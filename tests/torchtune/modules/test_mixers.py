@@ -14,7 +14,6 @@ from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 from torchtune.modules.mixers._causal_conv import causal_conv
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
-from torchtune.modules.mixers._gated_norm import GatedGroupNorm
 from torchtune.modules.mixers._state_space import state_space
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
@@ -105,21 +104,6 @@ def test_little_is_kept_for_the_backward_pass(rule):
         rule(*inputs, torch.zeros(1, 256, dtype=torch.bool))
     states = (256 // 64 + 1) * 4 * 6 * 5
     assert sum(t.numel() for t in kept) <= sum(t.numel() for t in inputs) + 256 + states
-
-
-def test_a_gated_norm_and_its_gradients():
-    torch.manual_seed(0)
-    x, gate = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
-    norm, weight = GatedGroupNorm(8, 2, 1e-3), torch.randn(2, 3, 8)
-    nn.init.normal_(norm.scale)
-    exact = [t.detach().double().requires_grad_() for t in (x, gate, norm.scale)]
-    gated = (exact[0] * exact[1] * exact[1].sigmoid()).view(2, 3, 2, 4)
-    expected = (gated / (gated.square().mean(-1, keepdim=True) + 1e-3).sqrt()).view(2, 3, 8) * exact[2]
-    out = norm(x, gate)
-    assert (out - expected).abs().max() < 1e-6
-    found = torch.autograd.grad((out * weight).sum(), (x, gate, norm.scale))
-    for one, other in zip(found, torch.autograd.grad((expected * weight).sum(), exact), strict=True):
-        assert (one - other).abs().max() < 1e-5 * other.abs().max()
 
 
 def test_convolution_stops_at_documents():

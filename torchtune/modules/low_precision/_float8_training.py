@@ -1,9 +1,8 @@
 """Float8 training."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torchtune.modules import torchao_formats
@@ -31,11 +30,9 @@ class Float8Training(Conversion):
             ``"rowwise_with_gw_hp"`` (per row, with weight gradients in high precision; most accurate).
         emulate: round the operands to float8 and multiply them in high precision, on any device. None: only if there
             is no GPU with float8 kernels (compute capability 8.9); a simulated device has them.
-        enable_fsdp_float8_all_gather: make FSDP all-gather weights in float8 instead of their dtype; the results are
-            the same. The scales need one all-reduce per forward pass. Without FSDP it has no effect.
 
     Raises:
-        ConversionError: ``recipe`` is unknown, or is not ``"tensorwise"`` with ``enable_fsdp_float8_all_gather``.
+        ConversionError: ``recipe`` is unknown.
         UserError: torchao is not installed.
 
     Example:
@@ -45,26 +42,16 @@ class Float8Training(Conversion):
 
     phase: ClassVar[Phase] = Phase.FLOAT8_TRAINING
 
-    def __init__(
-        self,
-        recipe: Float8Recipe = "tensorwise",
-        emulate: bool | None = None,
-        enable_fsdp_float8_all_gather: bool = False,
-    ) -> None:
+    def __init__(self, recipe: Float8Recipe = "tensorwise", emulate: bool | None = None) -> None:
         if recipe not in get_args(Float8Recipe):
             hint = "MXFP8 and NVFP4 are not there; " if str(recipe).lower().startswith(("mx", "nv")) else ""
             raise ConversionError(
                 f"Float8Training: recipe is '{recipe}': {hint}choose out of {', '.join(get_args(Float8Recipe))}."
             )
-        if enable_fsdp_float8_all_gather and recipe != "tensorwise":
-            raise ConversionError(
-                f"Float8Training: enable_fsdp_float8_all_gather needs one scale for a weight, and recipe={recipe} has "
-                "one for each row and, in backward passes, each column: set recipe=tensorwise, or leave it out."
-            )
         if emulate is None:
             has_products = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
             emulate = not (has_products or is_simulated())
-        self.recipe, self.emulate, self.gathers_float8 = recipe, emulate, enable_fsdp_float8_all_gather
+        self.recipe, self.emulate = recipe, emulate
 
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace linear layers by float8 layers.
@@ -99,39 +86,3 @@ class Float8Training(Conversion):
         if torchao_formats.is_float8_linear(module):
             raise ConversionError("Float8Training: layers in float8 cannot be split: set tensor_parallel_dim=1.")
         return style
-
-    def post_shard_hook(self, model: nn.Module, *, cpu_offload: bool) -> None:
-        """Make FSDP all-gather float8, if enabled.
-
-        Raises:
-            ConversionError: the shards are in host memory.
-        """
-        if not self.gathers_float8:
-            return
-        if cpu_offload:
-            raise ConversionError(
-                "Float8Training: enable_fsdp_float8_all_gather rounds shards on the device, and fsdp_cpu_offload=True "
-                "keeps them in host memory: set one of the two to False."
-            )
-        layers = [module for module in model.modules() if torchao_formats.is_float8_linear(module)]
-        # Before FSDP's own hook, which checks at the first call whether shards have all-gather hooks
-        model.register_forward_pre_hook(lambda *_: _set_scales(layers), prepend=True)
-
-
-@torch.no_grad()
-def _set_scales(layers: list[nn.Module]) -> None:
-    """Set the float8 scales of the full weights on the shards of these layers."""
-    from torch.distributed.tensor import DTensor  # slow to import
-
-    by_group: dict[Any, list[tuple[nn.Module, torch.Tensor]]] = {}
-    for layer in layers:
-        if isinstance(layer.weight, DTensor):  # else it is all-gathered already and unchanged
-            if not torchao_formats.ShardInFloat8.is_set_on(layer):
-                layer.load_state_dict({}, strict=False)  # makes FSDP replace a padded shard now, not later
-            (dim,) = (dim for dim, kind in enumerate(layer.weight.placements) if kind.is_shard())
-            by_group.setdefault(layer.weight.device_mesh.get_group(dim), []).append((layer, layer.weight.to_local()))
-    for group, found in by_group.items():
-        largest = torch.stack([shard.abs().amax() if len(shard) else shard.new_zeros(()) for _, shard in found])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        for (layer, _), scale in zip(found, torchao_formats.ShardInFloat8.scales(largest, found[0][0]), strict=True):
-            torchao_formats.ShardInFloat8.set_on(layer, scale)

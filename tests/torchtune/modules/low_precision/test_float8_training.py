@@ -1,12 +1,9 @@
 """Products in float8, emulated, against the formula in float64."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-from tests.recipes.killing import launch
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.low_precision import Float8Training, QuantizeBase
@@ -90,43 +87,3 @@ def test_frozen_weights_are_refused(other):
 def test_what_is_not_there():
     with pytest.raises(ConversionError, match="recipe is 'mxfp8': MXFP8 and NVFP4 are not there; choose out of tens"):
         Float8Training("mxfp8")
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("float8")
-    launch("modules.low_precision.float8_ranks", 3, folder)
-    return json.loads((folder / "float8.json").read_text())
-
-
-def test_what_fsdp_gathers_in_float8_gives_the_same_bits(on_ranks):
-    wanted = on_ranks["alone"]
-    assert len(set(wanted["losses"])) == len(wanted["losses"])  # it learns
-    for name, found in on_ranks.items():
-        assert found["losses"] == wanted["losses"], name
-        assert found["weights"] == wanted["weights"], name
-
-
-def test_fsdp_gathers_a_byte_for_each_element(on_ranks):
-    model = make_model()
-    chosen = {f"{path}.weight" for path, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
-    least = {"as it was": 0, "float8": 0}
-    for name, parameter in model.named_parameters():
-        in_layer = name.startswith("layers.")
-        padded = -(-len(parameter) // 3) * 3 * parameter[0].numel()
-        # Forward and backward; what is outside of the layers is kept until then
-        times = (2 if in_layer else 1) * 2 / 3
-        least["as it was"] += times * padded * 4
-        least["float8"] += times * padded * (1 if name.removeprefix("layers.") in chosen else 4)
-    for name, moved in least.items():
-        assert on_ranks[name]["moved"]["_allgather_base_"] == pytest.approx(moved), name
-    scales = 14 * 4 * 2 * 2 / 3  # of fourteen weights, in one message of four bytes each
-    assert on_ranks["float8"]["moved"]["allreduce_"] == pytest.approx(scales)
-    assert least["float8"] < 0.5 * least["as it was"]
-
-
-def test_what_cannot_be_gathered_in_float8_is_refused():
-    with pytest.raises(ConversionError, match="enable_fsdp_float8_all_gather needs one scale for a weight"):
-        Float8Training("rowwise", enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ConversionError, match="fsdp_cpu_offload=True keeps them in host memory"):
-        Float8Training(enable_fsdp_float8_all_gather=True).post_shard_hook(make_model(), cpu_offload=True)

@@ -13,7 +13,6 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import (
     ConversionError,
     apply_conversions,
-    get_conversions,
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
 )
@@ -26,7 +25,6 @@ from torchtune.modules.moe import (
     load_balancing_loss,
     tokens_per_expert,
 )
-from torchtune.modules.peft import LoRA
 from torchtune.training import Throughput, compile_model, set_activation_checkpointing
 
 SMALL = Description(
@@ -142,28 +140,6 @@ def test_in_recipes_it_weighs_as_the_labels_do(loss):
         assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
 
 
-def test_balancing_evens_out_experts():
-    """A router that sends everything to two experts learns not to, if the loss asks for it."""
-    found = {}
-    for name, conversions in {"with": [BalancingLoss(0.5)], "without": []}.items():
-        model = make(*conversions)
-        for router in routers(model):
-            torch.nn.init.zeros_(router.gate.weight)
-            router.gate.weight.data[:2] = 0.02
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loss_fn = LinearCrossEntropyLoss()
-        loss_fn.set_model_output(model)
-        for _ in range(25):
-            load = ExpertLoad(model)
-            load.metrics()
-            loss_fn(model(TOKENS), TOKENS).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found[name] = load.metrics()
-    assert found["with"]["expert_load_max"] < found["without"]["expert_load_max"]
-    assert found["with"]["expert_load_max"] < 2.0
-
-
 def test_recipes_tell_the_load_without_a_line_of_their_own():
     model = make()
     throughput = Throughput(model=model)
@@ -174,30 +150,6 @@ def test_recipes_tell_the_load_without_a_line_of_their_own():
     assert metrics["expert_load_max"] == pytest.approx(load.max().item())
     assert metrics["expert_load_min"] == pytest.approx(load.min().item())
     assert "expert_load_max" not in Throughput(model=torch.nn.Linear(2, 2)).metrics()
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_lora_and_balancing_in_any_order(turned):
-    conversions = [LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1)]
-    model = make(*(conversions[::-1] if turned else conversions))
-    assert get_conversions(model) == conversions
-    loss_fn = LinearCrossEntropyLoss()
-    loss_fn.set_model_output(model)
-    loss_fn(model(TOKENS), TOKENS).backward()
-    assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
-
-
-def test_selection_biases_move_towards_idle_experts():
-    model = make(LossFreeBalancing(0.01), router_selection_bias=True, router_scores="sigmoid")
-    for _ in range(2):
-        before = copy.deepcopy([router.selection_bias.detach() for router in routers(model)])
-        counts = {path: total.clone() for path, total in tokens_per_expert(model).items()}
-        model(TOKENS)
-        run_post_optimizer_hooks(model)
-        for old, (path, total) in zip(before, tokens_per_expert(model).items(), strict=True):
-            step = (total - counts.get(path, 0)).float()
-            new = model.get_submodule(path).selection_bias
-            assert torch.allclose(new, old + 0.01 * (step.mean() - step).sign())
 
 
 def test_tokens_of_a_skipped_step_do_not_move_biases_later():

@@ -16,10 +16,7 @@ from torchtune.modules.peft import (
     LoRALinear,
     disable_adapter,
     get_adapter_params,
-    get_adapter_state_dict,
-    get_lora_module_names,
     get_merged_lora_ckpt,
-    set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
 
@@ -160,12 +157,6 @@ def test_disable_adapter():
         assert torch.equal(model(TOKENS), different)
 
 
-def test_only_the_adapter_gets_gradients_and_the_first_layer_skips_its_input():
-    model = adapted()
-    model(TOKENS).sum().backward()
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(get_adapter_params(model))
-
-
 def test_peft_config_names_leaves_or_paths():
     config = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1).conversions[0].peft_config(make())
     assert config["target_modules"] == []
@@ -179,22 +170,6 @@ def test_peft_config_names_leaves_or_paths():
         "layers.0.attn.v_proj",
         "layers.1.attn.v_proj",
     ]
-
-
-def test_adapter_state_dict_and_trainable_params():
-    model = adapted(attn_modules=["v_proj"])
-    adapter = get_adapter_state_dict(model.state_dict())
-    assert set(adapter) == set(get_adapter_params(model))
-    assert len(adapter) == 4
-    set_trainable_params(model, {"norm.scale"})
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["norm.scale"]
-
-
-def test_module_names_leave_the_argument_alone():
-    attention = ["q_proj", "v_proj"]
-    assert get_lora_module_names(attention, True, True) == ["q_proj", "v_proj", "w1", "w2", "w3", "output"]
-    assert attention == ["q_proj", "v_proj"]
-    assert get_lora_module_names(attention, False, False) == attention
 
 
 def test_an_adapter_module_that_names_what_it_lacks():
