@@ -250,6 +250,7 @@ def document_attention(
     Raises:
         ValueError: the documents do not cover the positions.
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # autocast may have left them in another dtype
     return _forward(q, k, v, cu_seqlens, sinks, window, softcap, cu_keys)[0]
 
 

@@ -41,7 +41,7 @@ class LoRAProjection(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
-        base = linear(rows, decode(*stored), bias)
+        base = linear(rows, decode(*stored), bias).to(rows.dtype)  # autocast may change it
         y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
         needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
         ctx.save_for_backward(
