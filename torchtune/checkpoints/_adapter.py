@@ -54,6 +54,7 @@ _PEFT_PREFIX = "base_model.model."
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Ends of our names of adapters of linear layers; other adapters are of experts.
 _OF_LINEAR = (".weight", ".magnitude")
+_LORA_A = ".lora_a.weight"
 
 
 def find_adapter(path: Path, weights: ModelWeights) -> Path:
@@ -334,7 +335,8 @@ def adapted_modules(
     linears = {
         adapted[group.external[0]]
         for group in groups
-        if weight_map.named_like_experts(group.tune[0].partition(".lora_a")[0], description)
+        if group.tune[0].endswith(_LORA_A)
+        and weight_map.named_like_experts(group.tune[0].removesuffix(_LORA_A), description)
     }
     modules, linears = (
         sorted(names) if in_full else _shortest(names, weight_map, description)

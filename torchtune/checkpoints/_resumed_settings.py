@@ -81,7 +81,9 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
         )
         return
     with damage_named(path):
-        saved = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{path} holds no settings: resume from another checkpoint.")
     # Compare the serialized forms, in which secrets are redacted on both sides.
     now = yaml.safe_load(to_yaml(cfg))
     shared = saved.keys() & now.keys()  # a newer release may have other settings

@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lambda: [
                 TensorSlice.of(name, filling.reshape(-1)[: t.numel()].reshape(t.shape)) for name, t in specs.items()
             ],
+            meta[0].itemsize,
         )
 
     write_entries([part(group) for group in spec.weight_map("hf").groups(description)], folder, SHARD)
