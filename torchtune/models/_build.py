@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -41,6 +40,33 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "relu2": SquaredReLU,
+}
+# Kind of RoPE scaling -> module, and its arguments as fields of the scaling.
+_ROPES: dict[type, tuple[type[RotaryPositionalEmbeddings], dict[str, str]]] = {
+    type(None): (RotaryPositionalEmbeddings, {}),
+    LinearRopeScaling: (RotaryPositionalEmbeddings, {"stretch": "factor"}),
+    Llama3RopeScaling: (
+        ScaledRotaryPositionalEmbeddings,
+        {
+            "scale_factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "old_context_len": "original_max_seq_len",
+        },
+    ),
+    ProportionalRopeScaling: (ProportionalRotaryPositionalEmbeddings, {"fraction": "fraction", "factor": "factor"}),
+    DynamicRopeScaling: (
+        DynamicRotaryPositionalEmbeddings,
+        {"factor": "factor", "original_max_seq_len": "original_max_seq_len"},
+    ),
+    YarnRopeScaling: (
+        YarnRotaryPositionalEmbeddings,
+        {name: name for name in "factor original_max_seq_len beta_fast beta_slow truncate magnitude".split()},
+    ),
+    LongRopeScaling: (
+        LongRotaryPositionalEmbeddings,
+        {name: name for name in ("short_factors", "long_factors", "original_max_seq_len", "magnitude")},
+    ),
 }
 
 
@@ -282,25 +308,8 @@ def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositional
 
 
 def _rope(d: Description) -> RotaryPositionalEmbeddings:
-    scaling = d.rope_scaling
-    kind: Callable[..., RotaryPositionalEmbeddings] = RotaryPositionalEmbeddings
-    options: dict[str, Any] = {}
-    if isinstance(scaling, LinearRopeScaling):
-        options = {"stretch": scaling.factor}
-    elif isinstance(scaling, Llama3RopeScaling):
-        kind, options = ScaledRotaryPositionalEmbeddings, dict(vars(scaling))
-        options["scale_factor"] = options.pop("factor")
-        options["old_context_len"] = options.pop("original_max_seq_len")
-    elif isinstance(scaling, ProportionalRopeScaling):
-        kind, options = ProportionalRotaryPositionalEmbeddings, vars(scaling)
-    elif isinstance(scaling, DynamicRopeScaling):
-        kind, options = DynamicRotaryPositionalEmbeddings, vars(scaling)
-    elif isinstance(scaling, YarnRopeScaling):
-        names = ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "truncate", "magnitude")
-        kind, options = YarnRotaryPositionalEmbeddings, {name: getattr(scaling, name) for name in names}
-    elif isinstance(scaling, LongRopeScaling):
-        names = ("short_factors", "long_factors", "original_max_seq_len", "magnitude")
-        kind, options = LongRotaryPositionalEmbeddings, {name: getattr(scaling, name) for name in names}
+    kind, arguments = _ROPES[type(d.rope_scaling)]
+    options = {name: getattr(d.rope_scaling, field) for name, field in arguments.items()}
     rope = kind(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
     rope.axes = list(d.rope_axes)
     return rope

@@ -32,6 +32,24 @@ _LARGEST = {
     "expert_latent_dim": 2**20,
     "num_classes": 2**20,
 }
+# Fields of which both or none are set, and fields that need another.
+_TOGETHER = (
+    ("window", "window_layers"),
+    ("chunk", "chunk_layers"),
+    ("kv_latent_dim", "value_dim"),
+    ("num_experts", "expert_dim"),
+    ("num_experts", "experts_per_token"),
+    ("layer_embed_dim", "layer_embed_vocab"),
+    ("mixer", "mixer_layers"),
+)
+_NEEDS = (
+    ("q_latent_dim", "kv_latent_dim"),
+    ("query_growth", "query_growth_span"),
+    ("shared_expert_dim", "num_experts"),
+    ("shared_expert_gate", "shared_expert_dim"),
+    ("expert_norms", "shared_expert_dim"),
+    ("expert_latent_dim", "shared_expert_dim"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +199,12 @@ class Description:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
+        for one, other in _TOGETHER:
+            if bool(getattr(self, one)) != bool(getattr(self, other)):
+                raise ModelError(f"{one} (got {getattr(self, one)}) and {other} go together.")
+        for one, other in _NEEDS:
+            if getattr(self, one) and not getattr(self, other):
+                raise ModelError(f"{one} ({getattr(self, one)}) needs {other}.")
         self._check_positions()
         self._check_latents()
         self._check_experts()
@@ -193,8 +217,6 @@ class Description:
             )
         if self.norm_order != "pre" and (self.attnless_layers or self.mlpless_layers):
             raise ModelError(f"attnless_layers and mlpless_layers need norm_order 'pre', got '{self.norm_order}'.")
-        if bool(self.mixer) != bool(self.mixer_layers):
-            raise ModelError(f"mixer and mixer_layers (got {list(self.mixer_layers)}) go together.")
         for field in ("residual_scale", "attn_out_scale", "mlp_out_scale"):
             if self.norm_order != "pre" and getattr(self, field) != 1.0:
                 raise ModelError(f"{field} needs norm_order 'pre', got '{self.norm_order}'.")
@@ -211,25 +233,14 @@ class Description:
         scaling = self.rope_scaling
         if isinstance(scaling, LongRopeScaling) and any(len(f) != self.rope_dim // 2 for f in scaling.both):
             raise ModelError(f"LongRoPE needs {self.rope_dim // 2} factors, one for each rotated pair of channels.")
-        if (self.window is None) != (not self.window_layers) or (self.window is not None and self.window < 1):
-            raise ModelError(
-                f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
-            )
-        if bool(self.chunk) != bool(self.chunk_layers) or set(self.chunk_layers) & set(self.window_layers):
-            raise ModelError(f"chunk (got {self.chunk}) and chunk_layers go together, in layers without a window.")
-        if self.query_growth and self.query_growth_span < 1:
-            raise ModelError(
-                f"query_growth ({self.query_growth}) needs query_growth_span, got {self.query_growth_span}."
-            )
+        if self.window is not None and self.window < 1:
+            raise ModelError(f"window must be at least 1, got {self.window}.")
+        if set(self.chunk_layers) & set(self.window_layers):
+            raise ModelError("chunk_layers must be layers without a window.")
         if self.attn_dropout and (self.window or self.chunk or self.attn_softcap or self.attn_sinks):
             raise ModelError("attn_dropout must be 0 in a model with an attention window, chunks, soft cap or sinks.")
 
     def _check_latents(self) -> None:
-        if bool(self.kv_latent_dim) != bool(self.value_dim) or (self.q_latent_dim and not self.kv_latent_dim):
-            raise ModelError(
-                f"kv_latent_dim (got {self.kv_latent_dim}) and value_dim ({self.value_dim}) go together, and "
-                f"q_latent_dim ({self.q_latent_dim}) needs them."
-            )
         if self.kv_latent_dim and self.num_kv_heads != self.num_heads:
             raise ModelError(
                 f"kv_latent_dim needs num_kv_heads = num_heads ({self.num_heads}), got {self.num_kv_heads}."
@@ -241,25 +252,15 @@ class Description:
             raise ModelError(f"kv_latent_dim and {both[0]} do not go together.")
 
     def _check_experts(self) -> None:
-        if bool(self.num_experts) != bool(self.expert_dim) or not 0 <= self.experts_per_token <= self.num_experts:
+        if not 0 <= self.experts_per_token <= self.num_experts:
             raise ModelError(
-                f"num_experts (got {self.num_experts}), expert_dim ({self.expert_dim}) and experts_per_token "
-                f"({self.experts_per_token}) go together, and experts_per_token is at most num_experts."
-            )
-        if (self.shared_expert_dim and not self.num_experts) or (
-            self.shared_expert_gate and not self.shared_expert_dim
-        ):
-            raise ModelError(
-                f"shared_expert_dim (got {self.shared_expert_dim}) needs num_experts, and shared_expert_gate needs "
-                "shared_expert_dim."
+                f"experts_per_token ({self.experts_per_token}) must be at most num_experts ({self.num_experts})."
             )
         groups, top = self.router_groups, self.router_top_groups
         if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
             raise ModelError(
                 f"router_top_groups ({top}) of router_groups ({groups}) do not fit num_experts ({self.num_experts})."
             )
-        if self.num_experts and not self.experts_per_token:
-            raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
 
     def _check_layer_kinds(self) -> None:
         if self.full_head_dim % 2:
@@ -268,15 +269,6 @@ class Description:
             raise ModelError(
                 f"num_heads ({self.num_heads}) must be a multiple of full_num_kv_heads ({self.full_num_kv_heads})."
             )
-        if bool(self.layer_embed_dim) != bool(self.layer_embed_vocab):
-            raise ModelError(
-                f"layer_embed_dim (got {self.layer_embed_dim}) and layer_embed_vocab ({self.layer_embed_vocab}) go "
-                "together."
-            )
-        if self.expert_norms and not self.shared_expert_dim:
-            raise ModelError("expert_norms needs shared_expert_dim.")
-        if self.expert_latent_dim and not self.shared_expert_dim:
-            raise ModelError(f"expert_latent_dim ({self.expert_latent_dim}) needs shared_expert_dim.")
         if self.shared_kv_layers and (self.mixer or any(self.kv_source(i) < 0 for i in self.shared_kv)):
             raise ModelError(
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."

@@ -71,7 +71,7 @@ def hf_to_tune(
 ) -> dict[str, Tensor]:
     """Convert weights of Llama's architecture from Hugging Face names to ours, with queries and keys reordered."""
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
-    return dict(HF_INTERLEAVED.to_tune(state_dict.items(), description, partial=True))
+    return convert_by(HF_INTERLEAVED, state_dict, description, to_tune=True)
 
 
 def tune_to_hf(
@@ -83,25 +83,17 @@ def tune_to_hf(
 ) -> dict[str, Tensor]:
     """Convert weights from our names to Hugging Face names; the inverse of :func:`hf_to_tune`."""
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
-    return dict(HF_INTERLEAVED.to_external(state_dict.items(), description, partial=True))
+    return convert_by(HF_INTERLEAVED, state_dict, description, to_tune=False)
 
 
 def meta_to_tune(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights and adapters from Meta's names to ours."""
-    description = describe_state_dict(state_dict)
-    ours = {group.external[0]: group.tune[0] for group in META.groups(description)}
-    weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
-    converted = dict(META.to_tune(weights.items(), description, partial=True))
-    return converted | _rename_adapters(state_dict, ours)
+    return _convert_by_meta(state_dict, to_tune=True)
 
 
 def tune_to_meta(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights and adapters from our names to Meta's; the inverse of :func:`meta_to_tune`."""
-    description = describe_state_dict(state_dict)
-    theirs = {group.tune[0]: group.external[0] for group in META.groups(description)}
-    weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
-    converted = dict(META.to_external(weights.items(), description, partial=True))
-    return converted | _rename_adapters(state_dict, theirs)
+    return _convert_by_meta(state_dict, to_tune=False)
 
 
 def tune_to_peft_adapter_config(
@@ -138,7 +130,7 @@ def tune_to_peft_adapter_weights(
     For models with unchanged query and key layouts (Qwen), use ``spec.weight_map("hf").peft()``.
     """
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
-    return dict(HF_INTERLEAVED.peft().to_external(state_dict.items(), description, partial=True))
+    return convert_by(HF_INTERLEAVED.peft(), state_dict, description, to_tune=False)
 
 
 def convert_by(
@@ -149,14 +141,16 @@ def convert_by(
     return dict(convert(state_dict.items(), description, partial=True))
 
 
-def _rename_adapters(state_dict: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    renamed = {}
-    for name, tensor in state_dict.items():
-        suffix = next((suffix for suffix in _ADAPTER_SUFFIXES if name.endswith(suffix)), None)
-        if suffix is None:
-            continue
+def _convert_by_meta(state_dict: dict[str, Tensor], *, to_tune: bool) -> dict[str, Tensor]:
+    description = describe_state_dict(state_dict)
+    pairs = [(group.external[0], group.tune[0]) for group in META.groups(description)]
+    names = dict(pairs if to_tune else [(ours, theirs) for theirs, ours in pairs])
+    weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
+    converted = convert_by(META, weights, description, to_tune=to_tune)
+    for name in state_dict.keys() - weights.keys():
+        suffix = next(suffix for suffix in _ADAPTER_SUFFIXES if name.endswith(suffix))
         weight = name.removesuffix(suffix) + ".weight"
         if weight not in names:
             raise WeightMapError(f"The adapter tensor '{name}' belongs to no module of the model.")
-        renamed[names[weight].removesuffix(".weight") + suffix] = tensor
-    return renamed
+        converted[names[weight].removesuffix(".weight") + suffix] = state_dict[name]
+    return converted

@@ -146,8 +146,8 @@ def test_tying_survives_materialisation() -> None:
     [
         ({"full_num_kv_heads": 3}, r"num_heads \(4\) must be a multiple of full_num_kv_heads \(3\)"),
         ({"shared_kv_layers": 2}, r"shared_kv_layers \(2\): a layer of each kind must come before"),
-        ({"layer_embed_dim": 4}, r"layer_embed_dim \(got 4\) and layer_embed_vocab \(0\) go together"),
-        ({"expert_norms": True}, "expert_norms needs shared_expert_dim"),
+        ({"layer_embed_dim": 4}, r"layer_embed_dim \(got 4\) and layer_embed_vocab go together"),
+        ({"expert_norms": True}, r"expert_norms \(True\) needs shared_expert_dim"),
         ({"num_kv_heads": 3}, r"num_heads \(4\) must be a multiple of num_kv_heads \(3\)"),
         ({"embed_dim": 30}, "not a multiple of num_heads"),
         ({"embed_dim": 12}, "head_dim must be even"),

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from torchtune.models._builders import LoraAttnModules, add_lora
 from torchtune.models._description import ModelError
 from torchtune.models.clip._position_embeddings import (
     TiledTokenPositionalEmbedding,
@@ -136,53 +135,4 @@ def clip_vision_encoder(
         in_channels=in_channels,
         append_cls_token=append_cls_token,
         norm_eps=norm_eps,
-    )
-
-
-def lora_clip_vision_encoder(
-    lora_modules: LoraAttnModules,
-    apply_lora_to_mlp: bool = False,
-    *,
-    tile_size: int,
-    patch_size: int,
-    embed_dim: int,
-    num_layers: int,
-    num_heads: int,
-    activation: Callable[[], nn.Module] = nn.SiLU,
-    cls_output_dim: int = 512,
-    attn_bias: bool = False,
-    out_indices: list[int] | None = None,
-    output_cls_projection: bool = False,
-    max_num_tiles: int = 4,
-    in_channels: int = 3,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> VisionTransformer:
-    """Build CLIP's vision encoder with LoRA adapters; see :func:`clip_vision_encoder` and the ``lora_*`` builders."""
-    model = clip_vision_encoder(
-        tile_size,
-        patch_size,
-        embed_dim,
-        num_layers,
-        num_heads,
-        activation,
-        cls_output_dim,
-        attn_bias,
-        out_indices=out_indices,
-        output_cls_projection=output_cls_projection,
-        max_num_tiles=max_num_tiles,
-        in_channels=in_channels,
-    )
-    return add_lora(
-        model,
-        lora_modules,
-        apply_lora_to_mlp,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
     )

@@ -26,6 +26,16 @@ _TEXT = HFFormat(
 )
 _CROSS_LAYERS, _LAYERS = [3, 8, 13, 18, 23, 28, 33, 38], 40  # defaults of transformers
 _INDICES = [3, 7, 15, 23, 30]
+_SIZES = (  # of vision_config: their name, our name, default of transformers
+    ("image_size", "tile_size", 448),
+    ("patch_size", "patch_size", 14),
+    ("hidden_size", "clip_dim", 1280),
+    ("num_hidden_layers", "num_clip_layers", 32),
+    ("attention_heads", "num_clip_heads", 16),
+    ("num_global_layers", "num_projection_layers", 8),
+    ("max_num_tiles", "max_num_tiles", 4),
+    ("num_channels", "in_channels", 3),
+)
 
 
 def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> VisionDescription:
@@ -89,19 +99,12 @@ def _read_vision(config: dict[str, Any], ignore_fields: Collection[str]) -> dict
 
     indices = fields.list_of("intermediate_layers_indices", _LAYERS, int)
     indices = tuple(_INDICES if indices is None else indices)
-    width = whole("hidden_size", 1280)
     values = {
-        "tile_size": whole("image_size", 448),
-        "patch_size": whole("patch_size", 14),
-        "clip_dim": width,
-        "num_clip_layers": whole("num_hidden_layers", 32),
-        "num_clip_heads": whole("attention_heads", 16),
-        "num_projection_layers": whole("num_global_layers", 8),
-        "max_num_tiles": whole("max_num_tiles", 4),
-        "in_channels": whole("num_channels", 3),
+        **{ours: whole(theirs, default) for theirs, ours, default in _SIZES},
         "clip_hidden_states": indices,
         "clip_norm_eps": float(fields.take("norm_eps", 1e-5)),
     }
+    width = values["clip_dim"]
     whole("num_attention_heads", values["num_clip_heads"])
     wanted = {
         "hidden_act": ("gelu", "gelu"),
@@ -137,17 +140,10 @@ def write(d: VisionDescription) -> dict[str, Any]:
     vision = {
         "model_type": "mllama_vision_model",
         "hidden_act": "gelu",
-        "hidden_size": d.clip_dim,
+        **{theirs: getattr(d, ours) for theirs, ours, _ in _SIZES},
         "intermediate_size": 4 * d.clip_dim,
         "vision_output_dim": d.clip_dim * (1 + len(d.clip_hidden_states)),
-        "num_hidden_layers": d.num_clip_layers,
-        "num_global_layers": d.num_projection_layers,
-        "attention_heads": d.num_clip_heads,
-        "num_channels": d.in_channels,
-        "image_size": d.tile_size,
-        "patch_size": d.patch_size,
         "norm_eps": d.clip_norm_eps,
-        "max_num_tiles": d.max_num_tiles,
         "intermediate_layers_indices": list(d.clip_hidden_states),
         "supported_aspect_ratios": [list(ratio) for ratio in d.aspect_ratios],
     }
