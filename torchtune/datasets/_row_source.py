@@ -3,6 +3,7 @@
 import difflib
 import glob
 import logging
+import os
 import socket
 import threading
 import urllib.request
@@ -143,7 +144,7 @@ def _plain(data_files: Any) -> Any:
     """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded."""
     if isinstance(data_files, str | Path):
         name = str(data_files)
-        return name if _is_remote(name) else str(Path(name).expanduser())
+        return name if _is_remote(name) else os.path.expanduser(name)
     if isinstance(data_files, Mapping):
         return {str(split): _plain(files) for split, files in data_files.items()}
     return [_plain(name) for name in data_files]
