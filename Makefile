@@ -9,7 +9,7 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart dpo grpo test lint format docs bench cuda gpu configs clean
+.PHONY: help quickstart dpo grpo agent test lint format docs bench cuda gpu configs clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ dpo: $(BIN)/.quickstart  ## Train the model of the quickstart on preferences, mi
 
 grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its own answers, ten minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/grpo.py
+
+agent: $(BIN)/.quickstart  ## Let a small model learn to use a calculator, by rewards, ten to fifteen minutes
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/agent.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.
 test: $(BIN)/.test  ## Lint, import contracts, docs and tests; ALL=1: every row of the long tables

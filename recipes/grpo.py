@@ -66,7 +66,7 @@ class Settings:
     # Reward functions of answers; their weighted sum is the reward.
     rewards: list[Component] = field(default_factory=list)
     # Environment with tools, one per answer, for answers of several turns; or several by the column "environment".
-    environment: Component | dict[str, Component] | None = None
+    environment: dict[str, Any] | None = None
     # Maximum number of turns of the model, with an environment.
     max_turns: PositiveInt = 8
     # Maximum seconds of a reset, of the tool calls of a turn, or of the reward of an environment.

@@ -21,13 +21,15 @@ HELD_OUT = Path(__file__).parent / "data" / "held_out.jsonl"
 MAX_NEW_TOKENS = 40  # the longest right answer has 30
 
 
-def load(folder: str | Path, dtype: str | None = None) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
+def load(
+    folder: str | Path, dtype: str | None = None, chat_template: str | None = None
+) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
     """Model and tokenizer of a Hugging Face folder, for inference on the CPU; by default in its fastest dtype."""
     device = torch.device("cpu")
     with training.set_default_dtype(training.choose_dtype(dtype, device)[1]), torch.device("meta"):
         model = from_hf_config(str(folder))
     FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=device)
-    return model.eval(), hf_tokenizer(str(folder))
+    return model.eval(), hf_tokenizer(str(folder), chat_template=chat_template)
 
 
 def conversations() -> list[dict[str, str]]:

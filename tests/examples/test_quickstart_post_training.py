@@ -1,4 +1,4 @@
-"""The examples of preferences and rewards, whole, on a random model of two layers."""
+"""The examples of preferences, rewards and tools, whole, on a random model of two layers."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from torchtune.reports import RunFolder
 from torchtune.training.metric_logging import DiskLogger
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
-NAMES = ("steps", "score", "dpo", "grpo")
+NAMES = ("steps", "score", "dpo", "grpo", "calculator", "agent")
 TINY = [
     "model._component_=tests.docs.tiny_models.lora_smollm2_135m",
     "dtype=fp32",
@@ -101,6 +101,31 @@ def test_an_example_that_is_killed_goes_on(name, watched, examples, tmp_path, mo
     files = [(folder / name / "epoch_0" / "model.safetensors").read_bytes() for folder in (whole, killed)]
     assert files[0] == files[1]
     assert files[0] != (whole / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()
+
+
+def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    folder = run(examples["agent"].main, tmp_path / "whole", monkeypatch)
+    report = json.loads((folder / "agent.json").read_text())
+    assert report["exact_match"].keys() == {"published", "shown", "trained"}
+    assert len(report["conversations"]) == 100
+    lines = [json.loads(line) for line in (folder / "agent" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 64
+    assert all("calculate" in line["prompt"] or line["end"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("347 * 82 - 1905", "26549"),
+        ("2 ** 9", "Error: only numbers, +, - and *"),
+        ("__import__('os')", "Error: only numbers, +, - and *"),
+        ("-", "Error: only numbers, +, - and *"),
+        ("1.5 + 1", "Error: only numbers, +, - and *"),
+    ],
+)
+def test_the_calculator_computes_and_runs_no_code(expression, result, examples):
+    assert examples["calculator"].Calculator().calculate(expression) == result
 
 
 def test_a_rejected_answer_is_wrong_in_one_field(examples, tmp_path):
