@@ -204,7 +204,10 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
     """What ``transformers`` takes for our patches of all images of one row; grids of several frames are a video."""
     kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO)
     if theirs.config.model_type == "gemma4":
-        return {"mm_token_type_ids": kinds, **dict(zip(("pixel_values", "image_position_ids"), gemma(patches, grids)))}
+        return {
+            "mm_token_type_ids": kinds,
+            **dict(zip(("pixel_values", "image_position_ids"), gemma(patches, grids), strict=True)),
+        }
     video = grids[0][0] > 1
     names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
     return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids)}
