@@ -18,12 +18,13 @@ from torchtune.modules._document_attention import (
     document_attention,
     prepend_shared_prefix,
 )
+from torchtune.modules._tiles import TileMask
 from torchtune.utils import get_logger, log_once
 
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
 
-_MaskType = Union[Tensor, "BlockMask"]
+_MaskType = Union[Tensor, "BlockMask", TileMask]
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -53,7 +54,8 @@ def attention(
         v: values ``[b, t, n_kv, h]``.
         documents: boundaries in the flattened ``b * s`` positions; attention stays within each document and its
             shared prefix.
-        mask: bool ``[b, s, t]`` (True: attend), or a FlexAttention ``BlockMask``.
+        mask: bool ``[b, s, t]`` (True: attend), a FlexAttention ``BlockMask``, or the tile mask of a
+            :class:`VisionTransformer`.
         is_causal: causal attention; ignored with ``mask``. A single query attends to all keys.
         dropout_p: dropout probability of attention weights.
         window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
@@ -88,6 +90,8 @@ def attention(
             return _full_attention(q, k, v, documents, dropout_p)
         documents = documents if chunk is None else _chunks_of(documents, chunk)
         return _packed_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+    if isinstance(mask, TileMask):
+        return mask.attend(q, k, v, dropout_p)
     if mask is not None and not isinstance(mask, Tensor):
         if chunk is not None:
             raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")
@@ -170,17 +174,13 @@ def _packed_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    cu_seqlens, longest, shared = documents.cu_seqlens, documents.max_length, documents.shared
-    flat = [q.flatten(0, 1), *(prepend_shared_prefix(shared, t.flatten(0, 1)) for t in (k, v))]
-    if dropout_p:
-        if shared is not None:
-            raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
-        return attention_by_document(*flat, cu_seqlens, dropout_p).view(q.shape)
-    kind = {"head_dim": q.shape[-1], "window": window, "softcap": softcap, "sinks": sinks is not None}
-    kernel, cu_keys = choose_kernel(q.device, q.dtype, **kind), None if shared is None else shared.cu_keys
-    if kernel is Kernel.PER_DOCUMENT:
-        return document_attention(*flat, cu_seqlens, window, softcap, sinks, cu_keys).view(q.shape)
-    cu_keys = cu_seqlens if cu_keys is None else cu_keys
+    has_sinks = sinks is not None
+    kernel = choose_kernel(q.device, q.dtype, head_dim=q.shape[-1], window=window, softcap=softcap, sinks=has_sinks)
+    if dropout_p or kernel is Kernel.PER_DOCUMENT:
+        return per_document_attention(q, k, v, documents, dropout_p, window, softcap, sinks)
+    flat = [q.flatten(0, 1), *(prepend_shared_prefix(documents.shared, t.flatten(0, 1)) for t in (k, v))]
+    cu_seqlens, longest = documents.cu_seqlens, documents.max_length
+    cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
         return _varlen_attention(*flat, cu_seqlens, cu_keys, longest, window).view(q.shape)
     mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
@@ -250,6 +250,47 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def per_document_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | Boundaries,
+    dropout_p: float = 0.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute causal attention within each document, with one kernel call per run of documents of equal length.
+
+    There is no mask; the work is the sum of the squared lengths. Without dropout it is a custom operator, so that
+    compiled layers do not recompile for new lengths.
+
+    Args:
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, s, n_kv, h]``.
+        v: values ``[b, s, n_kv, h]``.
+        documents: boundaries in the flattened ``b * s`` positions.
+        dropout_p: dropout probability of attention weights; must be 0 with a shared prefix.
+        window: sliding window in positions, the query's own included; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: attention sinks ``[n]``.
+
+    Returns:
+        Tensor ``[b, s, n, h]``.
+    """
+    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
+    shared = documents.shared
+    if dropout_p == 0.0:
+        k_flat, v_flat = (prepend_shared_prefix(shared, t) for t in (k_flat, v_flat))
+        cu_keys = None if shared is None else shared.cu_keys
+        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks, cu_keys)
+    elif shared is not None:
+        raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
+    else:
+        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
+    return out.view(q.shape)
 
 
 def attention_backend(
