@@ -180,6 +180,84 @@ def gemma4_small_config() -> Any:
     return gemma4_config(text_config=text, vision_config={"use_clipped_linears": True, "standardize": False})
 
 
+def smolvlm_config(kind: str = "SmolVLMConfig") -> Any:
+    import transformers
+
+    text = {
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 16,
+    }
+    settings = {"scale_factor": 2, "image_token_id": IMAGE, "tie_word_embeddings": True}
+    return getattr(transformers, kind)(text_config=text, vision_config=vision, **settings)
+
+
+def idefics3_config() -> Any:
+    return smolvlm_config("Idefics3Config")
+
+
+def mistral3_config(model_type: str = "mistral", **more: Any) -> Any:
+    from transformers import Mistral3Config
+
+    text = {
+        "model_type": model_type,
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+    }
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "image_size": 64,
+        "hidden_act": "silu",
+    }
+    whole = {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False}
+    return Mistral3Config(text_config={**text, **more}, vision_config=vision, **whole)
+
+
+def ministral3_config() -> Any:
+    """With YaRN, queries scaled by position, and biases of the projector."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    config = mistral3_config("ministral3", rope_parameters=rope)
+    config.multimodal_projector_bias = True
+    return config
+
+
 def image_text_model(config: Any, seed: int = 0) -> Any:
     """A random model with weights that are large enough for errors to show."""
     from transformers import AutoModelForImageTextToText
@@ -204,10 +282,13 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
     """What ``transformers`` takes for our patches of all images of one row; grids of several frames are a video."""
     kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO)
     if theirs.config.model_type == "gemma4":
-        return {
-            "mm_token_type_ids": kinds,
-            **dict(zip(("pixel_values", "image_position_ids"), gemma(patches, grids), strict=True)),
-        }
+        pixels, places = gemma(patches, grids)
+        return {"mm_token_type_ids": kinds, "pixel_values": pixels, "image_position_ids": places}
+    if theirs.config.model_type in TILED:
+        return {"pixel_values": squares(patches, 4)[None]}
+    if theirs.config.model_type == "mistral3":
+        pixels, sizes = padded_pixels(patches, grids)
+        return {"pixel_values": pixels, "image_sizes": sizes}
     video = grids[0][0] > 1
     names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
     return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids)}
@@ -227,10 +308,36 @@ def gemma(patches: torch.Tensor, grids: Any) -> tuple[torch.Tensor, torch.Tensor
     return pixels, places
 
 
+TILED = ("smolvlm", "idefics3")
+
+
+def pixels_of(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The pixels [3, h, w] of an image from its patches of 3 x 4 x 4, in blocks of 2 x 2."""
+    blocks = patches.view(rows // 2, columns // 2, 2, 2, 3, 4, 4)
+    return blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * 4, columns * 4)
+
+
+def squares(patches: torch.Tensor, side: int) -> torch.Tensor:
+    return torch.stack([pixels_of(part, side, side) for part in patches.split(side * side)])
+
+
+def padded_pixels(patches: torch.Tensor, grids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = patches.split([rows * columns for _, rows, columns in grids])
+    images = [pixels_of(part, *grid[1:]) for part, grid in zip(parts, grids, strict=True)]
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    pixels = torch.zeros(len(images), 3, *sizes.amax(0).tolist())
+    for whole, image in zip(pixels, images, strict=True):
+        whole[:, : image.shape[1], : image.shape[2]] = image
+    return pixels, sizes
+
+
 def features_of(theirs: Any, patches: torch.Tensor, grids: Any) -> list[torch.Tensor]:
     """The tokens of images that a tower of ``transformers`` makes."""
     if theirs.config.model_type == "gemma4":
         found = theirs.model.get_image_features(*gemma(patches, grids))
+        return [torch.cat(list(found.pooler_output))]
+    if theirs.config.model_type in (*TILED, "mistral3"):
+        found = theirs.model.get_image_features(**inputs_of(theirs, torch.tensor([[IMAGE]]), patches, grids))
         return [torch.cat(list(found.pooler_output))]
     found = theirs.model.visual(patches, grid_thw=torch.tensor(grids), return_dict=True)
     return [found.pooler_output, *getattr(found, "deepstack_features", ())]
@@ -243,7 +350,7 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- else -%}
 {%- for item in message.content -%}
 {%- if item.type == "image" -%}
-<|vision_start|><|image_pad|><|vision_end|>
+PLACEHOLDER
 {%- else -%}
 {{ item.text }}
 {%- endif -%}
@@ -265,7 +372,22 @@ PROCESSOR = {
 }
 
 
-PROCESSORS = {"gemma4": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 12}}
+TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+PROCESSORS = {
+    "gemma4": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 12},
+    "smolvlm": TILES,
+    "idefics3": TILES,
+    "mistral3": {"patch_size": 4, "size": {"longest_edge": 32}},
+}
+# The tokens behind those of the text: the image token first.
+QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TILED_SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
+SPECIAL = {
+    "gemma4": ("<|image|>", "<|video|>", "<|image>", "<image|>"),
+    "smolvlm": TILED_SPECIAL,
+    "idefics3": TILED_SPECIAL,
+    "mistral3": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
+}
 
 
 def write_image_checkpoint(model: Any, folder: Path) -> Path:
@@ -281,10 +403,12 @@ def write_image_checkpoint(model: Any, folder: Path) -> Path:
     size = write_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert IMAGE <= size < VIDEO + 8
-    tokenizer.add_special_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-    assert [tokenizer.token_to_id(text) for text in ("<|image_pad|>", "<|vision_end|>")] == [IMAGE, END]
+    special = SPECIAL.get(model.config.model_type, QWEN_SPECIAL)
+    tokenizer.add_special_tokens(list(special))
+    assert [tokenizer.token_to_id(text) for text in (special[0], special[-1])] == [IMAGE, END]
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>" if special == QWEN_SPECIAL else special[0]
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS.get(model.config.model_type, PROCESSOR)))
     return folder
 

@@ -18,11 +18,14 @@ from tests.tiny_images import (
     gemma4_small_config,
     image_text_model,
     inputs_of,
+    ministral3_config,
+    mistral3_config,
     qwen2_5_vl_config,
     qwen3_5_config,
     qwen3_5_moe_config,
     qwen3_vl_config,
     qwen3_vl_moe_config,
+    smolvlm_config,
     write_image_checkpoint,
     write_pictures,
 )
@@ -42,6 +45,9 @@ CONFIGS = {
     "qwen2_5_vl": qwen2_5_vl_config,
     "gemma4_vl": gemma4_config,
     "gemma4_vl_small": gemma4_small_config,
+    "smolvlm": smolvlm_config,
+    "mistral_vl": mistral3_config,
+    "ministral_vl": ministral3_config,
 }
 
 
@@ -57,6 +63,10 @@ def base(request, tmp_path_factory) -> Path:
 TOWERS = {"gemma4_vl": "vision_tower.encoder.layers.0.self_attn.q_proj.linear"}
 PROJECTORS = {"qwen2_5_vl": "merger.mlp.2", "gemma4_vl": "embed_vision.embedding_projection"}
 TOWERS["gemma4_vl_small"], PROJECTORS["gemma4_vl_small"] = TOWERS["gemma4_vl"], PROJECTORS["gemma4_vl"]
+TOWERS |= {"smolvlm": "vision_model.encoder.layers.0.self_attn.q_proj"}
+TOWERS |= dict.fromkeys(("mistral_vl", "ministral_vl"), "vision_tower.transformer.layers.0.attention.q_proj")
+PROJECTORS |= {"smolvlm": "connector.modality_projection.proj"}
+PROJECTORS |= dict.fromkeys(("mistral_vl", "ministral_vl"), "multi_modal_projector.linear_2")
 CONSTANTS = ("_min", "_max", "std_bias", "std_scale", "layer_scalar")
 every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
 

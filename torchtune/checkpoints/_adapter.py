@@ -389,12 +389,14 @@ def _shortest(names: Collection[str], weight_map: WeightMap, description: Descri
         for name in group.external
         if name.endswith(".weight")
     }
-    ends = {
-        name: (name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name), name) for name in modules.union(names)
-    }
-    others = {end for name in modules.difference(names) for end in ends[name]}
-    others |= {name.rpartition(".")[2] for name in names if name[-1].isdigit()}  # a number is also that of a layer
-    return sorted({next(end for end in ends[name] if end not in others) for name in names})
+    parts = [name.split(".") for name in modules]
+    parents = {".".join(part[:end]) for part in parts for end in range(1, len(part))}  # peft looks at all modules
+    others = {end for name in (modules | parents).difference(names) for end in _ends(name)}
+    return sorted({next(end for end in (*_ends(name), name) if end not in others) for name in names})
+
+
+def _ends(name: str) -> tuple[str, str]:
+    return name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name)
 
 
 def adapter_folder(folder: Path) -> Path:

@@ -14,7 +14,6 @@ from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 from torchtune.modules.vision_tower import (
     AxisPositions,
-    BucketPositions,
     ClippedLinear,
     InterpolatedPositions,
     PatchMerger,
@@ -22,7 +21,7 @@ from torchtune.modules.vision_tower import (
     VisionTower,
 )
 
-_POSITIONS = {"interpolated": InterpolatedPositions, "buckets": BucketPositions, "axes": AxisPositions}
+_POSITIONS = {"interpolated": InterpolatedPositions, "axes": AxisPositions}
 
 
 def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> ImageTextModel:

@@ -22,15 +22,18 @@ class ImageTextFormat:
     Attributes:
         architecture: entry of ``architectures``.
         model_type: value of ``model_type``.
-        text: format of ``text_config``.
+        texts: formats of ``text_config``, of which its ``model_type`` chooses one.
         vision_type: ``model_type`` of ``vision_config``.
         sizes: fields of ``vision_config`` with sizes: (their name, our name, default of ``transformers``).
+        whole_sizes: the same for sizes beside ``vision_config``.
         tokens: fields with ids of placeholders, and their defaults.
-        read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values) -> values``.
+        read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
+            ``whole`` are the fields beside it.
         write_vision: inverse of ``read_vision``.
         sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without M-RoPE.
         interleaved: whether the pairs of rows and columns take turns with those of time, or come after them.
         rope_base: default base of the tower's rotary embedding.
+        tied: default of ``tie_word_embeddings``.
         ignored: other fields of the file that do not matter.
         read_more: reads further values of the description: ``read_more(config) -> values``.
         write_more: inverse of ``read_more``: further fields, also within ``text_config`` and ``vision_config``.
@@ -38,15 +41,17 @@ class ImageTextFormat:
 
     architecture: str
     model_type: str
-    text: HFFormat
+    texts: tuple[HFFormat, ...]
     vision_type: str
     sizes: tuple[tuple[str, str, int], ...]
     tokens: tuple[tuple[str, int], ...]
-    read_vision: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]]
     write_vision: Callable[[VisionDescription], dict[str, Any]]
+    whole_sizes: tuple[tuple[str, str, int], ...] = ()
     sections: tuple[int, ...] = ()
     interleaved: bool = True
     rope_base: float = 10_000.0
+    tied: bool = False
     ignored: tuple[str, ...] = ()
     read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     write_more: Callable[[ImageTextDescription], dict[str, Any]] = lambda description: {}
@@ -66,18 +71,23 @@ class ImageTextFormat:
         ignored = {*ignore_fields, *parts, *self.ignored, "tie_word_embeddings", *_OTHER_IDS}
         fields = Fields(config, self.architecture, ignored)
         tokens = tuple(read_whole(fields, name, default) for name, default in self.tokens)
-        fields.refuse_rest()
-        tie = {"tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
-        text = self.text.read({**parts["text_config"], **tie}, ignore_fields)
+        tied = parts["text_config"].get("tie_word_embeddings", self.tied)
+        tie = {"tie_word_embeddings": bool(config.get("tie_word_embeddings", tied))}
+        text = self._text_of(parts["text_config"]).read({**parts["text_config"], **tie}, ignore_fields)
         vision = Fields(dict(parts["vision_config"]), f"{self.architecture} (vision_config)", set(ignore_fields))
-        values: dict[str, Any] = {"output_dim": text.embed_dim}
-        values |= {ours: read_whole(vision, name, default) for name, ours, default in self.sizes}
+        values: dict[str, Any] = {"output_dim": text.embed_dim, "merge_norm_eps": text.norm_eps}
+        for where, sizes in ((vision, self.sizes), (fields, self.whole_sizes)):
+            values |= {ours: read_whole(where, name, default) for name, ours, default in sizes}
         rope = vision.take("rope_parameters", None) or {}
-        values["rope_base"] = float(rope.get("rope_theta", self.rope_base))
-        tower = VisionDescription(**{**values, **self.read_vision(vision, values)})
-        vision.refuse_rest()
+        values["rope_base"] = float(rope.get("rope_theta", vision.take("rope_theta", self.rope_base)))
+        tower = VisionDescription(**{**values, **self.read_vision(vision, values, fields)})
+        for where in (vision, fields):
+            where.refuse_rest()
         own = {**text_fields(text), "rope_axes": self._axes(parts["text_config"], text)}
         return ImageTextDescription(**own, vision=tower, image_tokens=tokens, **self.read_more(config))
+
+    def _text_of(self, config: Mapping[str, Any]) -> HFFormat:
+        return next((text for text in self.texts if text.model_type == config.get("model_type")), self.texts[0])
 
     def _nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
         outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings"}
@@ -107,7 +117,20 @@ class ImageTextFormat:
         Raises:
             ModelError: a ``config.json`` cannot express the description.
         """
-        text = self.text.write(replace(d.text, rope_axes=()))
+        refusal: ModelError | None = None
+        for text in self.texts:
+            try:
+                config = self._write(text, d)
+            except ModelError as error:
+                refusal = error
+                continue
+            if (again := self.read(config)) == d:
+                return config
+            refusal = ModelError(f"A config.json of {self.architecture} cannot express {d}, only {again}.")
+        raise refusal
+
+    def _write(self, text_format: HFFormat, d: ImageTextDescription) -> dict[str, Any]:
+        text = text_format.write(replace(d.text, rope_axes=()))
         text.pop("architectures")
         if self.sections:
             rope = {"rope_type": "default", **(text.get("rope_scaling") or {})}
@@ -118,6 +141,7 @@ class ImageTextFormat:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{name: token for (name, _), token in zip(self.tokens, d.image_tokens, strict=True)},
+            **{name: getattr(d.vision, ours) for name, ours, _ in self.whole_sizes},
             "tie_word_embeddings": d.tie_word_embeddings,
             "text_config": text,
             "vision_config": {"model_type": self.vision_type, **vision, **self.write_vision(d.vision)},
@@ -126,8 +150,6 @@ class ImageTextFormat:
             config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
         for name, value in self.write_more(d).items():
             config[name] = {**config[name], **value} if isinstance(value, dict) else value
-        if (again := self.read(config)) != d:
-            raise ModelError(f"A config.json of {self.architecture} cannot express {d}, only {again}.")
         return config
 
 

@@ -1,7 +1,7 @@
 """Shared parts of image processors: sizes and token counts as integers, patches as arrays, without torch.
 
-The processor of a family has ``plan(size) -> Plan``, ``patches(image) -> array`` and ``layout(plan)``, the token ids
-(or the text) that replace an image's placeholder.
+The processor of a family has ``plan(size) -> Plan``, ``patches(image) -> array``, and ``layout(plan)``, the token ids
+or the text that replace an image's placeholder.
 """
 
 from collections.abc import Mapping, Sequence

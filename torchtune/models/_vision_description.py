@@ -55,7 +55,7 @@ class VisionDescription:
     full_layers: tuple[int, ...] = ()  # layers without the window
 
     # Positions
-    positions: Literal["none", "interpolated", "buckets", "axes"] = "none"  # use of the learned table
+    positions: Literal["none", "interpolated", "axes"] = "none"  # use of the learned table
     positions_side: int = 0  # rows and columns of the table
     rope: Literal["none", "axial", "alternating", "halves"] = "none"  # see GridRotaryPositionalEmbeddings
     rope_base: float = 10_000.0
@@ -169,6 +169,11 @@ class ImageTextDescription(Description):
     def standardizes(self) -> bool:
         """Whether the projector standardizes."""
         return self.vision.merge_standardized
+
+    @property
+    def projects_with_bias(self) -> bool:
+        """Whether linear layers of the projector have biases."""
+        return self.vision.projector_bias
 
     @property
     def patch_shape(self) -> tuple[int, ...]:

@@ -53,25 +53,6 @@ class InterpolatedPositions(nn.Module):
         return total.to(self.table.weight.dtype)
 
 
-class BucketPositions(nn.Module):
-    """Learned position embeddings: a square table, of which each image uses evenly spaced rows and columns.
-
-    Args:
-        side: rows and columns of the table.
-        embed_dim: d.
-    """
-
-    def __init__(self, side: int, embed_dim: int) -> None:
-        super().__init__()
-        self.side = side
-        self.table = nn.Embedding(side * side, embed_dim)
-
-    def forward(self, places: Tensor) -> Tensor:
-        """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
-        row, column = places[:2] * self.side // places[2:]
-        return self.table(row * self.side + column)
-
-
 class AxisPositions(nn.Module):
     """Learned position embeddings: a table for columns, to which one for rows is added.
 

@@ -17,13 +17,17 @@ from tests.tiny_images import (
     features_of,
     gemma4_config,
     gemma4_small_config,
+    idefics3_config,
     image_text_model,
     inputs_of,
+    ministral3_config,
+    mistral3_config,
     qwen2_5_vl_config,
     qwen3_5_config,
     qwen3_5_moe_config,
     qwen3_vl_config,
     qwen3_vl_moe_config,
+    smolvlm_config,
     write_image_checkpoint,
 )
 from torchtune.data import DataError, Documents, Images, grid_positions
@@ -37,6 +41,10 @@ FAMILIES = {
     "qwen2_5_vl": qwen2_5_vl_config,
     "gemma4_vl": gemma4_config,
     "gemma4_vl_small": gemma4_small_config,
+    "smolvlm": smolvlm_config,
+    "idefics3": idefics3_config,
+    "mistral3": mistral3_config,
+    "ministral3": ministral3_config,
 }
 
 
@@ -83,6 +91,19 @@ def patches_of(ours, sizes, seed: int = 5):
     return torch.randn(count, v.patch_values, generator=torch.Generator().manual_seed(seed)), grids
 
 
+def fitting(ours, row):
+    """A row whose images are tiles of 2 x 2 tokens, if the model takes no other ones."""
+    tokens, sizes = row
+    if ours.spec.name not in ("smolvlm", "idefics3"):
+        return row
+    found, waiting = [], list(sizes)
+    while tokens:
+        count = waiting[0][1] * waiting.pop(0)[2] if tokens[0] == IMAGE else 1
+        found += [IMAGE] * 4 if tokens[0] == IMAGE else tokens[:1]
+        tokens = tokens[count:]
+    return found, ((1, 2, 2),) * len(sizes)
+
+
 def images_of(ours, sizes) -> dict[str, Images]:
     return {"encoder_input": {"images": Images(*patches_of(ours, sizes))}} if sizes else {}
 
@@ -98,7 +119,7 @@ SIZES = {"one": ((1, 2, 3),), "three sizes": ((1, 1, 1), (1, 6, 2), (1, 2, 3)), 
 @pytest.mark.parametrize("name", SIZES)
 def test_tower_on_a_ragged_set(theirs, ours, name):
     skip_video(theirs, name)
-    patches, grids = patches_of(ours, SIZES[name])
+    patches, grids = patches_of(ours, fitting(ours, ([], SIZES[name]))[1])
     with torch.no_grad():
         wanted, found = features_of(theirs, patches, grids), ours.encoder(Images(patches, grids))
     assert len(found) == len(wanted)
@@ -113,7 +134,7 @@ def skip_video(theirs, name):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_positions_are_those_of_transformers(theirs, ours, name):
-    tokens, sizes = ROWS[name]
+    tokens, sizes = fitting(ours, ROWS[name])
     skip_video(theirs, name)
     if not ours.grid_positions:
         pytest.skip("its tokens have one position")
@@ -135,7 +156,7 @@ def test_positions_are_those_of_transformers(theirs, ours, name):
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "adjacent"])
 def test_logits_are_those_of_transformers(theirs, ours, name):
-    tokens, sizes = ROWS[name]
+    tokens, sizes = fitting(ours, ROWS[name])
     skip_video(theirs, name)
     with torch.no_grad():
         wanted = logits_of_transformers(theirs, ours, tokens, sizes)
@@ -144,7 +165,7 @@ def test_logits_are_those_of_transformers(theirs, ours, name):
 
 
 def test_gradients_are_those_of_transformers(theirs, ours, folder, tmp_path):
-    tokens, sizes = LAST
+    tokens, sizes = fitting(ours, LAST)
     (logits_of_transformers(theirs, ours, tokens, sizes) ** 2).sum().backward()
     (ours(torch.tensor([tokens]), **images_of(ours, sizes)) ** 2).sum().backward()
     gradients = copy.deepcopy(theirs)
@@ -153,17 +174,19 @@ def test_gradients_are_those_of_transformers(theirs, ours, folder, tmp_path):
     gradients.save_pretrained(tmp_path)
     wanted = dict(read(tmp_path).named_parameters())
     assert wanted.keys() == dict(ours.named_parameters()).keys()
+    # Biases of keys have no gradient in exact arithmetic without rotary embeddings.
+    largest = max(parameter.detach().abs().max() for parameter in wanted.values() if parameter.isfinite().all())
     for name, found in ours.named_parameters():
         if not found.requires_grad:
             continue
-        scale = wanted[name].detach().abs().max().clamp(min=1e-3)
+        scale = wanted[name].detach().abs().max().clamp(min=1e-3 * largest)
         one, other = found.grad / scale, wanted[name] / scale
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3, msg=lambda m, n=name: n + m)
     theirs.zero_grad()
 
 
 def test_decoding_with_caches_is_decoding_without(ours):
-    tokens, sizes = LAST[0] + [END], LAST[1]
+    tokens, sizes = fitting(ours, (LAST[0] + [END], LAST[1]))
     wanted, found = torch.tensor([tokens]), torch.tensor([tokens])
     given = images_of(ours, sizes)
     with torch.no_grad():
@@ -189,7 +212,7 @@ def packed(ours, rows):
 
 
 def test_packed_is_alone_in_loss_and_gradients(ours):
-    rows = [FIRST, TEXT, LAST, ADJACENT]
+    rows = [fitting(ours, row) for row in (FIRST, TEXT, LAST, ADJACENT)]
     alone = torch.cat([ours(torch.tensor([tokens]), **images_of(ours, sizes)) for tokens, sizes in rows], dim=1)
     together = packed(ours, rows)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
@@ -197,8 +220,9 @@ def test_packed_is_alone_in_loss_and_gradients(ours):
     names, parameters = zip(*trained, strict=True)
     wanted = torch.autograd.grad((alone**2).sum(), parameters)
     found = torch.autograd.grad((together**2).sum(), parameters)
+    largest = max(gradient.abs().max() for gradient in wanted)
     for name, one, other in zip(names, found, wanted, strict=True):
-        scale = other.abs().max().clamp(min=1e-3)
+        scale = other.abs().max().clamp(min=1e-3 * largest)
         torch.testing.assert_close(one / scale, other / scale, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: n + m)
 
 
@@ -210,8 +234,8 @@ def test_files_go_there_and_back(ours, folder, tmp_path, theirs):
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        wanted = logits_of_transformers(theirs, ours, *FIRST)
-        assert torch.equal(logits_of_transformers(again, ours, *FIRST), wanted)
+        wanted = logits_of_transformers(theirs, ours, *fitting(ours, FIRST))
+        assert torch.equal(logits_of_transformers(again, ours, *fitting(ours, FIRST)), wanted)
 
 
 def test_config_is_written_from_the_description(ours, folder):
@@ -223,7 +247,7 @@ def test_config_is_written_from_the_description(ours, folder):
 
 def test_each_difference_of_the_families_matters(ours, theirs):
     """Logits change if a rotated axis, the order of rows and columns, or the layer of DeepStack is wrong."""
-    tokens, sizes = FIRST
+    tokens, sizes = fitting(ours, FIRST)
     given = images_of(ours, sizes)
     with torch.no_grad():
         wanted = logits_of_transformers(theirs, ours, tokens, sizes)

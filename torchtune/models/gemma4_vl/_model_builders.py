@@ -22,7 +22,7 @@ from torchtune.models.gemma4_vl._processor import GemmaImages
 _ARCHITECTURE = "Gemma4ForConditionalGeneration"
 
 
-def _read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
     heads, width = values["num_heads"], values["embed_dim"]
     for name, wanted in (("num_key_value_heads", heads), ("head_dim", width // heads)):
         if fields.take(name, wanted) != wanted:
@@ -80,13 +80,14 @@ _SIZES = (
 _FORMAT = ImageTextFormat(
     _ARCHITECTURE,
     "gemma4",
-    FORMAT,
+    (FORMAT,),
     vision_type="gemma4_vision",
     sizes=_SIZES,
     tokens=(("image_token_id", 258_880), ("video_token_id", 258_884)),
     read_vision=_read,
     write_vision=_write,
     rope_base=100.0,
+    tied=True,
     ignored=(
         *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id"),
         *("audio_config", "vision_soft_tokens_per_image"),

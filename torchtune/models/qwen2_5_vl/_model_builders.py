@@ -27,7 +27,7 @@ def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "rope_scaling": {**rope, "type": "default", "rope_type": "default"}}
 
 
-def _read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
     fields.take("tokens_per_second", None)  # of videos
     window = read_whole(fields, "window_size", 112)
     return {
@@ -39,6 +39,7 @@ def _read(fields: Fields, values: dict[str, Any]) -> dict[str, Any]:
         "window": window // values["patch_size"] // values["merge"],
         "full_layers": read_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31]),
         "merge_norm": "rms",
+        "merge_norm_eps": 1e-6,
         "projector_dim": values["embed_dim"] * values["merge"] ** 2,
     }
 
@@ -49,24 +50,25 @@ def _write(v: VisionDescription) -> dict[str, Any]:
 
 
 _DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14}
+_TEXT = replace(
+    QWEN2,
+    architecture=_ARCHITECTURE,
+    model_type="qwen2_5_vl_text",
+    ropes=("sections",),
+    prepare=_without_mrope,
+    defaults=(
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 32_768),
+        ("sliding_window", 4096),
+        ("max_window_layers", 80),
+        ("rms_norm_eps", 1e-5),
+        ("rope_theta", 1_000_000.0),
+    ),
+)
 _FORMAT = ImageTextFormat(
     _ARCHITECTURE,
     "qwen2_5_vl",
-    replace(
-        QWEN2,
-        architecture=_ARCHITECTURE,
-        model_type="qwen2_5_vl_text",
-        ropes=("sections",),
-        prepare=_without_mrope,
-        defaults=(
-            ("num_key_value_heads", 8),
-            ("max_position_embeddings", 32_768),
-            ("sliding_window", 4096),
-            ("max_window_layers", 80),
-            ("rms_norm_eps", 1e-5),
-            ("rope_theta", 1_000_000.0),
-        ),
-    ),
+    (_TEXT,),
     vision_type="qwen2_5_vl_vision",
     sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in SIZES),
     tokens=(("image_token_id", 151_655),),

@@ -25,7 +25,7 @@ SIZES = (
 )
 
 
-def _read(fields: Fields, values: dict[str, Any], deep_layers: list[int]) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], whole: Fields, deep_layers: list[int]) -> dict[str, Any]:
     table = read_whole(fields, "num_position_embeddings", 2304)
     side = round(table**0.5)
     if side * side != table:
@@ -36,6 +36,7 @@ def _read(fields: Fields, values: dict[str, Any], deep_layers: list[int]) -> dic
         "positions_side": side,
         "rope": "axial",
         "merge_norm": "layer",
+        "merge_norm_eps": 1e-6,
         "projector_dim": values["embed_dim"] * values["merge"] ** 2,
         "deep_layers": read_layers(fields, "deepstack_visual_indexes", deep_layers),
     }
@@ -61,7 +62,7 @@ def qwen_format(
     return ImageTextFormat(
         architecture,
         model_type,
-        text,
+        (text,),
         vision_type=f"{model_type}_vision",
         sizes=SIZES,
         read_vision=partial(_read, deep_layers=deep_layers),

@@ -1,0 +1,101 @@
+"""Image processors of SmolVLM 2 and Mistral 3."""
+
+import numpy as np
+import pytest
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    PixtralImageProcessorPil,
+    get_resize_output_image_size,
+)
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from tests.torchtune.models.test_image_transform import picture, sizes
+from torchtune.data import DataError
+from torchtune.models._image_processors import by_block
+from torchtune.models.mistral3._processor import PixtralImages
+from torchtune.models.smolvlm._processor import TiledImages
+
+TILED = {
+    "256M": ({"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}, 16, 4),
+    "2.2B": ({"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}, 14, 3),
+    "small": ({"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}}, 4, 2),
+}
+
+
+def tiled(name: str) -> TiledImages:
+    config, patch, merge = TILED[name]
+    tower = {"patch_size": patch, "image_size": config["max_image_size"]["longest_edge"]}
+    return TiledImages.from_config(config, {"vision_config": tower, "scale_factor": merge})
+
+
+def theirs_of(name: str) -> SmolVLMImageProcessorPil:
+    return SmolVLMImageProcessorPil(**TILED[name][0], return_row_col_info=True)
+
+
+class _Shaped:
+    """An image that only has a shape, so that 10,000 sizes are a moment."""
+
+    def __init__(self, height: int, width: int) -> None:
+        self.shape = (3, height, width)
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_plan_of_tiles_is_that_of_transformers(name, monkeypatch):
+    processor, theirs, sized = tiled(name), theirs_of(name), {}
+    base = SmolVLMImageProcessorPil.__mro__[1]
+    monkeypatch.setattr(base, "resize", lambda self, image, size, **_: _Shaped(size.height, size.width))
+    for height, width in sizes(processor.tile, processor.tile**2, processor.longest**2):
+        from transformers.image_utils import SizeDict
+
+        first = theirs.resize(_Shaped(height, width), SizeDict(longest_edge=processor.longest))
+        image = theirs.resize_for_vision_encoder(first, processor.tile)
+        plan = processor.plan((width, height))
+        assert (plan.height, plan.width) == image.shape[1:], (height, width)
+        sized[plan.height, plan.width] = len(plan.grids)
+    assert len(sized) > 5
+
+
+@pytest.mark.parametrize("size", [(37, 50), (16, 16), (9, 200), (300, 20)])
+def test_patches_and_text_of_tiles_are_those_of_transformers(size):
+    image, processor = picture(*size), tiled("small")
+    wanted = theirs_of("small")([image], return_tensors="np")
+    plan = processor.plan(size)
+    pixels = wanted["pixel_values"][0].transpose(0, 2, 3, 1)
+    assert len(pixels) == len(plan.grids)
+    blocks = np.concatenate([by_block(tile, 4, 2) for tile in pixels]).transpose(0, 3, 1, 2)
+    assert np.abs(processor.patches(image) - blocks.reshape(len(blocks), -1)).max() * 0.5 <= 2 / 255
+    rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
+    marks = ("<fake_token_around_image>", "<image>", "<global-img>")
+    assert processor.layout(plan) == get_image_prompt_string(rows, columns, 4, *marks)
+
+
+@pytest.mark.parametrize("longest", [1540, 64])
+def test_plan_of_pixtral_is_that_of_transformers(longest):
+    processor = PixtralImages.from_config({"patch_size": 14, "size": {"longest_edge": longest}}, {})
+    refused = 0
+    for height, width in sizes(28, 28 * 28, longest**2):
+        wanted = get_resize_output_image_size(np.empty((3, height, width), np.uint8), longest, 28, "channels_first")
+        if 0 in wanted:
+            refused += 1
+            with pytest.raises(DataError, match="no pixel left"):
+                processor.plan((width, height))
+            continue
+        plan = processor.plan((width, height))
+        assert (plan.height, plan.width) == wanted, (height, width)
+        assert plan.tokens == wanted[0] * wanted[1] // 28**2
+    assert longest > 64 or refused
+
+
+@pytest.mark.parametrize("size", [(37, 50), (64, 64), (9, 200), (1, 1)])
+def test_patches_of_pixtral_are_those_of_transformers(size):
+    image = picture(*size)
+    theirs = PixtralImageProcessorPil(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64})
+    wanted = theirs([image], return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    processor = PixtralImages.from_config({"patch_size": 4, "size": {"longest_edge": 64}}, {"spatial_merge_size": 2})
+    blocks = by_block(wanted, 4, 2).transpose(0, 3, 1, 2)
+    found = processor.patches(image)
+    assert np.abs(found - blocks.reshape(len(blocks), -1)).max() * min(processor.std) <= 2 / 255
+    plan = processor.plan(size)
+    rows, columns = plan.height // 8, plan.width // 8
+    text = processor.layout(plan)
+    assert text == ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"

@@ -1,0 +1,124 @@
+"""Image processor of SmolVLM 2 and Idefics 3."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtune.data import DataError
+from torchtune.models._image_processors import (
+    LANCZOS,
+    Plan,
+    by_block,
+    check_settings,
+    given_colors,
+    given_numbers,
+    normalized,
+    resize,
+)
+
+_LARGEST = 4096
+_AROUND, _IMAGE, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
+
+
+@dataclass(frozen=True)
+class TiledImages:
+    """Image processor of SmolVLM 2 and Idefics 3: tiles of a large image, then the whole image as a tile.
+
+    Attributes:
+        patch_size: rows and columns of pixels of a patch.
+        merge: rows and columns of patches that become one token.
+        tile: rows and columns of pixels of a tile.
+        longest: longer side of an image after resizing.
+        splits: whether images are split into tiles.
+        mean: mean of red, green and blue.
+        std: standard deviation of red, green and blue.
+    """
+
+    patch_size: int
+    merge: int
+    tile: int = 364
+    longest: int = 4 * 364
+    splits: bool = True
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "TiledImages":
+        """Read ``preprocessor_config.json`` and ``config.json``.
+
+        Raises:
+            DataError: a field has a value that this processor does not support.
+        """
+        check_settings(config, LANCZOS)
+        tower = model.get("vision_config") or {}
+        numbers = given_numbers(
+            patch_size=tower.get("patch_size", 32),
+            merge=model.get("scale_factor", 2),
+            tile=(config.get("max_image_size") or {}).get("longest_edge"),
+            longest=(config.get("size") or {}).get("longest_edge"),
+        )
+        found = cls(**numbers, **given_colors(config), splits=bool(config.get("do_image_splitting", True)))
+        if found.tile != tower.get("image_size", 224):
+            raise DataError(
+                f"preprocessor_config.json has tiles of {found.tile} pixels, but the tower in config.json takes "
+                f"{tower.get('image_size', 224)}: download the checkpoint again"
+            )
+        return found
+
+    def plan(self, size: tuple[int, int]) -> Plan:
+        """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
+        width, height = self._tiled(self._first(size)) if self.splits else (self.tile, self.tile)
+        tiles = 1 if (width, height) == (self.tile, self.tile) else width * height // self.tile**2 + 1
+        side = self.tile // self.patch_size
+        return Plan(height, width, ((1, side, side),) * tiles, tiles * (side // self.merge) ** 2)
+
+    def _first(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return (width, height) with the longer side of ``longest`` pixels."""
+        ratio, most = size[0] / size[1], self.longest
+        longer_first = size[0] >= size[1]
+        shorter = int(most / ratio) if longer_first else int(most * ratio)
+        longer, shorter = most, max(shorter + shorter % 2, 1)
+        if longer > _LARGEST:
+            ratio = longer / shorter
+            longer, shorter = _LARGEST, max(int(_LARGEST / ratio), 1)
+        return (longer, shorter) if longer_first else (shorter, longer)
+
+    def _tiled(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return (width, height) as multiples of a tile."""
+        (width, height), tile = size, self.tile
+        ratio = width / height
+        if width >= height:
+            width = math.ceil(width / tile) * tile
+            return width, math.ceil(int(width / ratio) / tile) * tile
+        height = math.ceil(height / tile) * tile
+        return math.ceil(int(height * ratio) / tile) * tile, height
+
+    def patches(self, image: Any) -> np.ndarray:
+        """Return the patches of a Pillow image in RGB, float32 ``[p, 3 * patch_size²]``, by tile and by block."""
+        plan, tile = self.plan(image.size), self.tile
+        whole = resize(image, *self._first(image.size), LANCZOS)
+        whole = resize(whole, plan.width, plan.height, LANCZOS)
+        rows, columns = (range(0, side, tile) for side in (plan.height, plan.width))
+        tiles = [whole.crop((left, top, left + tile, top + tile)) for top in rows for left in columns]
+        if len(tiles) > 1:
+            tiles.append(resize(whole, tile, tile, LANCZOS))
+        used = tile // self.patch_size * self.patch_size
+        pixels = [normalized(one, self.mean, self.std)[:used, :used] for one in tiles]
+        blocks = np.concatenate([by_block(one, self.patch_size, self.merge) for one in pixels])
+        return blocks.transpose(0, 3, 1, 2).reshape(len(blocks), -1)
+
+    def layout(self, plan: Plan) -> str:
+        """Return the text that replaces the placeholder of an image."""
+        tokens = _IMAGE * (plan.tokens // len(plan.grids))
+        whole = f"{_AROUND}{_WHOLE}{tokens}{_AROUND}"
+        if len(plan.grids) == 1:
+            return whole
+        rows, columns = plan.height // self.tile, plan.width // self.tile
+        lines = [
+            "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        return "".join([*lines, "\n", whole])
