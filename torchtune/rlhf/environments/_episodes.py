@@ -149,6 +149,10 @@ class Environments:
         timeout: seconds for ``reset``, for the calls of a turn, and for ``get_reward``.
         tool_format: format of tool calls; ``None`` detects it in the chat template.
 
+    Attributes:
+        give_rewards: whether every environment has ``get_reward``.
+        seconds: seconds of the last call: ``generate``, ``tools``, ``idle`` (waiting for them) and ``score``.
+
     Raises:
         RolloutError: the sampler is not local, the format of calls is unknown, the chat template takes no replies, or
             an environment is incomplete.
@@ -179,13 +183,14 @@ class Environments:
         self._max_turns, self._timeout = max_turns, timeout
         template = "".join(one.source for one in getattr(tokenizer, "chat_templates", {}).values())
         self._format = tool_format or detect_format(template)
-        if self._format not in FORMATS:
+        named = factories if isinstance(factories, Mapping) else {None: factories}
+        self._kinds = {name: self._kind(build) for name, build in named.items()}
+        self.give_rewards = all(kind.has_reward for kind in self._kinds.values())
+        if self._format not in FORMATS and any(kind.schemas for kind in self._kinds.values()):
             raise RolloutError(
                 f"tool_format is {self._format!r}, and the chat template shows no known one: set it to one of "
                 f"{', '.join(FORMATS)}."
             )
-        named = factories if isinstance(factories, Mapping) else {None: factories}
-        self._kinds = {name: self._kind(build) for name, build in named.items()}
         self.seconds = dict.fromkeys(("generate", "tools", "idle", "score"), 0.0)
 
     def _kind(self, build: Callable[[], Any]) -> _Kind:
@@ -206,11 +211,6 @@ class Environments:
             kind.bridge([ToolCall(next(iter(kind.schemas)))], ["Result"])
         _close(sample)
         return kind
-
-    @property
-    def give_rewards(self) -> bool:
-        """Whether every environment has ``get_reward``."""
-        return all(kind.has_reward for kind in self._kinds.values())
 
     def figures(self) -> dict[str, tuple[float, int]]:
         """Return metrics of the last call: seconds of decoding, tools, waiting for them, and rewards."""
@@ -358,7 +358,7 @@ class Environments:
         text = self._tokenizer.decode(turn, skip_special_tokens=False)
         calls: list[ToolCall] = []
         try:
-            calls = parse_calls(text, self._format, one.kind.schemas)
+            calls = parse_calls(text, self._format, one.kind.schemas) if one.kind.schemas else []
             mistake = next(filter(None, (check_call(call, one.kind.schemas) for call in calls)), None)
         except CallError as error:
             mistake = str(error)

@@ -119,7 +119,7 @@ def test_without_tools_an_episode_is_an_answer_bit_for_bit(make, prompts):
     class Silent:
         def reset(self) -> None: ...
 
-    environments = make(Silent, tool_format="hermes")
+    environments = make(Silent, tool_format=None)
     answers = environments._sampler([prompt.tokens for prompt in prompts], 4, SEEDS)
     for episode, answer in zip(environments(prompts, 4, SEEDS), answers, strict=True):
         assert torch.equal(episode.tokens, answer.tokens)
