@@ -69,7 +69,7 @@ def _write_more(d: ImageTextDescription) -> dict[str, Any]:
     return {"text_config": {"pad_token_id": d.pad_token, "use_bidirectional_attention": kind}}
 
 
-_SIZES = (
+_TOWER_SIZES = (
     ("hidden_size", "embed_dim", 768),
     ("intermediate_size", "intermediate_dim", 3072),
     ("num_hidden_layers", "num_layers", 16),
@@ -82,7 +82,7 @@ _FORMAT = ImageTextFormat(
     "gemma4",
     (FORMAT,),
     vision_type="gemma4_vision",
-    sizes=_SIZES,
+    sizes=_TOWER_SIZES,
     tokens=(("image_token_id", 258_880), ("video_token_id", 258_884)),
     read_vision=_read,
     write_vision=_write,

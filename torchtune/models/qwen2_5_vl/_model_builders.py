@@ -14,7 +14,7 @@ from torchtune.models._vision_names import FlatPatches, image_text_names, rename
 from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF
 from torchtune.models.qwen3_vl._processor import QwenImages
-from torchtune.models.qwen3_vl._tower import SIZES, fused_qkv
+from torchtune.models.qwen3_vl._tower import TOWER_SIZES, fused_qkv
 
 _ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
@@ -70,7 +70,7 @@ _FORMAT = ImageTextFormat(
     "qwen2_5_vl",
     (_TEXT,),
     vision_type="qwen2_5_vl_vision",
-    sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in SIZES),
+    sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_SIZES),
     tokens=(("image_token_id", 151_655),),
     read_vision=_read,
     write_vision=_write,

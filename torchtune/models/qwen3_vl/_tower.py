@@ -12,7 +12,7 @@ from torchtune.models._weight_map import Row
 from torchtune.models._weight_ops import Split
 
 # Sizes of a tower: their name, our name, default.
-SIZES = (
+TOWER_SIZES = (
     ("depth", "num_layers", 27),
     ("hidden_size", "embed_dim", 1152),
     ("intermediate_size", "intermediate_dim", 4304),
@@ -64,7 +64,7 @@ def qwen_format(
         model_type,
         (text,),
         vision_type=f"{model_type}_vision",
-        sizes=SIZES,
+        sizes=TOWER_SIZES,
         read_vision=partial(_read, deep_layers=deep_layers),
         write_vision=_write,
         **more,
