@@ -24,6 +24,7 @@ EVERY = {
     "benchmarks/test_bench_gpu": 5,
     "benchmarks/test_run_gpu": 3,
     "recipes/test_contract": 4,
+    "recipes/test_image_text": 3,
     "recipes/test_kill": 4,
     "recipes/test_older_recipes": 2,
     "recipes/test_several_machines": 2,

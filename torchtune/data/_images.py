@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Pillow reads some other formats with external programs: EPS, itself a program, with Ghostscript.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its first value that exchanges rows and columns
+_TIFF_SIZE = (0x0100, 0x0101)
 _IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -127,7 +128,10 @@ def _decoded(image: Any) -> Any:
 def _size(image: Any) -> tuple[int, int]:
     is_tagged = image.format != "PNG" or "exif" in image.info  # else Pillow decodes a PNG to find out
     turned = is_tagged and image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
-    return image.size[::-1] if turned else image.size
+    size = image.size
+    if image.format == "TIFF":  # recent releases of Pillow exchange the sides themselves
+        size = tuple(image.tag_v2[tag] for tag in _TIFF_SIZE)
+    return size[::-1] if turned else size
 
 
 def _to_rgb(image: Any) -> Any:

@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import torchtune
 from tests.tiny_images import END, IMAGE, PROCESSOR, START, image_text_model, qwen3_vl_config, write_image_checkpoint
-from torchtune.data import DataError, collate_documents
+from torchtune.data import DataError, collate_documents, image_size, open_image
 from torchtune.models import image_text_transform
 from torchtune.models.qwen3_vl._processor import QwenImages
 
@@ -138,6 +138,16 @@ def test_a_row_that_would_be_cut_inside_an_image_is_refused(folder):
         short(turns(picture(40, 20)))
     row = image_text_transform(str(folder), max_seq_len=30)(turns(picture(8, 8), answer="so " * 30))
     assert len(row["tokens"]) == 30  # text is cut
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_sizes_from_headers_are_those_of_decoded_images(kind, orientation, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "turned"
+    picture(40, 20).save(path, kind, exif=exif)
+    assert image_size(str(path)) == open_image(str(path)).size == ((40, 20) if orientation < 5 else (20, 40))
 
 
 def test_images_of_the_assistant_are_refused(transform):
