@@ -102,8 +102,8 @@ class Group:
     """External tensors and our tensors that are converted together, with concrete names.
 
     Attributes:
-        external: external names, in the order of the argument of :meth:`to_tune`.
-        tune: our names, in the order of the result of :meth:`to_tune`.
+        external: external names, in the order of :meth:`to_tune`.
+        tune: our names, in the same order.
 
     Example:
         >>> group = torchtune.models.Group(("a.weight",), ("b.weight",), torchtune.models.Identity(), None)
@@ -149,13 +149,7 @@ class Group:
             part.fill(target, source(self.external[part.external], part.slices))
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
-        """Return the slices of external tensors that form a slice of one of our tensors.
-
-        Args:
-            name: name of our tensor.
-            slices: slice of our tensor, for example the shard of a rank.
-            shapes: shapes of the external tensors, in the order of ``external``.
-        """
+        """Return the slices of external tensors that form a slice of one of our tensors; see :meth:`read`."""
         return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
 
 

@@ -115,9 +115,9 @@ class TransformerSelfAttentionLayer(nn.Module):
         h = x
         with fast_products(x):
             if self.attn is not None:
-                sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-                sharing |= {"blocks": blocks} if blocks else {}
-                h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+                more = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
+                more |= {"blocks": blocks} if blocks else {}
+                h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **more)
                 h, keys = h if returns_keys else (h, None)
             if self.mlp is not None:
                 h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
@@ -231,9 +231,7 @@ class TransformerDecoder(nn.Module):
         encoder_max_seq_len: int | None = None,
         decoder_max_seq_len: int | None = None,
     ) -> None:
-        """Set up a KV cache in every layer, on the default device.
-
-        :meth:`forward` then requires ``mask`` and ``input_pos``.
+        """Set up a KV cache in every layer, on the default device; :meth:`forward` then needs mask and positions.
 
         Args:
             batch_size: largest batch size.
@@ -256,8 +254,7 @@ class TransformerDecoder(nn.Module):
 
         Cached keys are then invalid: reset the caches and prefill the whole sequence again.
 
-        Args:
-            input_pos: positions ``[b, s]`` or ``[s]`` of the next forward pass.
+        ``input_pos`` are the positions ``[b, s]`` or ``[s]`` of the next forward pass.
         """
         limits = (getattr(self._pos_embeddings(layer), "switch_at", None) for layer in self.layers)
         limit = next((limit for limit in limits if limit is not None), None)
@@ -323,8 +320,8 @@ class TransformerDecoder(nn.Module):
                 are all ``input_pos``.
             added: (int64 ``[n]``, indices in the flattened ``b * s`` positions, and tensors ``[n, d]`` that are added
                 there after the first layers, one for each layer).
-            layer_tokens: int64 ``[b, s]``, tokens of ``layer_embeddings``; by default ``tokens``.
-            blocks: positions that see each other in layers with a window; see :meth:`MultiHeadAttention.forward`.
+            layer_tokens: tokens of ``layer_embeddings``; by default ``tokens``.
+            blocks: see :meth:`MultiHeadAttention.forward`; for layers with a window.
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
                 unless ``skip_output_layer`` or ``num_output_chunks`` is set.
 
@@ -333,11 +330,8 @@ class TransformerDecoder(nn.Module):
             ``output_hidden_states``, a list of the requested hidden states, then this result.
 
         Raises:
-            ValueError: a sequence exceeds ``max_seq_len``, the model does not support shared prefixes
-                (:meth:`prefix_obstacle`), a KV cache lacks mask or positions or is outgrown
-                (:meth:`invalidates_caches`), layers with a state get a mask without positions, both or neither of
-                ``tokens`` and ``input_embeds`` are passed, the model has no cross-attention for ``encoder_input``, or
-                ``output`` is invalid.
+            ValueError: a sequence exceeds ``max_seq_len``, a KV cache lacks mask or positions or is outgrown, or
+                arguments do not fit each other or the model.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -350,12 +344,12 @@ class TransformerDecoder(nn.Module):
         h = self.embed(tokens) if input_embeds is None else input_embeds
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
-            # Read from the tokens: with sequence parallelism the hidden states are a shard of the sequence.
+            # From the tokens, because with sequence parallelism h is a shard of the sequence.
             input_pos = positions_of(h if tokens is None else tokens, documents)
         tables = self._rope_tables(input_pos, documents, rope_pos)
         boundaries = self._boundaries(h, documents, mask)
-        layer_tokens = tokens if layer_tokens is None else layer_tokens
-        embedded = None if self.layer_embeddings is None else self.layer_embeddings(layer_tokens, h)
+        embeddings, layer_tokens = self.layer_embeddings, tokens if layer_tokens is None else layer_tokens
+        embedded = None if embeddings is None else embeddings(layer_tokens, h)
         hidden, shared_keys, shared_layers = [], {}, set(self.kv_sources.values())
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
@@ -419,9 +413,8 @@ class TransformerDecoder(nn.Module):
         for head_dim, window, softcap, sinks, _ in kinds:
             options = {"head_dim": head_dim, "window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
             if not torch.compiler.is_compiling():
-                log_attention_backend(
-                    h.device, h.dtype, documents=documents is not None, mask=mask is not None, **options
-                )
+                given = {"documents": documents is not None, "mask": mask is not None}
+                log_attention_backend(h.device, h.dtype, **given, **options)
             if choose_kernel(h.device, h.dtype, **options) is Kernel.FLEX:
                 windows.add(window or 0)
         return None if documents is None else Boundaries.of(documents, block_masks=windows, chunks=chunks)
