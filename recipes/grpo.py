@@ -285,9 +285,14 @@ class GRPORecipe:
         for loader in filter(None, (self.loader, self.loader_val)):
             rlhf.check_prompts(loader.dataset, self.sampler, model)
         self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
-        limits = {"max_turns": cfg.max_turns, "timeout": cfg.tool_timeout, "tool_format": cfg.tool_format}
         self.environments = rlhf.setup_environments(
-            cfg.environment, self.sampler, self.tokenizer, cfg.rewards, **limits
+            cfg.environment,
+            self.sampler,
+            self.tokenizer,
+            cfg.rewards,
+            max_turns=cfg.max_turns,
+            timeout=cfg.tool_timeout,
+            tool_format=cfg.tool_format,
         )
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
         self.loss_fn = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
@@ -301,8 +306,7 @@ class GRPORecipe:
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
         """Sample and score answers, which depend only on the seed, the step and the row."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
-        seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
-        seeds = None if greedy else seeds
+        seeds = None if greedy else [rlhf.prompt_seed(self.seed, self.global_step, one.number) for one in prompts]
         if self.environments is None:
             rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, seeds)
         else:
