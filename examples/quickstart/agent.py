@@ -22,7 +22,7 @@ from torchtune.rlhf.environments import Environments, Episode, tools_of
 RUN = OUT / "agent"
 DATA = OUT / "arithmetic"
 TEMPLATE = HERE / "data" / "tools.jinja"
-STEPS_BEFORE, STEPS = 10, 25
+STEPS_BEFORE, STEPS = 4, 20
 MAX_NEW_TOKENS = 48
 
 
@@ -96,7 +96,7 @@ def train(model: Path) -> Path:
             "max_turns=2",
             "rewards=[{_component_: torchtune.rlhf.reward_functions.ExactMatch}]",
             f"sampler.max_new_tokens={MAX_NEW_TOKENS}",
-            "batch_size=8",
+            "batch_size=6",
             "num_samples=8",
             "tokens_per_batch=2048",
             f"max_steps_per_epoch={STEPS}",

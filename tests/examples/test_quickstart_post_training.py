@@ -110,7 +110,7 @@ def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, 
     assert report["exact_match"].keys() == {"published", "shown", "trained"}
     assert len(report["conversations"]) == 100
     lines = [json.loads(line) for line in (folder / "agent" / "rollouts.jsonl").read_text().splitlines()]
-    assert len(lines) == 3 * 64
+    assert len(lines) == 3 * 48
     assert all("calculate" in line["prompt"] or line["end"] for line in lines)
 
 
