@@ -29,7 +29,7 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row, WeightMap
+from torchtune.models._weight_map import WeightMap
 from torchtune.models._weight_names import (
     GGUF,
     HF_HALF,
@@ -44,6 +44,7 @@ from torchtune.models._weight_names import (
     with_fused_experts,
 )
 from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Split
+from torchtune.models._weight_rows import Row
 
 
 def family(

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from torchtune.models._description import Description
-from torchtune.models._weight_map import Row, WeightMap
+from torchtune.models._weight_map import WeightMap
 from torchtune.models._weight_ops import ExternalSlice, Op, Slices, is_empty
+from torchtune.models._weight_rows import Row
 
 
 @dataclass(frozen=True)

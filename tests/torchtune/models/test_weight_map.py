@@ -19,8 +19,8 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
-from torchtune.models._weight_map import Row, Tied
 from torchtune.models._weight_ops import Identity, InterleaveRope, Split, Stack
+from torchtune.models._weight_rows import Row, Tied
 
 _VARIANTS = [
     {},

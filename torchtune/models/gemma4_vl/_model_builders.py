@@ -13,8 +13,8 @@ from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_activation, read_whole
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 from torchtune.models._vision_names import image_text_names, renamed_modules
-from torchtune.models._weight_map import Row
 from torchtune.models._weight_ops import ExternalSlice, Op, Slices
+from torchtune.models._weight_rows import Row
 from torchtune.models.gemma4._model_builders import FORMAT
 from torchtune.models.gemma4._model_builders import SPEC as TEXT
 from torchtune.models.gemma4_vl._processor import GemmaImages

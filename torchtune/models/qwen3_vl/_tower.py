@@ -8,8 +8,8 @@ from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_activation, read_layers, read_whole
 from torchtune.models._vision_description import VisionDescription
 from torchtune.models._vision_names import FlatPatches, renamed_modules
-from torchtune.models._weight_map import Row
 from torchtune.models._weight_ops import Split
+from torchtune.models._weight_rows import Row
 
 # Sizes of a tower: their name, our name, default.
 TOWER_SIZES = (

@@ -10,8 +10,8 @@ from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_a
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_description import VisionDescription
 from torchtune.models._vision_names import FlatPatches, image_text_names, renamed_modules
-from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_INTERLEAVED
+from torchtune.models._weight_rows import Row
 from torchtune.models.smolvlm._processor import TiledImages
 
 _UNUSED = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")
