@@ -23,7 +23,7 @@ from torchtune._cli.run import Run
 from torchtune._cli.selfcheck import Selfcheck
 from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
-from torchtune.utils import UserError, file_limits, reduce_garbage_collection, restore_garbage_collection
+from torchtune.utils import UserError, file_limits
 
 _SUBCOMMANDS = (
     *(Download, List, Copy, Data, Run, Report, Compare, Estimate, Validate, Cat, Chat),
@@ -65,7 +65,6 @@ def main() -> None:
     """Run ``tune``; a user error is printed as one sentence without a traceback, with exit code 2."""
     parser = TuneCLIParser()
     args = parser.parse_args()
-    reduce_garbage_collection()
     try:
         with file_limits():
             parser.run(args)
@@ -87,8 +86,6 @@ def main() -> None:
             raise  # inside a recipe: keep the traceback
         print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
         sys.exit(2)
-    finally:
-        restore_garbage_collection()
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ from torchtune.utils import (
     get_logger,
     log_once,
     note_in_run_log,
-    reduce_garbage_collection,
     refuse_foreign,
-    restore_garbage_collection,
     was_said,
 )
 
@@ -186,7 +184,6 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
     def wrapper(*settings: Any) -> Any:
         if settings:
             return recipe_main(*settings)
-        reduce_garbage_collection()
         try:
             config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
             with file_limits():
@@ -210,8 +207,6 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             # printed last.
             note_in_run_log(traceback.format_exc().rstrip())
             sys.exit(1)
-        finally:
-            restore_garbage_collection()
         sys.exit(result)
 
     return wrapper

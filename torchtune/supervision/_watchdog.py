@@ -35,7 +35,6 @@ from torchtune.utils import (
     get_rank,
     note_in_run_log,
     place,
-    restore_garbage_collection,
     set_collective_timeout,
     watch_activity,
     watched_activity,
@@ -84,7 +83,6 @@ def watch_run(
     Raises:
         OutOfMemoryError: see :func:`explain_out_of_memory`.
     """
-    restore_garbage_collection()  # set-up has ended
     activity = throughput.activity
     is_watched = watched_activity() is activity
     watchdog = nullcontext() if is_watched else Watchdog(activity, dims, _to_seconds(hang_timeout_minutes))

@@ -77,8 +77,6 @@ __getattr__, __dir__, __all__ = attach(
         "FrozenIntegers": "_torch_private",
         "WriteError": "_atomic_files",
         "allow_compiled_versions": "_torch_private",
-        "restore_garbage_collection": "_garbage",
-        "reduce_garbage_collection": "_garbage",
         "find_device": "_device",
         "has_json_lines": "_json_lines",
         "is_gzip": "_json_lines",

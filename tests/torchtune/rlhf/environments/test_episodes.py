@@ -166,7 +166,7 @@ class Faulty(Notes):
         return math.nan if self.fault == "nan" else super().get_reward()
 
 
-def test_a_thousand_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
+def test_hundreds_of_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
     environments = make(Faulty, timeout=0.3)
     Faulty.count, injected, number = 0, 0, 0
     for step in range(22):
