@@ -1,6 +1,8 @@
 """Builders with the signatures of those that the pages name, of a model that trains in seconds."""
 
 import json
+import os
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -22,6 +24,8 @@ def make(folder: Path) -> Path:
     """Write the checkpoint that the builders describe."""
     write_checkpoint(folder)
     FOLDER[:] = [folder]
+    os.environ["TINY_MODEL"] = str(folder)  # of processes that commands start
+    forkserver._forkserver._stop()  # it starts again, with this environment
     return folder
 
 
@@ -51,7 +55,7 @@ def make_outline(folder: Path) -> None:
 def smollm2_135m(tie_word_embeddings: bool = True) -> TransformerDecoder:
     """The tiny model in the place of SmolLM2 135M."""
     assert tie_word_embeddings
-    return from_hf_config(str(FOLDER[0]))
+    return from_hf_config(str(FOLDER[0]) if FOLDER else os.environ["TINY_MODEL"])
 
 
 lora_smollm2_135m = lora_builder(smollm2_135m, "lora_smollm2_135m", __name__, "the tiny model with LoRA adapters")

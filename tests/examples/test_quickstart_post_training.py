@@ -162,4 +162,5 @@ def test_margins_are_those_of_transformers(examples, tmp_path):
             )
             log_probs = model(torch.tensor([prompt + new])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
             sums.append(log_probs[range(len(new)), new].sum().item())
-        assert margin == pytest.approx(sums[0] - sums[1], abs=1e-4)
+        # a difference of two sums of some hundred nats in float32
+        assert margin == pytest.approx(sums[0] - sums[1], abs=1e-3)

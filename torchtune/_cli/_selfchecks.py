@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import shutil
+import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
@@ -317,6 +318,7 @@ def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
         except SystemExit as stop:
             return f"exit code {stop.code}" if stop.code else None
         except Exception as error:  # noqa: BLE001  (of a recipe of the user's own)
+            traceback.print_exc(file=file)
             return f"{type(error).__name__}: {error}"
     return None
 

@@ -58,7 +58,8 @@ def truncate_text(text: str, width: int = 60) -> str:
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that ``name`` most likely means, or ``None`` if none is close."""
-    pool = {candidate.lower(): candidate for candidate in candidates if candidate != name}
+    by_case = sorted(set(candidates) - {name}, key=lambda candidate: (len(set(candidate) & set(name)), candidate))
+    pool = {candidate.lower(): candidate for candidate in by_case}  # Adam rather than adam for AdamZ
     close = difflib.get_close_matches(name[:_LONGEST].lower(), pool, n=1, cutoff=0.65)
     return pool[close[0]] if close else None
 

@@ -17,8 +17,8 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
         Tensor ``[..., d]`` of the dtype of ``x``.
 
     Example:
-        >>> torchtune.modules.rms_norm(torch.tensor([2.0, -2.0]), eps=0.0)
-        tensor([ 1.0000, -1.0000])
+        >>> torchtune.modules.rms_norm(torch.tensor([3.0, -1.0]))
+        tensor([ 1.3416, -0.4472])
     """
     # Rounded before scaling, as checkpoints expect.
     normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)

@@ -69,6 +69,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GEMMA4, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
         | {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0},
     ),
+    "gemma4_shared_keys": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},

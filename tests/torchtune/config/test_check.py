@@ -269,10 +269,11 @@ def test_a_config_is_found_by_path_or_name():
         ("pakced", "; did you mean 'packed'?"),
         ("batchsize", "; did you mean 'batch_size'?"),
         ("zzz", ""),
+        ("AdamZ", "; did you mean 'Adam'?"),  # the class, not the module of the same name
     ],
 )
 def test_the_nearest_name(name, found):
-    names = ["lr", "packed", "batch_size", "epochs", "weight_decay"]
+    names = ["lr", "packed", "batch_size", "epochs", "weight_decay", "Adam", "adam"]
     assert did_you_mean(name, names) == found
 
 
