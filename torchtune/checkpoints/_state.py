@@ -324,6 +324,9 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     structure, (names, parameters) = _structure(folder), _parameters(state, named)
     saved_names = structure.pop(_NAMES, {})
     structure.pop("files of ranks", None)  # checkpoints of 0.8.0's previews
+    if "best" in state and "best" not in structure:  # earlier releases have it in the guard
+        guard = _decoded(structure, "guard", lambda *_: None, folder) if "guard" in structure else {}
+        structure["best"] = _encode(guard.get("best", {}), "best", {})
     for key in sorted(state.keys() ^ structure.keys()):
         where = "this run has" if key in state else "the checkpoint has"
         raise CheckpointError(

@@ -32,6 +32,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 _CORE = "tag:yaml.org,2002:"
 _SCALARS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null")}
 # Limits of a file; the largest shipped config has about a hundred values. Aliases are expanded.
+_MAX_DEPTH = 64
 _MAX_BYTES, _MAX_VALUES = 2**20, 20_000
 
 
@@ -180,18 +181,25 @@ def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
         raise BadValue(problem=problem, problem_mark=node.start_mark) from error
 
 
+def _check_depth(text: str) -> None:
+    """Raise ``BadValue`` for deep nesting: events are parsed without recursion, but composing nodes recurses in C."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise BadValue(problem=f"nests more than {_MAX_DEPTH} levels deep", problem_mark=event.start_mark)
+
+
 def _parse(text: str, document: Document) -> Any:
     """Parse ``text``; positions and recoverable mistakes are added to ``document``.
 
     Raises:
         yaml.YAMLError: it cannot be parsed.
     """
+    _check_depth(text)
     loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        return None if node is None else _Builder(loader, document).build(node, ())
-    except RecursionError as error:
-        raise BadValue(problem="nests too deep") from error
+    node = loader.get_single_node()
+    return None if node is None else _Builder(loader, document).build(node, ())
 
 
 def read_document(path: str | Path) -> Document:
