@@ -1,6 +1,7 @@
 """Read YAML into plain values, with the file and line of every key."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -170,15 +171,21 @@ def _unknown_tag_error(node: yaml.Node) -> yaml.YAMLError:
 
 
 def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    """Convert a scalar of a plain type. Raises ``BadValue`` if it does not match its tag."""
+    """Convert a scalar of a plain type. Raises ``BadValue`` if a number does not fit 64 bits."""
     if node.tag not in _SCALARS:
         raise _unknown_tag_error(node)
+    kind = node.tag.removeprefix(_CORE)
     try:
-        return loader.construct_object(node)
+        value = loader.construct_object(node)
+        if kind == "int" and abs(value) >= 2**63:
+            raise ValueError
+        if kind == "float" and math.isinf(value) and "inf" not in node.value.lower():
+            raise ValueError
     except (ValueError, LookupError) as error:
-        text, kind = truncate_text(redact_secrets(node.value)), node.tag.removeprefix(_CORE)
-        problem = f"'{text}' is no {kind}: put quotation marks around text"
+        text, size = truncate_text(redact_secrets(node.value)), " of at most 64 bits" * (kind in ("int", "float"))
+        problem = f"'{text}' is no {kind}{size}: put quotation marks around text"
         raise BadValue(problem=problem, problem_mark=node.start_mark) from error
+    return value
 
 
 def _check_depth(text: str) -> None:

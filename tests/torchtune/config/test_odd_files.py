@@ -9,7 +9,7 @@ from torchtune.config import ConfigError, load_and_check
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
 ODD = {
     "billion laughs": (BOMB, "holds more than 20,000 values"),
-    "brackets": ("a: " + "[" * 5000 + "]" * 5000, "nests too deep"),
+    "brackets": ("a: " + "[" * 5000 + "]" * 5000, "nests more than 64 levels deep"),
     "long text": ("a: " + "x" * 2_000_000, "is longer than 1 MiB"),
     "circle": ("a: ${b}\nb: ${c}\nc: ${a}\n", "it refers to itself"),
     "many mistakes": ("".join(f"a{i}: {{_component_: no.such.thing{i}}}\n" for i in range(400)), "50 mistakes or more"),
