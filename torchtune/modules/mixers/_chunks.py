@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from torchtune.utils import without_dispatch_modes
+
 CHUNK = 64
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -128,8 +130,9 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
         d_state = torch.zeros_like(states[0])
         for index, where in reversed(list(enumerate(_slices(k.shape[1])))):
             arguments = (*(t[:, where] for t in (q, k, v, g, beta)), states[index])
-            _, pull_back = torch.func.vjp(functools.partial(_read, kind, resets[:, where]), *arguments)
-            *values, d_state = pull_back((grad[:, where].float(), d_state))
+            with without_dispatch_modes():
+                _, pull_back = torch.func.vjp(functools.partial(_read, kind, resets[:, where]), *arguments)
+                *values, d_state = pull_back((grad[:, where].float(), d_state))
             for result, value in zip(grads, values, strict=True):
                 result[:, where] = value
         return grads
