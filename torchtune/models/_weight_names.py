@@ -151,9 +151,9 @@ def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = T
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
-    both = (f"{ours}gate_proj", f"{ours}up_proj")
+    inputs = (f"{ours}gate_proj", f"{ours}up_proj")
     op = partial(FusedExperts, transpose=transpose and not both, peft_swaps=not transpose, both=both)
-    for name, tune, parts in (("gate_up_proj", both, 2), ("down_proj", f"{ours}down_proj", 1)):
+    for name, tune, parts in (("gate_up_proj", inputs, 2), ("down_proj", f"{ours}down_proj", 1)):
         rows.append(Row(f"{theirs}{name}", tune, op(parts), "expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
