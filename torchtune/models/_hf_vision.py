@@ -15,6 +15,10 @@ _ROPES = ("rope_parameters", "rope_scaling")
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
 
 
+def _nothing(whole: Any) -> dict[str, Any]:  # a lambda could not be pickled with the model
+    return {}
+
+
 @dataclass(frozen=True)
 class ImageTextFormat:
     """Mapping between an :class:`ImageTextDescription` and the ``config.json`` of a Hugging Face architecture.
@@ -53,8 +57,8 @@ class ImageTextFormat:
     rope_base: float = 10_000.0
     tied: bool = False
     ignored: tuple[str, ...] = ()
-    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    write_more: Callable[[ImageTextDescription], dict[str, Any]] = lambda description: {}
+    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    write_more: Callable[[ImageTextDescription], dict[str, Any]] = _nothing
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
