@@ -16,7 +16,7 @@ activations, the softmax and the optimizer are omitted, as is usual.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,23 +78,32 @@ class FlopCount:
     Attributes:
         token: FLOPs per token, without attention.
         label: FLOPs per labeled token.
-        pair: FLOPs per visible query-key pair, by the window of the layers (None: no window). Chunked attention counts
-            as a window of half a chunk, in which as many pairs are visible.
+        pair: FLOPs per visible query-key pair, by the window of the layers (None: no window).
+        chunked: the same in layers with chunked attention, by chunk size.
     """
 
     token: float
     label: float
     pair: Mapping[int | None, float]
+    chunked: Mapping[int, float] = field(default_factory=dict)
 
     def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
         """Return the attention FLOPs of documents of these lengths that continue from ``before`` earlier positions."""
         lengths = list(lengths)
         spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
         spans = [(start, start + length) for start, length in spans]
-        return sum(
+        found = sum(
             each * sum(attention_pairs(end, window) - attention_pairs(start, window) for start, end in spans)
             for window, each in self.pair.items()
         )
+        for size, each in self.chunked.items():
+            found += each * sum(_chunk_pairs(end, size) - _chunk_pairs(start, size) for start, end in spans)
+        return found
+
+
+def _chunk_pairs(length: int, size: int) -> int:
+    """Return the number of visible query-key pairs in chunks of ``size``."""
+    return length // size * attention_pairs(size, None) + attention_pairs(length % size, None)
 
 
 def attention_pairs(length: int, window: int | None) -> int:
@@ -124,7 +133,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     if labels_only is None:
         labels_only = getattr(decoder, "skip_output_layer", False)
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
-    by_token, by_pair = 0.0, Counter()
+    by_token, by_pair, by_chunk = 0.0, Counter(), Counter()
     shapes = full_shapes(model)
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
@@ -139,11 +148,12 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
                 head = getattr(attention, "head_dim", decoder.head_dim)
                 width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
                 chunk = getattr(attention, "chunk", None)
-                by_pair[chunk // 2 if chunk else getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
+                of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
+                of[size] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _flops_per_weight(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:
         by_token, by_label = by_token + by_label, 0.0
-    return FlopCount(by_token, by_label, dict(by_pair))
+    return FlopCount(by_token, by_label, dict(by_pair), dict(by_chunk))
 
 
 def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
