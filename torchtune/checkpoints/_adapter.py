@@ -55,6 +55,7 @@ _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Ends of our names of adapters of linear layers; other adapters are of experts.
 _OF_LINEAR = (".weight", ".magnitude")
 _LORA_A = ".lora_a.weight"
+_LAYER = re.compile(r".*\.layers\.\d+\.")  # what comes before the path in a layer
 
 
 def find_adapter(path: Path, weights: ModelWeights) -> Path:
@@ -383,6 +384,8 @@ def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]
 
 def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
     """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
+    if not names:
+        return []
     modules = {
         name.removesuffix(".weight")
         for group in weight_map.prefixed(dict(weight_map.modules)).groups(description)
@@ -391,12 +394,9 @@ def _shortest(names: Collection[str], weight_map: WeightMap, description: Descri
     }
     parts = [name.split(".") for name in modules]
     parents = {".".join(part[:end]) for part in parts for end in range(1, len(part))}  # peft looks at all modules
-    others = {end for name in (modules | parents).difference(names) for end in _ends(name)}
-    return sorted({next(end for end in (*_ends(name), name) if end not in others) for name in names})
-
-
-def _ends(name: str) -> tuple[str, str]:
-    return name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name)
+    ends = {name: (name.rpartition(".")[2], _LAYER.sub("", name)) for name in modules.union(parents, names)}
+    others = {end for name in ends.keys() - names for end in ends[name]}
+    return sorted({next(end for end in (*ends[name], name) if end not in others) for name in names})
 
 
 def adapter_folder(folder: Path) -> Path:
