@@ -102,7 +102,7 @@ def test_what_latents_exclude_is_refused(model):
         model.spec.parallel_plan(model)
     numbers = {"vocab_size": 8, "num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8}
     heads = {"num_heads": 2, "num_kv_heads": 2}
-    with pytest.raises(ModelError, match=r"value_dim \(0\) go together"):
+    with pytest.raises(ModelError, match=r"kv_latent_dim \(got 4\) and value_dim go together"):
         Description(**numbers, **heads, kv_latent_dim=4)
     with pytest.raises(ModelError, match="kv_latent_dim and attn_sinks do not go together"):
         Description(**numbers, **heads, kv_latent_dim=4, value_dim=4, attn_sinks=True)
