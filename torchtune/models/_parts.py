@@ -45,6 +45,10 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
     Returns:
         Name prefix in a text-only checkpoint -> prefix here. Empty if the checkpoint is text-only, or if its decoder
         has cross-attention to the other parts and so cannot be used alone.
+
+    Example:
+        >>> torchtune.models.text_prefixes(["model.language_model.norm.weight", "lm_head.weight"])["model."]
+        'model.language_model.'
     """
     names = list(names)
     if any(".cross_attn." in name for name in names):
@@ -61,6 +65,10 @@ def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         prefixes: prefixes of the checkpoint's tensors, from :func:`text_prefixes`; they differ in older checkpoints.
+
+    Example:
+        >>> torchtune.models.module_prefixes({"model.": "language_model.model."})["model."]
+        'model.language_model.'
     """
     decoder = "text_model" if "text_model." in prefixes["model."] else "language_model"
     return {"model.": f"model.{decoder}.", "lm_head.": "lm_head."}

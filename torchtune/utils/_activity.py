@@ -55,7 +55,12 @@ class Activity:
 
 
 def place(step: int | None, phase: str) -> str:
-    """Describe a point of the run, after ``step`` completed steps: "in step 8", "saving after step 7", "set-up" …"""
+    """Describe a point of the run, after ``step`` completed steps: "in step 8", "saving after step 7", "set-up" …
+
+    Example:
+        >>> torchtune.utils.place(7, "training")
+        'in step 8'
+    """
     if step is None:
         return phase
     if phase == "training":

@@ -46,6 +46,11 @@ def parse_calls(text: str, tool_format: str, schemas: Schemas) -> list[ToolCall]
 
     Raises:
         CallError: a call is not complete, or not valid in the format.
+
+    Example:
+        >>> text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        >>> torchtune.rlhf.environments.parse_calls(text, "hermes", {})[0].arguments
+        {'a': 1}
     """
     for end in ("</think>", "<channel|>"):
         text = text.rpartition(end)[2]
@@ -183,5 +188,10 @@ _MARKS = {
 
 
 def detect_format(template: str) -> str | None:
-    """Return the format of tool calls that a chat template writes, or ``None``."""
+    """Return the format of tool calls that a chat template writes, or ``None``.
+
+    Example:
+        >>> torchtune.rlhf.environments.detect_format("<tool_call>{{ call | tojson }}</tool_call>")
+        'hermes'
+    """
     return next((name for mark, name in _MARKS.items() if mark in template), None)

@@ -98,13 +98,26 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 def parameters_of(tools: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return tool name -> JSON schema of its parameters."""
+    """Return tool name -> JSON schema of its parameters.
+
+    Example:
+        >>> schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        >>> tools = [{"type": "function", "function": {"name": "double", "parameters": schema}}]
+        >>> torchtune.rlhf.environments.parameters_of(tools)["double"]["properties"]
+        {'a': {'type': 'integer'}}
+    """
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 def check_call(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the mistake in a call as a sentence for the model, or ``None``."""
+    """Return the mistake in a call as a sentence for the model, or ``None``.
+
+    Example:
+        >>> from torchtune.rlhf.environments import ToolCall, check_call
+        >>> check_call(ToolCall("double", {"b": 1}), {"double": {"properties": {"a": {"type": "integer"}}}})
+        "the tool 'double' has no argument 'b', its arguments are a"
+    """
     if call.name not in schemas:
         return f"there is no tool '{call.name}', the tools are {', '.join(schemas)}"
     schema = schemas[call.name]
