@@ -106,8 +106,8 @@ def test_a_stream_is_measured_and_goes_on_where_it_was(tmp_path):
     assert len(found.measured("after")["answers"]) == 8
 
 
-def test_only_rows_that_the_run_visits_are_measured(tmp_path):
-    """A teacher's outputs are cached for these rows alone."""
+def test_with_a_cached_teacher_only_rows_that_the_run_visits_are_measured(tmp_path):
+    """Its outputs are cached for these rows alone."""
     kd_loss = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss", "top_k": 8}
     settings = {"kd_loss": kd_loss, "teacher_cache": str(tmp_path / "kept"), "shuffle": False, "batch_size": 2}
     found = run("knowledge_distillation", tmp_path, max_steps_per_epoch=3, epochs=2, **settings)

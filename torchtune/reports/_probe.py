@@ -25,6 +25,8 @@ _PROMPTS, _SAMPLES, _BINS = 8, 5, 24
 # Longest answer in tokens, and the seconds that all answers may take, by the time of one forward pass.
 _ANSWER, _SECONDS = 64, 30.0
 _TEXT = 4000  # characters
+# Settings of caches, which hold what the loss needs of the rows that a run visits, and of no others.
+_CACHES = ("teacher_cache", "reference_cache")
 
 
 class Probe:
@@ -50,7 +52,9 @@ class Probe:
             self._dataset = _first_rows(recipe, count)
             indices = np.arange(len(self._dataset))
         else:
-            self._dataset, indices = loader.dataset, loader.visited_indices(1)
+            self._dataset, indices = loader.dataset, np.arange(len(loader.dataset))
+            if any(getattr(recipe.cfg, name, None) is not None for name in _CACHES):
+                indices = loader.visited_indices(1)
         # The number is the same on every rank; without a loss, there is nothing to measure.
         count = min(count, len(indices)) // every * every if hasattr(recipe, "compute_loss") else 0
         self._indices = _spread(indices, count)
