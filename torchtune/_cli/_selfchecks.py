@@ -217,7 +217,9 @@ class _Checks:
         if not rows:
             raise NotChecked("the rows have no labels of their own")
         trained = find_trained(str(self._folder / "whole" / "epoch_0"))
-        model, _ = torchtune.load(trained.path, dtype=self._data["dtype"], device=self._data.get("device"))
+        # Not the base and the adapter, if there is a merged model: it is what others read.
+        saved = trained.checkpoint if trained.has_weights else trained.path
+        model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)
         batch = collate_documents(rows).to(next(model.parameters()).device)
         with torch.no_grad():
