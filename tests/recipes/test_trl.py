@@ -100,7 +100,10 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def agree(ours: Run, found: dict[int, float], model: torch.nn.Module) -> None:
-    """Losses within 1e-4 of each other at every step, weights within 1e-5 at the end."""
+    """Losses within 1e-4 of each other at every step, weights within 3e-5 at the end.
+
+    AdamW moves a weight by up to 2e-2 in these steps, and magnifies the rounding of a gradient that is almost 0.
+    """
     assert len(found) == STEPS
     assert ours.losses == pytest.approx(found, abs=1e-4)
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -109,7 +112,7 @@ def agree(ours: Run, found: dict[int, float], model: torch.nn.Module) -> None:
     kind = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
     state = kind.from_pretrained(saved, dtype=torch.float32).state_dict()
     for name, value in model.state_dict().items():  # names of both are those of transformers
-        torch.testing.assert_close(state[name], value, atol=1e-5, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(state[name], value, atol=3e-5, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
 
 
 def causal(folder: Path) -> Any:
