@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchtune.modules import torchao_formats
-from torchtune.modules._recompute import recompute
 
 
 class FakeQuantSwitch:
@@ -47,7 +48,10 @@ class FakeQuantized(nn.Module):
         """Apply the layer: ``[..., in]`` to ``[..., out]``."""
         if not self.fake_quant.on:
             return super().forward(x)
-        return recompute(self._simulate, x)  # autograd would save a quantized copy of every weight
+        if not torch.is_grad_enabled():
+            return self._simulate(x)
+        # Autograd would save a quantized copy of every weight: save only the input and recompute.
+        return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
 
     def _simulate(self, x: Tensor) -> Tensor:
         weight = self.quantized_weight()

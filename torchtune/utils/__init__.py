@@ -75,7 +75,6 @@ __getattr__, __dir__, __all__ = attach(
     },
     between_rooms={
         "FrozenIntegers": "_torch_private",
-        "without_dispatch_modes": "_torch_private",
         "WriteError": "_atomic_files",
         "allow_compiled_versions": "_torch_private",
         "find_device": "_device",

@@ -5,7 +5,6 @@ has one.
 """
 
 import warnings
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -17,16 +16,6 @@ from torch.overrides import TorchFunctionMode
 def flatten_mesh(mesh: Any, name: str) -> Any:
     """Flatten all dimensions of a device mesh into one with a process group; torch has no public function for it."""
     return mesh._flatten(name)
-
-
-def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context in which modes such as ``FlopCounterMode``, which see no operator inside a custom one, are off.
-
-    Function transforms (``torch.func.vjp``) raise in them.
-    """
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 class FrozenIntegers(TorchFunctionMode):

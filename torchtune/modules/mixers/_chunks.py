@@ -1,13 +1,10 @@
 """Chunked linear attention with a decaying state: the common part of the gated delta rule and Mamba 2."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-
-from torchtune.utils import without_dispatch_modes
 
 CHUNK = 64
 
@@ -69,22 +66,36 @@ class Chunk(ABC):
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute :meth:`read` of a single position, by the recurrence."""
 
+    @abstractmethod
+    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+        """Compute the gradients of the arguments q, k, v, g and beta, and of the state before the chunk."""
+
+    def d_g(self, d_decay: Tensor, since: Tensor, until: Tensor) -> Tensor:
+        """Compute the gradient of g, ``[b, c, n_v]``.
+
+        Args:
+            d_decay: gradient of the logarithm of ``decay``, ``[b, n_k, r, c, c]``.
+            since: gradient of the logarithm of ``since_state``, ``[b, n_k, r, c]``.
+            until: gradient of the logarithm of ``until_end``, ``[b, n_k, r, c]``.
+        """
+        d_total = d_decay.sum(-1) - d_decay.sum(-2) + since - until
+        d_total[..., -1] += until.sum(-1)
+        return scalars_first(d_total.flip(-1).cumsum(-1).flip(-1))
+
 
 def positions_first(x: Tensor) -> Tensor:
     """Permute ``[b, n_k, r, c, h_v]`` to ``[b, c, n_v, h_v]``."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
+def scalars_first(x: Tensor) -> Tensor:
+    """Permute ``[b, n_k, r, c]`` to ``[b, c, n_v]``."""
+    return x.permute(0, 3, 1, 2).flatten(2)
+
+
 def _heads_first(x: Tensor, shared: int) -> Tensor:
     """``[b, c, n_v, h_v]`` to float32 ``[b, n_k, r, c, h_v]``."""
     return x.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1, 4)
-
-
-def _read(kind: type[Chunk], resets: Tensor, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of a chunk, float32 ``[b, c, n_v, h_v]``, and the state after it."""
-    *inputs, state = arguments
-    found, after = kind(*inputs, resets).read(state)
-    return positions_first(found), after
 
 
 def _slices(positions: int) -> Iterator[slice]:
@@ -118,8 +129,9 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
         states = first.new_empty(-(-k.shape[1] // CHUNK) + 1, *first.shape)
         states[0] = first
         for index, where in enumerate(_slices(k.shape[1])):
-            arguments = (t[:, where] for t in (q, k, v, g, beta))
-            out[:, where], states[index + 1] = _read(kind, resets[:, where], *arguments, states[index])
+            chunk = kind(*(t[:, where] for t in (q, k, v, g, beta, resets)))
+            found, states[index + 1] = chunk.read(states[index])
+            out[:, where] = positions_first(found)
         return out, states
 
     @torch.library.custom_op(f"torchtune::{name}_backward", mutates_args=())
@@ -129,10 +141,8 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
         grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, g, beta))
         d_state = torch.zeros_like(states[0])
         for index, where in reversed(list(enumerate(_slices(k.shape[1])))):
-            arguments = (*(t[:, where] for t in (q, k, v, g, beta)), states[index])
-            with without_dispatch_modes():
-                _, pull_back = torch.func.vjp(functools.partial(_read, kind, resets[:, where]), *arguments)
-                *values, d_state = pull_back((grad[:, where].float(), d_state))
+            chunk = kind(*(t[:, where] for t in (q, k, v, g, beta, resets)))
+            *values, d_state = chunk.gradients(states[index], _heads_first(grad[:, where], k.shape[2]), d_state)
             for result, value in zip(grads, values, strict=True):
                 result[:, where] = value
         return grads

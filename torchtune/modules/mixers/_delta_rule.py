@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtune.modules.mixers._chunks import Chunk, chunked
+from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
 
 
 class _DeltaChunk(Chunk):
@@ -41,6 +41,37 @@ class _DeltaChunk(Chunk):
         state = state * self.since_state
         state = state + self.k.mT @ (self.beta * (self.v - self.k @ state))
         return self.q @ state, state
+
+    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+        """See the base class."""
+        q, k, beta, decay = self.q, self.k, self.beta, self.decay
+        system, error, written = self.corrections(state)
+        similar, scores = k @ k.mT, q @ k.mT
+        from_after = written @ d_after.mT
+        d_written = (scores * decay).mT @ d_out + (k * self.until_end) @ d_after
+        d_target = torch.linalg.solve_triangular(system.mT, d_written, upper=True, unitriangular=True)
+        d_system = (d_target @ written.mT).tril_(-1).neg_()
+        d_scores = d_out @ written.mT
+        d_error = beta * d_target
+        d_read_k, d_read_q = -d_error * self.since_state, d_out * self.since_state
+        d_decay = (d_scores * scores + d_system * similar * beta) * decay
+        d_scores, d_similar = d_scores * decay, d_system * decay * beta
+
+        d_q = (d_read_q @ state.mT + d_scores @ k).sum(2, keepdim=True)
+        d_k = d_read_k @ state.mT + d_scores.mT @ q + (d_similar + d_similar.mT) @ k + self.until_end * from_after
+        d_k = d_k.sum(2, keepdim=True)
+        d_beta = (d_target * error).sum(-1) + (d_system * similar * decay).sum(-1)
+        since = ((d_out * (q @ state) - d_error * (k @ state)) * self.since_state).sum(-1)
+        since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((-2, -1))
+        until = self.until_end[..., 0] * (k * from_after).sum(-1)
+        d_g = self.d_g(d_decay, since, until)
+        d_state = k.mT @ d_read_k + q.mT @ d_read_q + d_after * self.since_state[..., -1:, :]
+
+        length = q.shape[-1] ** 0.5
+        d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True) * length**2)
+        d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
+        d_q, d_k = (t[:, :, 0].transpose(1, 2) for t in (d_q, d_k))
+        return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta), d_state
 
 
 _rule = chunked("gated_delta_rule", _DeltaChunk)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torchtune.modules.mixers._chunks import Chunk, chunked
+from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
 
 
 class _StateSpaceChunk(Chunk):
@@ -26,6 +26,25 @@ class _StateSpaceChunk(Chunk):
         """See the base class."""
         state = self._after(state, self.beta * self.v)
         return self._from_state(self.q, state), state
+
+    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+        """See the base class."""
+        q, k = self.q[:, :, 0], self.k[:, :, 0]
+        written, weights = self.beta * self.v, self._weights()
+        from_after = self._from_state(self.k, d_after)
+        d_written = (weights.mT @ d_out).add_(from_after * self.until_end)
+        d_weights = d_out @ written.mT
+        d_scores = (d_weights * self.decay).sum(2)
+        read, kept = self._rows(d_out * self.since_state), self._rows(written * self.until_end)
+        d_q = d_scores @ k + read @ state.flatten(-2).mT
+        d_k = d_scores.mT @ q + kept @ d_after.flatten(-2).mT
+        since = (d_out * self._from_state(self.q, state) * self.since_state).sum(-1)
+        since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((2, 4))
+        until = self.until_end[..., 0] * (written * from_after).sum(-1)
+        d_g = self.d_g(d_weights.mul_(weights), since, until)
+        d_state = (q.mT @ read).view_as(state).add_(d_after * self._decay_of_state())
+        d_v, d_beta = positions_first(self.beta * d_written), scalars_first((d_written * self.v).sum(-1))
+        return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_state
 
     def _weights(self) -> Tensor:
         """``d(i, j) (q_i . k_j)``, ``[b, n_k, r, c, c]``."""
