@@ -1,4 +1,4 @@
-"""Call functions in processes of their own, which a crash ends in the place of this one."""
+"""Call functions in child processes, so that a crash does not end this process."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -43,7 +43,7 @@ _NAMED = 5
 
 
 class FailedCheck(UserError):
-    """Error of exported files whose logits are not those of the trained model."""
+    """Raised when the logits of exported files differ from the trained model's."""
 
     exit_code: ClassVar[int] = 3
 

@@ -99,7 +99,7 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
 
 
 class _Checks:
-    """The checks; each returns what it saw, or raises."""
+    """The checks; each returns its observation as text, or raises."""
 
     def __init__(self, recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> None:
         main, document = recipe.load_main(), read_document(config)
@@ -217,7 +217,7 @@ class _Checks:
         if not rows:
             raise NotChecked("the rows have no labels of their own")
         trained = find_trained(str(self._folder / "whole" / "epoch_0"))
-        # Not the base and the adapter, if there is a merged model: it is what others read.
+        # Other libraries read the merged model, if there is one, rather than the base and the adapter.
         saved = trained.checkpoint if trained.has_weights else trained.path
         model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)

@@ -15,7 +15,7 @@ class Subcommand:
     Attributes:
         name: its words after ``tune``.
         help: one line for ``tune --help``.
-        description: text of its own help, before the options.
+        description: text of its help before the options.
         epilog: text after the options, mostly examples; it is dedented.
         usage: usage line, instead of argparse's.
         takes_tokens: whether all arguments are tokens, for :func:`torchtune._cli.run.parse_command`.

@@ -181,7 +181,7 @@ class TokenizedDataset(Dataset):
 
         Args:
             found: the source.
-            depends_on: name -> value of what rows depend on beside the source and the class.
+            depends_on: name -> value of everything that rows depend on, except the source and the class.
             work: makes token rows.
             limit: maximum row length in tokens, to report truncated rows.
             load: loads the rows; by default those of the source.

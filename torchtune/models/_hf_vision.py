@@ -29,7 +29,7 @@ class ImageTextFormat:
         texts: formats of ``text_config``, of which its ``model_type`` chooses one.
         vision_type: ``model_type`` of ``vision_config``.
         sizes: fields of ``vision_config`` with sizes: (their name, our name, default of ``transformers``).
-        whole_sizes: the same for sizes beside ``vision_config``.
+        whole_sizes: the same for sizes outside ``vision_config``.
         tokens: fields with ids of placeholders, and their defaults.
         read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
             ``whole`` are the fields beside it.

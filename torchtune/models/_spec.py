@@ -35,7 +35,7 @@ class ModelSpec:
             multi-token prediction.
         untrained_modules: further weights of this kind: (prefix of the name within a layer, attribute of a description
             that lists the layers).
-        layers_prefix: what names of such weights begin with.
+        layers_prefix: prefix of the names of such weights.
         untrained_layers: suffix of a name that identifies layers after the model's last one as such weights.
         builder: builds a composite model: ``builder(description, spec) -> model``. Checkpoints then hold the full
             model, and ``config.json`` describes it.

@@ -1,4 +1,4 @@
-"""What came of a run: its folder, a verdict, a page, a comparison with other runs, and a model card."""
+"""Results of a run: its folder, a verdict, a page, a comparison with other runs, and a model card."""
 
 from torchtune._lazy import attach
 

@@ -1,4 +1,4 @@
-"""Compare runs: what differs between them, their curves, and the scores of the same rows."""
+"""Compare runs: their differences, their curves, and the scores of the same rows."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -39,7 +39,7 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
     Args:
         run: the run, finished or not.
         price_per_hour: price of an hour of all its machines, for the cost.
-        estimated_gib: estimate of the peak memory of a device, drawn beside the measured one.
+        estimated_gib: estimate of the peak memory of a device, drawn next to the measured one.
 
     Raises:
         UserError: the files cannot be written.

@@ -25,7 +25,7 @@ _PROMPTS, _SAMPLES, _BINS = 8, 5, 24
 # Longest answer in tokens, and the seconds that all answers may take, by the time of one forward pass.
 _ANSWER, _SECONDS = 64, 30.0
 _TEXT = 4000  # characters
-# Settings of caches, which hold what the loss needs of the rows that a run visits, and of no others.
+# Settings of caches, which hold values only for the rows that a run visits.
 _CACHES = ("teacher_cache", "reference_cache")
 
 

@@ -1,4 +1,4 @@
-"""Reasoning of earlier turns: what a chat template does with it, and how it is kept or split."""
+"""Reasoning of earlier turns: detection of a chat template's policy, and the policies keep and split."""
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class _Block(NamedTuple):
     mark: str
     text: str
     before: int
-    begin: int | None  # of what the model writes, relative to the mark; None without a fitting prompt
+    begin: int | None  # position of the model's output, relative to the mark; None without a fitting prompt
 
 
 def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
