@@ -23,7 +23,7 @@ dpo: $(BIN)/.quickstart  ## Train the model of the quickstart on preferences, mi
 grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its own answers, ten minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/grpo.py
 
-agent: $(BIN)/.quickstart  ## Let a small model learn to use a calculator, by rewards, ten to fifteen minutes
+agent: $(BIN)/.quickstart  ## Let a small model learn to use a calculator, by rewards
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/agent.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.
