@@ -103,7 +103,7 @@ class _Conversation:
 class _Task:
     """Call of a user's function in a thread of its own, with a time limit."""
 
-    def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
         self._future: concurrent.futures.Future = concurrent.futures.Future()
         self._deadline, self._timeout = time.monotonic() + timeout, timeout
         self.seconds = 0.0
@@ -111,8 +111,7 @@ class _Task:
         def run() -> None:
             started = time.monotonic()
             try:
-                found = function(*arguments, **named)
-                self._future.set_result(asyncio.run(found) if inspect.iscoroutine(found) else found)
+                self._future.set_result(_call(function, *arguments))
             except BaseException as error:  # noqa: BLE001 - raised by a user's environment
                 self._future.set_exception(error)
             self.seconds = time.monotonic() - started
@@ -209,7 +208,9 @@ class Environments:
         kind = _Kind(name, build, parameters_of(tools), Bridge(self._tokenizer, tools), has_reward)
         if tools:
             kind.bridge([ToolCall(next(iter(kind.schemas)))], ["Result"])
-        _close(sample)
+        _, failure = _Task(self._timeout, _close, sample).result()
+        if failure is not None:
+            raise RolloutError(f"environment: {name} cannot be closed ({failure[1]}).")
         return kind
 
     def figures(self) -> dict[str, tuple[float, int]]:
@@ -413,6 +414,12 @@ class Environments:
                 one.environment = None
 
 
+def _call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call a function; run a coroutine to its end."""
+    found = function(*arguments, **named)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
 def _reset(conversation: _Conversation, seed: int) -> Any:
     """Build and reset an environment; return its observation."""
     environment = conversation.kind.build()
@@ -426,10 +433,7 @@ def _reset(conversation: _Conversation, seed: int) -> Any:
 
 def _run_tools(environment: Any, calls: list[ToolCall]) -> tuple[list[str], bool]:
     """Call tools one after another; return their results as texts, and whether the episode is done."""
-    replies = []
-    for call in calls:
-        found = getattr(environment, call.name)(**call.arguments)
-        replies.append(reply_text(asyncio.run(found) if inspect.iscoroutine(found) else found))
+    replies = [reply_text(_call(getattr(environment, call.name), **call.arguments)) for call in calls]
     done = getattr(environment, "done", False)
     return replies, bool(done() if callable(done) else done)
 

@@ -190,6 +190,12 @@ def test_hundreds_of_failures_lose_no_step_and_are_not_trained_on(make, prompts,
     assert {one.end for one in failed} == {"timeout", "environment_failed"}
 
 
+class Unclosable(Notes):
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        raise OSError("it is busy")
+
+
 def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts, tiny):
     class Once(Notes):
         done = False
@@ -244,6 +250,8 @@ def test_environments_by_column_and_wrong_ones(make, prompts, tiny):
         make(tool_format=None)
     with pytest.raises(RolloutError, match=r"take the sampler torchtune.rlhf.LocalSampler"):
         Environments(Notes, object(), tiny[1])
+    with pytest.raises(RolloutError, match=r"Unclosable cannot be closed \(OSError: it is busy\)"):
+        make(Unclosable)
     blank = Prompt(prompts[0].tokens, {}, 0, is_blank=True)
     (one,) = make()([blank], 1, [1])
     assert (one.num_sampled, one.reward) == (0, None)
