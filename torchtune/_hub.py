@@ -55,9 +55,11 @@ def download(
             "give --hf-token with a token that may read it."
         ) from error
     except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        how = "run the same command again later, it fetches only what is missing"
+        how = "give --hf-token, or set HF_TOKEN to a token that may read it" if status in (401, 403) else how
         raise UserError(
-            f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status "
-            f"{error.response.status_code}: run the same command again later, it fetches only what is missing."
+            f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status {status}: {how}."
         ) from error
     except (errors.HTTPError, OSError) as error:
         if output_dir is None and (cached := _cached(repo_id)):

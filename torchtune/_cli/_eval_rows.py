@@ -8,10 +8,10 @@ from typing import Any
 
 import torchtune
 from torchtune import evaluation, training
-from torchtune._cli._eval_run import validation_data
 from torchtune._cli.data import dataset_node
 from torchtune.datasets import format_of, instantiate_dataset, read_rows
 from torchtune.modules import text_decoder
+from torchtune.reports import SETTINGS, RunFolder, compare_rows
 from torchtune.utils import UserError, atomic_write
 
 
@@ -22,7 +22,7 @@ def eval_rows(args: argparse.Namespace) -> None:
         UserError: see :mod:`torchtune.evaluation`; raised before a model is loaded if possible.
     """
     if args.data is None:
-        data, (node, length) = Path("dataset_val"), validation_data(args.model)
+        data, (node, length) = Path("dataset_val"), _validation_data(args.model)
     else:
         data, length = args.data.expanduser(), None
         node = _perplexity_node(data, args) if args.perplexity else None
@@ -40,6 +40,16 @@ def eval_rows(args: argparse.Namespace) -> None:
     with atomic_write(path) as file:
         file.write((json.dumps(results, indent=2) + "\n").encode())
     print(f"results     {path}")
+
+
+def _validation_data(model: str) -> tuple[Any, int | None]:
+    """Return the ``dataset_val`` of a checkpoint's run, and the maximum sequence length."""
+    settings = RunFolder(model).settings if (Path(model).expanduser() / SETTINGS).is_file() else {}
+    if not settings.get("dataset_val"):
+        raise UserError(
+            f"there is nothing to measure: {model} is not of a run with dataset_val: give rows in --data, or --tasks."
+        )
+    return settings["dataset_val"], settings["tokenizer"].get("max_seq_len")
 
 
 def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -119,17 +129,17 @@ def _format_table(found: list[dict[str, Any]]) -> list[str]:
                 mean, error = each["answers"].mean(name)
                 cells.append(f"{mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}"))
         lines.append([*cells, *([f"{each['perplexity'].value:.4g}"] if each["perplexity"] else [])])
-    if len(found) == 2 and last["answers"]:
-        before, after = (each["answers"].scores for each in found)
-        pairs = {name: list(zip(before[name], after[name], strict=True)) for name in after}
-        lines.append(["rows better", *(f"{sum(a > b for b, a in both):,}" for both in pairs.values())])
-        lines.append(["rows worse", *(f"{sum(a < b for b, a in both):,}" for both in pairs.values())])
     widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
 
 
 def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     lines = []
+    first, last = found[0]["answers"], found[-1]["answers"]
+    for name in last.scores if first is not last else ():
+        if interval := compare_rows(*(dict(enumerate(each.scores[name])) for each in (first, last))):
+            meaning = interval.meaning(less_is_better=False)
+            lines.append(f"{name:<11} {interval}, {interval.pairs:,} rows: {meaning}")
     for each in found:
         if (answers := each["answers"]) is None:
             continue

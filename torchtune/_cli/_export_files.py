@@ -1,15 +1,15 @@
 """Files of an export: the checkpoint that they come from, and writing them."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import torchtune
-from torchtune._cli._eval_run import checkpoint_of
+from torchtune._cli._target import find_checkpoint
 from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -21,6 +21,7 @@ from torchtune.checkpoints import (
 )
 from torchtune.models import from_hf_config
 from torchtune.modules.fake_quant import quantizable_layers
+from torchtune.reports import RunFolder
 from torchtune.tokenizers import go_template, hf_tokenizer
 from torchtune.training.quantization import (
     Float8Quantizer,
@@ -43,11 +44,13 @@ class Trained:
         checkpoint: its folder.
         adapter: folder of its adapter, if it was trained as one.
         base: folder of the model before training, if it is there.
+        run: the run that saved it, if its settings are there.
     """
 
     checkpoint: Path
     adapter: Path | None
     base: Path | None
+    run: RunFolder | None
 
     @property
     def path(self) -> Path:
@@ -69,25 +72,18 @@ def find_trained(model: str) -> Trained:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         raise UserError(f"{model}: there is no such folder: give that of a run or of a checkpoint.")
-    checkpoint = Path(checkpoint_of(str(folder)))
+    checkpoint = Path(find_checkpoint(str(folder)))
     if checkpoint != folder:  # a run that is going on may delete its checkpoints
         FolderLock(folder, key="run").check_unused()
-    try:
+    adapter = run = base = None
+    with suppress(UserError):
+        run = RunFolder(checkpoint.resolve())
+        base = run.base
+    with suppress(CheckpointError):
         adapter = adapter_folder(checkpoint)
-    except CheckpointError:
-        return Trained(checkpoint, None, _base_of_run(checkpoint))
-    settings = adapter / ADAPTER_CONFIG_FILE
-    named = Path(str(read_json(settings).get("base_model_name_or_path"))) if settings.is_file() else None
-    return Trained(checkpoint, adapter, named if named is not None and named.is_dir() else None)
-
-
-def _base_of_run(checkpoint: Path) -> Path | None:
-    """The folder that a run without adapters started from."""
-    path = checkpoint / "torchtune_config.yaml"
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    node = settings.get("checkpointer") if isinstance(settings, dict) else None
-    base = Path(str(node.get("checkpoint_dir"))) if isinstance(node, dict) else None
-    return base if base is not None and base.is_dir() else None
+    if adapter is not None and (adapter / ADAPTER_CONFIG_FILE).is_file():
+        base = Path(str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
+    return Trained(checkpoint, adapter, base if base is not None and base.is_dir() else None, run)
 
 
 def write_files(trained: Trained, to: str, quant: str | None, files: Path, merged: Path) -> None:

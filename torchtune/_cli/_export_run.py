@@ -9,8 +9,8 @@ from torchtune._cli._export_check import Check, FailedCheck, check_files
 from torchtune._cli._export_files import Trained, find_trained, write_files
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
 from torchtune.evaluation import EvaluationError
-from torchtune.reports import RunFolder, model_card
-from torchtune.utils import UserError, atomic_directory, read_json, write_json
+from torchtune.reports import model_card
+from torchtune.utils import FolderLock, UserError, atomic_directory, clear_leftovers, read_json, write_json
 
 # Record of an export and its check, in its folder.
 RECORD = "torchtune_export.json"
@@ -30,6 +30,16 @@ def export(args: argparse.Namespace) -> None:
     output = output.expanduser()
     if output.exists() and not (output / RECORD).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is there already and is no export: name a new folder.")
+    with FolderLock(output.parent, name=f".{output.name}.lock", key="--output").held():
+        clear_leftovers(output)
+        check = _write(trained, args, output)
+    print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
+    if args.push:
+        _push(output, args.push, upload=args.yes)
+
+
+def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
+    """Write the files aside, check them, and put them in the place of the output folder."""
     with atomic_directory(output) as aside:
         files = aside / "files"
         write_files(trained, args.to, args.quant, files, aside / "merged")
@@ -37,13 +47,14 @@ def export(args: argparse.Namespace) -> None:
         shutil.rmtree(aside / "base", ignore_errors=True)
         record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
         write_json(files / RECORD, record)
-        _write_card(trained, args.to, check, files / "README.md")
+        if trained.run is not None:  # else the README of the checkpoint stays
+            library = "peft" if args.to == "adapter" else "transformers"
+            card = model_card(trained.run, check=check.verdict(), library=library)
+            (files / "README.md").write_text(card, encoding="utf-8")
         for path in list(files.iterdir()):
             path.rename(aside / path.name)
         files.rmdir()
-    print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
-    if args.push:
-        _push(output, args.push, upload=args.yes)
+    return check
 
 
 def _check(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
@@ -57,16 +68,6 @@ def _check(trained: Trained, args: argparse.Namespace, files: Path, aside: Path)
     if args.check and check.measured is None:
         raise UserError(f"--check: the files cannot be checked, because {check.reason}.")
     return check
-
-
-def _write_card(trained: Trained, to: str, check: Check, path: Path) -> None:
-    """Write the model card of a checkpoint in the folder of a run; of others, the README of their folder stays."""
-    try:
-        run = RunFolder(trained.checkpoint.resolve().parent)
-    except UserError:
-        return
-    card = model_card(run, check=check.verdict(), library="peft" if to == "adapter" else "transformers")
-    path.write_text(card, encoding="utf-8")
 
 
 def _check_format(trained: Trained, to: str) -> None:

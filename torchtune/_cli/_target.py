@@ -119,6 +119,24 @@ def find_targets(recipe: str | None, config: str) -> tuple[RecipeTarget, Path]:
     return (recipe_named_by(path) if recipe is None else resolve_recipe(recipe)), path
 
 
+def find_checkpoint(model: str) -> str:
+    """Return the best or last checkpoint of a run, if ``model`` is its output folder; else ``model``.
+
+    Raises:
+        UserError: there is no such folder, or the run has no complete checkpoint.
+    """
+    from torchtune.reports import SETTINGS, RunFolder
+
+    folder = Path(model).expanduser()
+    if not folder.exists() and folder.is_absolute():  # otherwise it may be a repository on the hub
+        raise UserError(f"{folder}: there is no such folder: give the folder of a model, a checkpoint or a run.")
+    if not (folder / SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint also has the settings
+        return model
+    found, words = RunFolder(folder).checkpoint()
+    print(f"model       {found}, {words}", file=sys.stderr)
+    return str(found)
+
+
 def add_to_path(folder: str) -> None:
     """Append ``folder`` to the import path."""
     if folder not in sys.path:

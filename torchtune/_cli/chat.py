@@ -46,9 +46,9 @@ class Chat(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, temperature=0, top_k=0, max_new_tokens=1, seed=0)
-        from torchtune._cli._eval_run import checkpoint_of
+        from torchtune._cli._target import find_checkpoint
 
-        args.model = checkpoint_of(args.model)
+        args.model = find_checkpoint(args.model)
         conversation = _Conversation(args)
         with conversation:
             self._read_lines(conversation)

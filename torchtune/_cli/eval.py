@@ -62,9 +62,9 @@ class Eval(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)
         self._check_metrics(args)
-        from torchtune._cli._eval_run import checkpoint_of
+        from torchtune._cli._target import find_checkpoint
 
-        args.model = checkpoint_of(args.model)
+        args.model = find_checkpoint(args.model)
         if args.tasks:
             from torchtune._cli._eval_tasks import eval_tasks
 

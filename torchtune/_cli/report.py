@@ -45,13 +45,14 @@ def _estimate(run: Any) -> tuple[Any, str]:
     from torchtune._cli._dry_run import estimate_or_reason
     from torchtune._cli._target import resolve_recipe
     from torchtune.config import load_and_check
+    from torchtune.reports import SETTINGS
 
     longest = run.start.get("data", {}).get("dataset", {}).get("lengths", {}).get("edges", [0])[-1]
     is_unlimited = longest and not (run.settings.get("tokenizer") or {}).get("max_seq_len")
     overrides = [f"tokenizer.max_seq_len={math.ceil(longest)}"] if is_unlimited else []
     try:
         main = resolve_recipe(run.recipe).load_main()
-        settings = load_and_check(run.path / "torchtune_config.yaml", overrides, main)
+        settings = load_and_check(run.path / SETTINGS, overrides, main)
         return estimate_or_reason(main, settings, run.start.get("processes") or 1)
     except (UserError, ImportError) as error:  # its model is not there any more, for example
         return None, str(error)

@@ -84,7 +84,7 @@ def main() -> None:
     except OSError as error:
         if isinstance(getattr(args.func, "__self__", None), Run):
             raise  # inside a recipe: keep the traceback
-        print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}: choose another path.", file=sys.stderr)
         sys.exit(2)
 
 

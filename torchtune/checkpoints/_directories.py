@@ -15,15 +15,14 @@ from typing import Any
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._state import MODELS, STATE_DIR, STRUCTURE, load_progress
-from torchtune.utils import atomic_directory, get_logger, log_once
+from torchtune.utils import atomic_directory, clear_leftovers, get_logger, log_once
 
 MARKER = ".complete"
 # File in the run's folder that lists the checkpoints of its best validations.
 BEST = "best.json"
 _NAME = re.compile(r"^(epoch|step)_(\d+)$")
-# Leftovers of a killed process: .NAME.xxxxxxxx.tmp of atomic_directory, .NAME.xxxxxxxx.old.tmp of the folder that it
-# was replacing, and .removed_NAME.xxxxxxxx.tmp of prune.
-_LEFTOVER = re.compile(r"^\.(?:removed_)?((?:epoch|step)_\d+)\.[0-9a-f]+(\.old)?\.tmp$")
+# Leftovers of a killed process, of atomic_directory and prune.
+_LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
 # Number of step_N kept by default; all epoch_N are kept.
 KEPT_STEPS = 3
 # Files that must be undamaged for a resume. Others, such as configs and tokenizers, may be edited.
@@ -273,23 +272,11 @@ def prune(output_dir: Path, keep: int | None) -> None:
                 "checkpointer.keep_last_n_checkpoints changes how many.",
             )
         try:
-            aside = path.with_name(f".removed_{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+            aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
             os.rename(path, aside)  # removed for all readers even if rmtree is interrupted
             shutil.rmtree(aside)
         except OSError as error:
             get_logger().warning(f"The old checkpoint {path} could not be removed ({error}): delete it yourself.")
-
-
-def _clear_leftovers(output_dir: Path) -> None:
-    """Delete the leftovers of an interrupted save, and restore the checkpoint that it was replacing."""
-    for path in sorted(output_dir.iterdir()):
-        match = _LEFTOVER.match(path.name)
-        if match is None:
-            continue
-        if match[2] and (path / MARKER).is_file() and not (output_dir / match[1]).exists():
-            os.rename(path, output_dir / match[1])
-        else:
-            shutil.rmtree(path)
 
 
 def resume_candidates(output_dir: Path) -> list[Path]:
@@ -300,8 +287,9 @@ def resume_candidates(output_dir: Path) -> list[Path]:
     Raises:
         CheckpointError: there are only incomplete or damaged checkpoints.
     """
-    if output_dir.is_dir():
-        _clear_leftovers(output_dir)
+    for match in map(_LEFTOVER.match, os.listdir(output_dir) if output_dir.is_dir() else ()):
+        if match is not None:
+            clear_leftovers(output_dir / match[1])
     complete = complete_directories(output_dir)
     broken = [path for path in _named_directories(output_dir) if (path / MARKER).exists() and path not in complete]
     for path in sorted(broken):

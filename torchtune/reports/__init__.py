@@ -15,4 +15,5 @@ __getattr__, __dir__, __all__ = attach(
         "paired_interval": "_judge",
         "write_report": "_page",
     },
+    between_rooms={"SETTINGS": "_run_folder", "compare_rows": "_judge"},
 )

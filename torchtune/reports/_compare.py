@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.reports._charts import Points, line_chart, smooth
-from torchtune.reports._judge import Interval, judge, pair, paired_interval
+from torchtune.reports._judge import Interval, compare_rows, judge
 from torchtune.reports._page import environment, write_page
 from torchtune.reports._run_folder import RunFolder
 from torchtune.training.metric_logging import flatten_dict
@@ -86,11 +86,8 @@ class Comparison:
         first, *others = (_scores(run) for run in self.runs)
         for run, scores in zip(self.names[1:], others, strict=True):
             for name in first.keys() & scores.keys() if self.metric else ():
-                if found := [new - old for old, new in pair(first[name], scores[name]) if math.isfinite(new)]:
-                    interval = paired_interval(found)
-                    is_better = (interval.mean > 0) == (name != "loss after training")
-                    meaning = "same within noise" if interval.is_noise else "better" if is_better else "worse"
-                    yield run, name, interval, meaning
+                if interval := compare_rows(first[name], scores[name]):
+                    yield run, name, interval, interval.meaning(less_is_better=name == "loss after training")
 
     @property
     def losses(self) -> str:

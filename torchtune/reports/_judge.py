@@ -39,6 +39,12 @@ class Interval:
         """Whether the interval includes 0."""
         return self.low <= 0 <= self.high
 
+    def meaning(self, *, less_is_better: bool) -> str:
+        """Return ``better``, ``worse`` or ``same within noise``, for differences of later values from earlier ones."""
+        if self.is_noise:
+            return "same within noise"
+        return "better" if (self.mean < 0) == less_is_better else "worse"
+
     def __str__(self) -> str:
         return f"{self.mean:+.4g} (95 % interval {self.low:+.4g} to {self.high:+.4g})"
 
@@ -98,6 +104,12 @@ def pair(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) 
     return [(one, math.nan if other is None else other) for one, other in both]
 
 
+def compare_rows(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) -> Interval | None:
+    """Return the interval of after minus before, over the rows with both values; None if there are none."""
+    differences = [new - old for old, new in pair(before, after) if math.isfinite(new - old)]
+    return paired_interval(differences) if differences else None
+
+
 def judge(run: RunFolder) -> Verdict:
     """Return the verdict on a run, from the values of the same rows before and after training.
 
@@ -120,14 +132,12 @@ def judge(run: RunFolder) -> Verdict:
     before, after = run.measured("before"), run.measured("after") if run.end else {}
     pairs = pair(before.get("values", {}), after.get("values", {}))
     if not pairs:
-        return Verdict("unfinished", f"{progress}; no rows were measured before and after")
+        count = len(before.get("values", {})) or "no"
+        return Verdict("unfinished", f"{progress}; {count} rows were measured before training, none of them after it")
     old, new = map(fmean, zip(*pairs, strict=True))
     reason = f"{after['what']} of {len(pairs)} rows of {after['on']} {old:.4g} → {new:.4g}"
     if math.isnan(new):
         return Verdict("diverged", reason)
     interval = paired_interval([new - old for old, new in pairs])
-    if interval.is_noise:
-        word = "same within noise"
-    else:
-        word = "learned" if (interval.mean > 0) == (after["what"] == "reward") else "diverged"
-    return Verdict(word, f"{reason}, {interval}", interval)
+    meaning = interval.meaning(less_is_better=after["what"] != "reward")
+    return Verdict({"better": "learned", "worse": "diverged"}.get(meaning, meaning), f"{reason}, {interval}", interval)

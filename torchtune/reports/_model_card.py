@@ -35,8 +35,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
         >>> card = torchtune.reports.model_card("/tmp/run", check="equal in transformers")  # doctest: +SKIP
     """
     run = run if isinstance(run, RunFolder) else RunFolder(run)
-    folder = Path(str((run.settings.get("checkpointer") or {}).get("checkpoint_dir")))
-    base, licence = _repository_of(folder), _licence_of(folder)
+    base, licence = _repository_of(run.base), _licence_of(run.base)
     nodes = {name: _datasets(run.settings.get(name)) for name in ("dataset", "dataset_val")}
     sources = {str(node.get("source")) for found in nodes.values() for node in found}
     front = {
@@ -53,7 +52,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     text = page.render(
         front=yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False).strip(),
         name=run.path.resolve().name,
-        base=base or folder,
+        base=base or run.base,
         licence=licence.get("license"),
         run=run,
         verdict=judge(run),

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from torchtune.checkpoints import MARKER, complete_directories
+from torchtune.checkpoints import MARKER, best_checkpoint, complete_directories
 from torchtune.reports._run_record import RECORD
 from torchtune.utils import UserError, read_json
 
@@ -70,6 +70,24 @@ class RunFolder:
         """The end of the last process; empty while it runs, or if it was killed."""
         last = [event for event in self.events if event["event"] != "measured"][-1:]
         return last[0] if last and last[0]["event"] == "end" else {}
+
+    @property
+    def base(self) -> Path:
+        """Folder of the model that the run started from; it may be gone."""
+        return Path(str((self.settings.get("checkpointer") or {}).get("checkpoint_dir")))
+
+    def checkpoint(self) -> tuple[Path, str]:
+        """Return the best checkpoint, or the last one, and these words for it.
+
+        Raises:
+            UserError: there is no complete checkpoint.
+        """
+        saved, best = complete_directories(self.path), best_checkpoint(self.path)
+        if not saved:
+            raise UserError(f"{self.path}: the run has no complete checkpoint: wait for one, or start the run again.")
+        found = saved[-1] if best is None else self.path / best
+        run = "the run, which has not finished" if (saved[-1] / "state").is_dir() else "the run"
+        return found, f"the {'last' if best is None else 'best'} checkpoint of {run}"
 
     @property
     def recipe(self) -> str:

@@ -83,6 +83,7 @@ __getattr__, __dir__, __all__ = attach(
         "parse_json_line": "_json_lines",
         "numbered_lines": "_json_lines",
         "open_lines": "_json_lines",
+        "clear_leftovers": "_atomic_files",
         "convert_os_errors": "_atomic_files",
         "parse_device": "_device",
         "check_surrogates": "_json_lines",

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import uuid
@@ -58,7 +59,8 @@ class WriteError(UserError):
 
 def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
     """Convert an ``OSError`` of a write to ``path`` to an error for the user; unknown errors are returned unchanged."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    # numpy's error of a partial write has no number.
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and str(error).endswith(" written")):
         free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
         return WriteError(
             f"No space left while writing {path} ({free:.0f} MiB free)",
@@ -187,12 +189,27 @@ def atomic_directory(
             if replace or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         fsync_directory(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.rename(replaced, temporary)  # which is deleted below; half of it must not be restored after a kill
     except OSError as error:
         raise explain_os_error(error, path) from error
     finally:
         if not is_kept:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def clear_leftovers(path: Path) -> None:
+    """Delete what killed calls of :func:`atomic_directory` left beside ``path``, and restore what one was replacing.
+
+    Only for a process that holds a lock, because the folders of a call that is going on have the same names.
+    """
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(\.old)?\.tmp")
+    for left in sorted(path.parent.iterdir()):
+        match = pattern.fullmatch(left.name)
+        if match and match[1] and not path.exists():
+            os.rename(left, path)
+        elif match:
+            shutil.rmtree(left)
 
 
 def valid_json(value: Any) -> Any:

@@ -188,7 +188,7 @@ def test_a_gated_model_needs_the_right_token(hub, tmp_path):
     ("repo", "said"),
     [
         ("own/nothing", "Repository 'own/nothing' not found on the Hugging Face Hub"),
-        ("own/busy", "answered with status 403"),
+        ("own/busy", "answered with status 403: give --hf-token, or set HF_TOKEN to a token that may read it."),
         ("a/b/c", "'a/b/c' is not the name of a repository"),
     ],
 )

@@ -78,7 +78,7 @@ def test_before_and_after(folder, tmp_path, tune):
     lines = out.splitlines()
     assert lines[0].split() == ["exact", "half"]
     assert lines[2].split() == [str(folder / "trained"), "0.750", "±", "0.250", "0.500", "±", "0.000"]
-    assert [line.split() for line in lines[3:5]] == [["rows", "better", "3", "0"], ["rows", "worse", "0", "0"]]
+    assert lines[3] == "exact       +0.75 (95 % interval -inf to +inf), 4 rows: same within noise"
     assert "could not be scored by half" in out
     path = Path(results[1]["answers"])
     answers = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,10 +1,13 @@
 """``tune export``: what it writes is what was trained, a fault in writing is found, and mistakes are one sentence."""
 
 import json
+import os
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -312,17 +315,32 @@ def test_a_run_that_is_going_on_is_left_alone(runs: Path, tmp_path: Path, tune: 
     assert "is in use by another run" in done.err
 
 
-def test_a_full_disk_keeps_what_was_there(runs: Path, tmp_path: Path, tune: Tune) -> None:
-    command = ["export", str(runs / "full" / "epoch_0"), "--to", "hf", "--output", str(tmp_path / "out")]
-    assert tune(*command, "--no-check").code == 0
+@pytest.mark.parametrize("moment", ["config.json", ".out.*.old.tmp", "out", ".out.????????.tmp"])
+def test_an_export_that_was_killed_loses_and_leaves_nothing(
+    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Killed after renaming a file to this name; the next export has no space, and the one before is there."""
+    command = ["export", str(runs / "full" / "epoch_0"), "--to", "hf", "--output", str(tmp_path / "out"), "--no-check"]
+    assert tune(*command).code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        real(source, target)
+        if fnmatch(Path(target).name, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(os, "rename", rename)
+        tune(*command)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) > 1
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
-        done = tune(*command)
+        assert "nothing that was saved before is lost" in tune(*command).err
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert done.code == 2
-    assert "nothing that was saved before is lost" in done.err
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

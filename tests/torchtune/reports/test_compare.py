@@ -117,5 +117,6 @@ def test_report_of_a_run_that_was_killed(tune, tmp_path):
     run = write_run(tmp_path / "run", [START, measured("before", ROWS)], [{"step": 3, "loss": 2.5}], seed=SETTINGS)
     code, said = tune("report", run)
     assert code == 0
-    assert "verdict     unfinished: the run was killed at step 3 of 20; the loss went from 2.5 to 2.5" in said
+    assert "verdict     unfinished: the run was killed at step 3 of 20; the loss went from 2.5 to 2.5; " in said
+    assert "; 8 rows were measured before training, none of them after it\n" in said
     assert "or is going on on another machine" in (run / "report.html").read_text()

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import resource
 
+import numpy as np
 import pytest
 
 from torchtune.utils import UserError, atomic_directory, atomic_write, write_json
@@ -60,6 +62,17 @@ def test_disk_errors_are_explained(tmp_path, number, text):
     for block in (atomic_write, atomic_directory):
         with pytest.raises(UserError, match=text), block(tmp_path / "file"):
             raise OSError(number, os.strerror(number))
+
+
+def test_a_partial_write_of_numpy_is_explained(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="No space left while writing .*folder .*nothing that was saved before"):
+            with atomic_directory(tmp_path / "folder") as folder, (folder / "a").open("wb") as file:
+                np.ones(1000).tofile(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_other_errors_pass(tmp_path):
