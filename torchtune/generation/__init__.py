@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = attach(
         "stream_tokens": "_tokens",
     },
     between_rooms={
+        "Batch": "_continuous_batch",
         "Request": "_continuous_batch",
         "evaluating": "_decode",
         "finite_steps": "_tokens",

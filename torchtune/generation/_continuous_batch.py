@@ -16,16 +16,22 @@ from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# Keys and values [n_kv, s, h] of each KV cache.
+Past = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Request:
-    """A prompt: index of its first sequence, tokens, maximum number of new tokens, and number of sequences."""
+    """A prompt: index of its first sequence, tokens, maximum number of new tokens, and number of sequences.
+
+    A single sequence that continues an ended one has the keys and values of its first tokens, see :meth:`Batch.past`.
+    """
 
     index: int
     tokens: list[int]
     limit: int
-    num_samples: int
+    num_samples: int = 1
+    past: Past | None = None
 
 
 @dataclass
@@ -75,8 +81,10 @@ class Batch:
         self._step = step
         self._packs = ranks.multiple(1) == 1 and _takes_prompts_in_a_row(model)
         self._waiting = deque(requests)
+        self._added: deque[Request] = deque()
         self._size = size
         self._rows: list[Row] = []
+        self._ended: set[int] = set()  # rows that leave before the next step
         self._end = 0
         self._place = Place()
         self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)
@@ -86,11 +94,22 @@ class Batch:
     @property
     def is_unfinished(self) -> bool:
         """Whether a sequence is running or waiting."""
-        return bool(self._rows or self._waiting)
+        return bool(len(self._rows) > len(self._ended) or self._waiting or self._added)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Let more prompts wait for free rows."""
-        self._waiting.extend(requests)
+        """Let more prompts wait for free rows, before those that wait from the start."""
+        self._added.extend(requests)
+
+    def past(self, index: int) -> Past | None:
+        """Copy the keys and values of a sequence that ended in the last step, all but those of its last token.
+
+        Returns:
+            ``None`` if a sequence cannot be continued from keys and values.
+        """
+        if not (self._packs and self._caches):
+            return None
+        row = next(row for row in self._ended if self._rows[row].index == index)
+        return [cache.read(row, self._rows[row].start, self._end - 1) for cache in self._caches]
 
     def forward(self) -> tuple[Tensor, list[Row]]:
         """Run the model once.
@@ -99,6 +118,9 @@ class Batch:
             Logits of the next token, float32 ``[m, v]``, and their rows. The rows are empty if all sequences have
             ended, and the model only ran for the collectives of other ranks.
         """
+        if self._ended:
+            self._leave(self._ended)
+            self._ended = set()
         newcomers = self._newcomers()
         if newcomers:
             return self._prefill(newcomers)
@@ -119,7 +141,7 @@ class Batch:
         return logits, list(self._rows)
 
     def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
-        """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`, and remove rows that end.
+        """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`; rows that end leave before the next step.
 
         Args:
             rows: rows of :meth:`forward`.
@@ -130,22 +152,19 @@ class Batch:
         if rows[0].count:  # the column of the first token after a prompt exists already
             self._end += 1
         self._tokens[count - len(rows) : count, self._end - 1 : self._end] = drawn
-        ended = set()
         for index, (row, token) in enumerate(zip(rows, drawn[:, 0].tolist(), strict=True), count - len(rows)):
             row.count += 1
             if ends(row.index, token) or row.count == row.limit:
-                ended.add(index)
-        if ended:
-            self._leave(ended)
+                self._ended.add(index)
 
     def _newcomers(self) -> list[Request]:
         """Return requests for free rows; none while few rows are free, because a prefill delays the others."""
         free = self._size - len(self._rows)
         if self._rows and free < self._size / 4:
             return []
-        found = []
-        while self._waiting and self._waiting[0].num_samples <= free:
-            found.append(self._waiting.popleft())
+        found, waiting = [], self._added or self._waiting
+        while waiting and waiting[0].num_samples <= free:
+            found.append(waiting.popleft())
             free -= found[-1].num_samples
         return found
 
@@ -162,7 +181,8 @@ class Batch:
             self._tokens[index, stop - longest : stop - len(known)] = 0
             self._tokens[index, stop - len(known) : stop] = known
         self._set_rows(self._rows + rows)
-        logits = self._whole(count, stop - longest, stop)
+        logits = self._after_past(newcomers, stop)
+        logits = self._whole(count, stop - longest, stop) if logits is None else logits
         samples = [request.num_samples for request in newcomers]
         if max(samples) > 1:
             source = torch.arange(len(rows), device=self._device)
@@ -176,6 +196,33 @@ class Batch:
             ]
             self._set_rows(self._rows[:count] + rows)
         return logits, rows
+
+    def _after_past(self, newcomers: list[Request], stop: int) -> Tensor | None:
+        """Return logits ``[m, v]`` after new rows with known keys and values of their first tokens.
+
+        All rows run the same number of last columns, known ones among them, so that no row has padding.
+
+        Returns:
+            ``None`` if this takes more tokens than running the whole rows, or is not possible.
+        """
+        known = [request.past[0][0].shape[1] if request.past else 0 for request in newcomers]
+        lengths = [len(request.tokens) for request in newcomers]
+        new = max(length - past for length, past in zip(lengths, known, strict=True))
+        count = len(self._rows) - len(newcomers)
+        columns = torch.arange(stop - new, stop, device=self._device)
+        starts = self._starts[count:, None]
+        input_pos = columns - starts
+        if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
+            return None
+        for row, request in enumerate(newcomers, count):
+            for cache, past in zip(self._caches, request.past, strict=True):
+                cache.write(row, self._rows[row].start, *past)
+        first = stop - max(lengths)
+        keys = torch.arange(first, stop, device=self._device)
+        mask = (keys >= starts[..., None]) & (keys <= columns[:, None])
+        return self._run(
+            self._tokens[count : len(self._rows), columns], input_pos, mask, None, Place(count, first, stop - new)
+        )
 
     def _whole(self, row: int, first: int, end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""

@@ -26,7 +26,7 @@ def decode(
     draw: Callable[[Tensor, list[Row]], tuple[Tensor, Tensor]],
     ends: Callable[[int, int], bool],
     step: Step | None = None,
-    more: Callable[[bool], Sequence[Request]] | None = None,
+    more: Callable[[Batch], Sequence[Request]] | None = None,
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
     """Generate in a continuous batch; the model is restored when the iterator ends, is closed or raises.
 
@@ -40,8 +40,8 @@ def decode(
             to yield with them.
         ends: takes the index of a sequence and its new token; True ends the sequence.
         step: see :class:`Batch`.
-        more: called after every step, with whether all sequences have ended; returns further prompts. Generation ends
-            if it is True and there are none.
+        more: called after every step with the batch; returns further prompts. Generation ends without any, if the
+            batch has ended, too.
 
     Yields:
         Indices of the unfinished sequences, their next tokens ``[m, 1]`` and the second tensor of ``draw``.
@@ -59,7 +59,7 @@ def decode(
                 batch.append(rows, tokens, ends)
                 yield indices, tokens, values
             if more is not None:
-                batch.add(more(not batch.is_unfinished))
+                batch.add(more(batch))
             if not ranks.any(batch.is_unfinished):
                 return
 

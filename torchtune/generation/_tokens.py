@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtune.generation._continuous_batch import Request, Row
+from torchtune.generation._continuous_batch import Batch, Request, Row
 from torchtune.generation._decode import decode
 from torchtune.generation._generation_error import GenerationError
 from torchtune.modules.transformer import TransformerDecoder
@@ -120,7 +120,7 @@ def stream_tokens(
     use_cache: bool = True,
     max_sequences: int | None = None,
     is_over: Callable[[int, int], bool] | None = None,
-    more: Callable[[bool], Sequence[Request]] | None = None,
+    more: Callable[[Batch], Sequence[Request]] | None = None,
 ) -> Iterator[TokenStep]:
     """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
 
@@ -147,8 +147,8 @@ def stream_tokens(
         max_sequences: number of sequences in the batch; by default all. Samples of one prompt are always together.
         is_over: called with the index of a sequence and its new token, before the step is yielded; True ends the
             sequence.
-        more: called after every step, with whether all sequences have ended; returns further prompts to join the batch,
-            with indices of their own. Generation ends if it is True and there are none.
+        more: called after every step with the batch; returns further prompts, with indices of their own, to join it
+            before prompts that wait. Generation ends without any, if the batch has ended, too.
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or

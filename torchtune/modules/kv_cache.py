@@ -79,6 +79,15 @@ class KVCache(nn.Module):
         for kept in (self.k_cache, self.v_cache):
             kept[target, :, first:end] = kept[source, :, first:end]
 
+    def read(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values ``[n_kv, s, h]`` of the columns ``first`` to ``end`` of a row."""
+        return self.k_cache[row, :, first:end].clone(), self.v_cache[row, :, first:end].clone()
+
+    def write(self, row: int, first: int, keys: Tensor, values: Tensor) -> None:
+        """Replace keys and values of a row, from the column ``first`` on, by those of :meth:`read`."""
+        end = first + keys.shape[1]
+        self.k_cache[row, :, first:end], self.v_cache[row, :, first:end] = keys, values
+
     def move(self, first: int, end: int, to: int, columns: int) -> None:
         """Move columns ``first`` to ``end`` to begin at ``to``, and resize the cache to ``columns`` positions."""
         for name in ("k_cache", "v_cache"):

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtune.generation import GenerationError, _fast_linear, fast_linears, generate_tokens
+from torchtune.generation import (
+    Batch,
+    GenerationError,
+    Request,
+    _fast_linear,
+    fast_linears,
+    generate_tokens,
+    stream_tokens,
+)
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
@@ -83,6 +91,50 @@ def test_rows_join_and_leave(kind: str) -> None:
         assert shapes[0] == (1, sum(map(len, _PROMPTS[:3])))
     # Fewer passes than one sequence after another needs: newcomers run beside those that are under way.
     assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind: str) -> None:
+    """Ended sequences get further tokens, some at once and some later, beside those that are under way."""
+    model, (stop, limit) = _model(**_KINDS[kind]), (11, 6)
+    tokens, log_probs = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}, {}
+    turns, ended, going_on, shapes = dict.fromkeys(tokens, 1), [], [], []
+
+    def more(batch: Batch) -> list[Request]:
+        going_on.extend((index, batch.past(index)) for index in ended)
+        ended.clear()
+        assert all((past is None) == (kind == "mixers") for _, past in going_on)
+        found = []
+        while going_on and (going_on[0][0] % 2 or not batch.is_unfinished):
+            index, past = going_on.pop(0)
+            tokens[index] += [8, index + 1] if index % 3 else [4, 4, 2, 1, 0, index]
+            turns[index] += 1
+            found.append(Request(index, list(tokens[index]), limit, past=past))
+        return found
+
+    handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    options = {"max_new_tokens": limit, "temperature": 0.0, "stop_tokens": [stop], "max_sequences": 4, "more": more}
+    starts = {}
+    for step in stream_tokens(model, _PROMPTS, **options):
+        for index, token, log_prob in zip(*map(torch.Tensor.tolist, vars(step).values()), strict=True):
+            start = starts.setdefault((index, turns[index]), len(tokens[index]))
+            tokens[index].append(token)
+            log_probs[index, len(tokens[index]) - 1] = log_prob
+            if (token == stop or len(tokens[index]) == start + limit) and turns[index] < 3:
+                ended.append(index)
+    handle.remove()
+    assert set(turns.values()) == {3}
+    for (index, _), start in starts.items():
+        new = _alone(model, tokens[index][:start], limit, {stop})
+        assert tokens[index][start : start + len(new)] == new
+    for index, known in tokens.items():
+        with torch.no_grad():
+            wanted = F.log_softmax(model(torch.tensor([known]))[0], -1)
+        for (one, place), log_prob in log_probs.items():
+            if one == index:
+                assert log_prob == pytest.approx(wanted[place - 1, known[place]].item(), abs=1e-5)
+    ran = sum(rows * positions for rows, positions in shapes)
+    assert (ran < 350) == (kind != "mixers"), ran
 
 
 def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:

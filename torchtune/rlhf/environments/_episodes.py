@@ -16,7 +16,7 @@ import torch
 
 from torchtune import config
 from torchtune.data import Message
-from torchtune.generation import Request, finite_steps, seeded_draws, stream_tokens
+from torchtune.generation import Batch, Request, finite_steps, seeded_draws, stream_tokens
 from torchtune.rlhf._experience import Prompt
 from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
@@ -52,6 +52,7 @@ class _Conversation:
         prompt_len: number of tokens of the prompt.
         turn_start: number of tokens before the current turn.
         limit: maximum number of tokens of the current turn.
+        past: keys and values of the tokens, while tools run.
     """
 
     number: int
@@ -61,6 +62,7 @@ class _Conversation:
     prompt_len: int = 0
     turn_start: int = 0
     limit: int = 1
+    past: Any = None
     environment: Any = None
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -302,17 +304,21 @@ class Environments:
         pending: deque[tuple[int, _Conversation, Callable[[], list[int] | None]]] = deque()
         step = 0
 
-        def more(is_idle: bool) -> list[Request]:
+        def more(batch: Batch) -> list[Request]:
             """Return the next turns of episodes whose tools have had their steps, or of the first, if all wait."""
             nonlocal step
+            for due, one, _ in pending:
+                if due == step + _STEPS_FOR_TOOLS:
+                    one.past = batch.past((one.turns - 1) * count + one.number)
             step += 1
             found: list[Request] = []
             started = time.monotonic()
-            while pending and (pending[0][0] <= step or (is_idle and not found)):
+            while pending and (pending[0][0] <= step or not (batch.is_unfinished or found)):
                 _, one, reply = pending.popleft()
-                if (tokens := reply()) is not None:
+                tokens, past, one.past = reply(), one.past, None
+                if tokens is not None:
                     one.append(tokens, [0.0] * len(tokens), is_sampled=False)
-                    found.append(Request(one.turns * count + one.number, list(one.tokens), one.limit, 1))
+                    found.append(Request(one.turns * count + one.number, list(one.tokens), one.limit, past=past))
             self.seconds["idle"] += time.monotonic() - started
             return found
 
