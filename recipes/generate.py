@@ -18,9 +18,9 @@ import torch
 from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
 from torchtune.data import Message
-from torchtune.models import from_hf_config, stored_dtype
+from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
-from torchtune.tokenizers import StreamDecoder, hf_tokenizer
+from torchtune.tokenizers import StreamDecoder
 
 
 @dataclass(kw_only=True)
@@ -110,11 +110,12 @@ class InferenceRecipe:
         """Read the prompts, then load tokenizer and model."""
         self.prompts = generation.read_prompts(cfg.prompts, cfg.prompt.get("system")) if cfg.prompts else []
         folder = cfg.checkpointer.get("checkpoint_dir")
-        self.tokenizer = hf_tokenizer(folder) if cfg.tokenizer is None else config.instantiate(cfg.tokenizer)
         checkpointer = config.instantiate(cfg.checkpointer)
+        has_images = bool(cfg.prompt.get("image")) or any(prompt.has_images for prompt in self.prompts)
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
+            self.model = config.instantiate(cfg.model) or from_hf_config(folder, images=has_images)
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
+        self.tokenizer = config.instantiate(cfg.tokenizer) or checkpoint_tokenizer(self.model, folder)
         training.fit_vocabulary(self.model, self.tokenizer)
         checkpointer.load_model(self.model, device=self.device)
 

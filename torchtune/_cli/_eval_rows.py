@@ -79,7 +79,8 @@ def _evaluate(
     node: Any,
     length: int | None,
 ) -> dict[str, Any]:
-    model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+    images = node is not None or any(row.has_images for row in rows)
+    model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device, images=images)
     dtype = training.precision.DTYPE_NAMES[text_decoder(model).tok_embeddings.weight.dtype]
     found: dict[str, Any] = {"model": folder, "adapter": adapter, "dtype": dtype, "perplexity": None, "answers": None}
     if node is not None:

@@ -8,7 +8,7 @@ from torchtune._cli.subcommand import Subcommand, check_least
 
 _HELP = (
     "/reset starts a new conversation, /system TEXT starts one with that system prompt (/system alone: without one), "
-    "/quit ends the chat."
+    "/image FILE shows an image with the next line, /quit ends the chat."
 )
 
 
@@ -25,6 +25,7 @@ class Chat(Subcommand):
         examples:
           $ tune chat --model /tmp/SmolLM2-135M-Instruct
           $ tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_0
+          $ tune chat --model /tmp/Qwen3-VL-2B-Instruct --image cat.png
           $ echo "Why is the sky blue?" | tune chat --model /tmp/SmolLM2-135M-Instruct --temperature 0
     """
 
@@ -37,6 +38,7 @@ class Chat(Subcommand):
         )
         add("--adapter", help="folder or repository of a LoRA adapter of that model")
         add("--system", help="system prompt")
+        add("--image", action="append", metavar="FILE", help="image that is shown with the first line; may be repeated")
         add("--temperature", type=float, default=0.6, help="randomness; 0 takes the most likely token (default: 0.6)")
         add("--top-k", type=int, help="sample from the k most likely tokens (default: all)")
         add("--max-new-tokens", type=int, default=1024, help="maximum tokens per answer (default: 1024)")
@@ -81,6 +83,8 @@ class Chat(Subcommand):
             conversation.reset()
         elif command == "/system":
             conversation.reset(rest.strip())
+        elif command == "/image":
+            conversation.show(rest.strip())
         elif command.startswith("/"):
             print(f"{command} is not a command. {_HELP}", file=sys.stderr)
         else:
@@ -98,7 +102,7 @@ class _Conversation:
 
         self._args, self._system = args, args.system
         self._model, self._tokenizer = torchtune.load(
-            args.model, adapter=args.adapter, dtype=args.dtype, device=args.device
+            args.model, adapter=args.adapter, dtype=args.dtype, device=args.device, images=bool(args.image)
         )
         self._rng = torch.Generator(self._model.tok_embeddings.weight.device)
         if args.seed is None:
@@ -107,6 +111,8 @@ class _Conversation:
             self._rng.manual_seed(args.seed)
         self._fast_linears = fast_linears(self._model, pack=True)
         self.reset()
+        for file in args.image or ():
+            self.show(file)
 
     def __enter__(self) -> None:
         self._fast_linears.__enter__()
@@ -118,16 +124,29 @@ class _Conversation:
         """Clear the messages; ``system`` replaces the system prompt, an empty string removes it."""
         self._system = self._system if system is None else system
         self._messages: list[dict[str, Any]] = []
+        self._images: list[dict[str, Any]] = []  # of the next line
         if self._system:
             self._messages.append({"role": "system", "content": self._system})
+
+    def show(self, file: str) -> None:
+        """Show an image with the next line; say why if it cannot be read."""
+        from torchtune.data import DataError, open_image
+
+        try:
+            if not getattr(self._tokenizer, "takes_images", False):
+                raise DataError("the model reads text only, or --image was not given for the first image")
+            self._images.append({"type": "image", "content": open_image(file)})
+        except DataError as error:
+            print(f"{file} is not shown: {error}.", file=sys.stderr)
 
     def answer(self, text: str) -> None:
         """Print the answer to ``text`` and add both to the conversation; an interrupted answer is added, too."""
         from torchtune.data import as_messages
-        from torchtune.generation import prompt_tokens
+        from torchtune.generation import prompt_row
 
-        messages = [*self._messages, {"role": "user", "content": text}]
-        tokens = prompt_tokens(self._tokenizer, as_messages(messages), "the conversation")
+        messages = [*self._messages, {"role": "user", "content": [*self._images, {"type": "text", "content": text}]}]
+        row = prompt_row(self._tokenizer, as_messages(messages), "the conversation")
+        tokens = row["tokens"]
         room = self._model.max_seq_len - len(tokens)
         if room < 1:
             print(
@@ -136,27 +155,29 @@ class _Conversation:
                 file=sys.stderr,
             )
             return
-        answer, end = self._stream_answer(tokens, min(room, self._args.max_new_tokens))
+        answer, end = self._stream_answer(row, min(room, self._args.max_new_tokens))
+        self._images = []
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         if end == "length" and room > self._args.max_new_tokens:
             print(f"(truncated at --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
         elif end == "length":
             print(f"(truncated: the context of {self._model.max_seq_len} tokens is full; use /reset)", file=sys.stderr)
 
-    def _stream_answer(self, tokens: list[int], limit: int) -> tuple[str, str]:
+    def _stream_answer(self, row: dict[str, Any], limit: int) -> tuple[str, str]:
         """Print an answer; return it with its end ("stop", "length" or "interrupt")."""
-        from torchtune.generation import finite_steps, stream_tokens
+        from torchtune.generation import finite_steps, images_of_row, stream_tokens
         from torchtune.tokenizers import StreamDecoder
 
         decoder, pieces, end = StreamDecoder(self._tokenizer), [], "length"
         steps = stream_tokens(
             self._model,
-            [tokens],
+            [row["tokens"]],
             max_new_tokens=limit,
             temperature=self._args.temperature,
             top_k=self._args.top_k,
             stop_tokens=self._tokenizer.stop_tokens,
             rng=self._rng,
+            images=[images_of_row(row, self._rng.device)],
         )
         steps = finite_steps(steps, self._model)
         try:

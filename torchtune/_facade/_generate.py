@@ -10,7 +10,7 @@ from torch import nn
 from torchtune import training
 from torchtune._facade._origin import ORIGINS, unwrap
 from torchtune.data import Message, MessageLike, as_messages, check_tokenizer
-from torchtune.generation import GenerationError, generate_tokens, prompt_tokens
+from torchtune.generation import GenerationError, generate_tokens, images_of_row, prompt_row
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.utils import get_logger
 
@@ -40,9 +40,9 @@ def generate(
     Args:
         model: from :func:`load`, or from a builder with loaded weights.
         tokenizer: the model's tokenizer.
-        prompt: a text, used as a user turn; a conversation, as a list of messages that does not end with the assistant;
-            or token ids, which are continued unchanged (``tokenizer.encode(text, add_eos=False)``). A list of these
-            returns a list of answers.
+        prompt: a text, used as a user turn; a conversation, as a list of messages that does not end with the assistant,
+            with images if the model reads them; or token ids, which are continued unchanged
+            (``tokenizer.encode(text, add_eos=False)``). A list of these returns a list of answers.
         max_new_tokens: maximum length of an answer in tokens; 512 by default.
         temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most likely tokens.
@@ -61,7 +61,8 @@ def generate(
         >>> len(answers)
         2
     """
-    decoder = _check_model(unwrap(model), tokenizer)
+    model = unwrap(model)
+    decoder = _check_model(model, tokenizer)
     prompt = _to_lists(prompt)
     if not (math.isfinite(temperature) and temperature >= 0 and (top_k is None or top_k >= 0)):
         raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
@@ -76,16 +77,18 @@ def generate(
         rng.seed()
     else:
         rng.manual_seed(seed)
-    limits = [min(asked, decoder.max_seq_len - len(row)) for row in rows]
+    limits = [min(asked, decoder.max_seq_len - len(row["tokens"])) for row in rows]
+    images = [images_of_row(row, device) for row in rows]
     found = generate_tokens(
-        decoder,
-        [torch.tensor(row, device=device) for row in rows],
+        model if any(images) else decoder,
+        [torch.tensor(row["tokens"], device=device) for row in rows],
         max_new_tokens=limits,
         temperature=temperature,
         top_k=top_k,
         stop_tokens=tokenizer.stop_tokens,
         rng=rng,
         max_sequences=_MAX_SEQUENCES,
+        images=images,
     )
     answers, cut = [], 0
     for number, (tokens, log_probs, limit) in enumerate(zip(found.tokens, found.log_probs, limits, strict=True)):
@@ -146,11 +149,11 @@ def _check_model(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
     return decoder
 
 
-def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt, number: int) -> list[int]:
-    """Return the token ids of a prompt, including the header of the assistant's turn."""
+def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt, number: int) -> dict[str, Any]:
+    """Return the token ids of a prompt, including the header of the assistant's turn, and its images."""
     if prompt and not isinstance(prompt, str) and isinstance(prompt[0], int):
-        tokens = list(prompt)
-        if wrong := [i for i in tokens if not 0 <= i < decoder.tok_embeddings.weight.shape[0]]:
+        row = {"tokens": list(prompt)}
+        if wrong := [i for i in row["tokens"] if not 0 <= i < decoder.tok_embeddings.weight.shape[0]]:
             raise GenerationError(f"prompt {number}: the model has no token {wrong[0]}: give ids of its tokenizer.")
     else:
         if not getattr(tokenizer, "chat_templates", True):
@@ -161,10 +164,12 @@ def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt
         messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
         if not messages or messages[-1].role == "assistant":
             raise GenerationError(f"prompt {number}: nothing is to be answered there: end with a turn of the user.")
-        tokens = prompt_tokens(tokenizer, messages, f"prompt {number}")
-    if len(tokens) >= decoder.max_seq_len:
+        if any(message.contains_media for message in messages) and not getattr(tokenizer, "takes_images", False):
+            raise GenerationError(f"prompt {number}: it has an image, but the tokenizer reads text only: remove it.")
+        row = prompt_row(tokenizer, messages, f"prompt {number}")
+    if len(row["tokens"]) >= decoder.max_seq_len:
         raise GenerationError(
-            f"prompt {number}: it has {len(tokens)} tokens, which leaves no room for an answer in the model's context "
+            f"prompt {number}: it has {len(row['tokens'])} tokens, which leaves no room for an answer in the context "
             f"of {decoder.max_seq_len}: shorten it."
         )
-    return tokens
+    return row

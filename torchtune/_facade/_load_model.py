@@ -17,10 +17,10 @@ from torchtune.checkpoints import (
     adapter_conversion,
     adapter_folder,
 )
-from torchtune.models import from_hf_config, image_text_transform, stored_dtype
+from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import Conversion, apply_conversions
-from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.training import CheckpointError, CheckpointStore, ModelSource
 from torchtune.utils import UserError, read_json
 
@@ -97,8 +97,7 @@ def load(
     where = None if adapter_dir is None else str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
     with_tokenizer = adapter_dir if adapter_dir is not None and (adapter_dir / "tokenizer.json").is_file() else folder
-    is_text = model.spec.image_processor is None
-    tokenizer = hf_tokenizer(str(with_tokenizer)) if is_text else image_text_transform(str(folder))
+    tokenizer = checkpoint_tokenizer(model, folder if model.spec.image_processor else with_tokenizer)
     CheckpointStore({"policy": source}).load_model(
         model, device=chosen, whole=adapter_dir is not None or not conversions
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
-from torchtune.data._images import format_content_with_images
+from torchtune.data._images import format_content_with_images, insert_images
 from torchtune.data._messages import MaskingStrategy, Message, as_message
 from torchtune.data._to_messages import (
     check_column_map,
@@ -37,31 +37,6 @@ def _drop_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_drop_nulls(item) for item in value]
     return value
-
-
-def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
-    """Fill the turns' empty parts ``{"type": "image"}`` with the images of the row, in order."""
-    remaining_images, places, given = list(images), 0, 0
-
-    def fill_image_part(part: Any) -> Any:
-        nonlocal places, given
-        if type(part) is not dict or part.get("type") not in ("image", "image_url"):
-            return part
-        if part.keys() - {"type", "index", "text"}:
-            given += 1
-            return part
-        places += 1
-        return {"type": "image", "content": remaining_images.pop(0)} if remaining_images else part
-
-    found = [
-        {**turn, "content": [fill_image_part(part) for part in turn["content"]]}
-        if type(turn) is dict and isinstance(turn.get("content"), list)
-        else turn
-        for turn in turns
-    ]
-    if places != len(images) and (places or not given):
-        raise DataError(f"the row has {len(images)} images, but its turns have {places} parts of type 'image' for them")
-    return found
 
 
 class ShareGPTToMessages(Transform):

@@ -89,8 +89,9 @@ def _images(document: Document) -> Images | None:
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
     """Concatenate the answers of preference pairs, or of single answers labeled good or bad, padding-free.
 
-    Every answer is a document. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` convert per-token
-    log-probs to per-answer log-probs of each pair.
+    Every answer is a document, with the :class:`Images` of its ``encoder_input`` (in pairs ``chosen_encoder_input`` and
+    ``rejected_encoder_input``), if there are any. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected`
+    convert per-token log-probs to per-answer log-probs of each pair.
 
     Args:
         batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``, or
@@ -113,24 +114,22 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
     """
     paired = not all("is_chosen" in example for example in batch)
     documents = [_answer(example, side) for side in (_SIDES if paired else ("",)) for example in batch]
-    out = collate_documents([{name: document[name] for name in ("tokens", "labels")} for document in documents])
-    names = sorted(set.intersection(*(set(document) for document in documents)) - {"tokens", "labels"})
-    entries = {name: torch.tensor([document[name] for document in documents]) for name in names}
+    entries = ("tokens", "labels", "encoder_input")
+    out = collate_documents([{name: one[name] for name in entries if name in one} for one in documents])
+    names = sorted(set.intersection(*(set(document) for document in documents)) - set(entries))
+    numbers = {name: torch.tensor([document[name] for document in documents]) for name in names}
     counts = [np.count_nonzero(np.asarray(one["labels"]) != CROSS_ENTROPY_IGNORE_IDX) for one in documents]
-    entries["label_counts"] = torch.tensor(counts)
+    numbers["label_counts"] = torch.tensor(counts)
     if paired:
-        entries["pair"] = torch.arange(len(batch)).repeat(2)
+        numbers["pair"] = torch.arange(len(batch)).repeat(2)
         counts = [min(pair) for pair in zip(counts[: len(batch)], counts[len(batch) :], strict=True)]
-    return replace(out, per_document=entries, terms=sum(count > 0 for count in counts))
+    return replace(out, per_document=numbers, terms=sum(count > 0 for count in counts))
 
 
 def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
     """Return tokens, labels and per-document numbers of one answer of an example."""
-    names = (
-        {"tokens": f"{side}_input_ids", "labels": f"{side}_labels"}
-        if side
-        else {name: name for name in ("tokens", "labels")}
-    )
+    start = f"{side}_" if side else ""
+    names = {"tokens": f"{start}input_ids" if side else "tokens", "labels": f"{start}labels"}
     if missing := set(names.values()) - example.keys():
         found = ", ".join(map(str, example)) or "nothing"
         raise DataError(
@@ -142,7 +141,8 @@ def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
     if side:
         numbers |= {name.removeprefix(f"{side}_"): rest[name] for name in rest if name.startswith(f"{side}_")}
         numbers["is_chosen"] = side == "chosen"
-    return {**numbers, **{name: example[key] for name, key in names.items()}}
+    names["encoder_input"] = f"{start}encoder_input"
+    return {**numbers, **{name: example[key] for name, key in names.items() if key in example}}
 
 
 def left_pad_sequence(

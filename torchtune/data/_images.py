@@ -6,7 +6,7 @@ import io
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its first value that exchanges rows and columns
 _TIFF_SIZE = (0x0100, 0x0101)
+_TAG = "<image>"  # placeholder of an image in a text
 _IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -211,3 +212,50 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
         if i < len(images):
             items.append({"type": "image", "content": images[i]})
     return items
+
+
+def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
+    """Fill the turns' empty parts ``{"type": "image"}`` with the images of the row, in order."""
+    remaining_images, places, given = list(images), 0, 0
+
+    def fill_image_part(part: Any) -> Any:
+        nonlocal places, given
+        if type(part) is not dict or part.get("type") not in ("image", "image_url"):
+            return part
+        if part.keys() - {"type", "index", "text"}:
+            given += 1
+            return part
+        places += 1
+        return {"type": "image", "content": remaining_images.pop(0)} if remaining_images else part
+
+    found = [
+        {**turn, "content": [fill_image_part(part) for part in turn["content"]]}
+        if type(turn) is dict and isinstance(turn.get("content"), list)
+        else turn
+        for turn in turns
+    ]
+    if places != len(images) and (places or not given):
+        raise DataError(f"the row has {len(images)} images, but its turns have {places} parts of type 'image' for them")
+    return found
+
+
+def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the column ``image`` or ``images``. Raises :class:`DataError` if both have some."""
+    found = [row[name] for name in ("image", "images") if row.get(name)]
+    if len(found) > 1:
+        raise DataError("it has both image and images, but may have only one of them")
+    return list(found[0]) if found and isinstance(found[0], list | tuple) else found
+
+
+def with_images(content: Any, images: Sequence[Any]) -> Any:
+    """Return a text or a conversation with its images, as turns; a conversation without images is unchanged.
+
+    Raises:
+        DataError: an image has no placeholder.
+    """
+    if not isinstance(content, str):
+        return insert_images(content, images) if images and isinstance(content, Sequence) else content
+    if images and _TAG in content:
+        return [{"role": "user", "content": format_content_with_images(content, image_tag=_TAG, images=list(images))}]
+    parts = [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
+    return [{"role": "user", "content": parts if images else content}]

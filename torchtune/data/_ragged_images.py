@@ -47,6 +47,11 @@ class Images:
         """Number of patches of every frame of every image."""
         return [rows * columns for frames, rows, columns in self.grids for _ in range(frames)]
 
+    @property
+    def offset(self) -> int:
+        """Difference of position and index of the text after a document of one row with these images."""
+        return 0 if self.positions is None else int(self.positions[:, 0, -1].max()) + 1 - self.positions.shape[2]
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Images":
         """Copy the tensors to a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -65,7 +70,7 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
 
     Args:
         documents: images of each document, as :class:`torchtune.models.ImageTextTransform` gives them.
-        lengths: length of each document.
+        lengths: length of each document; text that the images do not know of may follow.
     """
     found = [images for images in documents if images is not None]
     if not found:
@@ -74,13 +79,18 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
     places = [images.places + start for images, start in zip(documents, starts, strict=False) if images is not None]
     positions = None
     if found[0].positions is not None:
-        rows = [
-            torch.arange(length).expand(3, 1, length) if images is None else images.positions
-            for images, length in zip(documents, lengths, strict=True)
-        ]
-        positions = torch.cat(rows, dim=2)
+        positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
     grids = tuple(grid for images in found for grid in images.grids)
     return Images(torch.cat([images.patches for images in found]), grids, torch.cat(places), positions)
+
+
+def _positions(images: Images | None, length: int) -> Tensor:
+    """Return positions ``[3, 1, length]`` of a document's tokens."""
+    if images is None:
+        return torch.arange(length).expand(3, 1, length)
+    known = images.positions[:, :, :length]
+    after = torch.arange(known.shape[2], length, device=known.device) + images.offset
+    return torch.cat([known, after.expand(3, 1, -1)], dim=2)
 
 
 def token_counts(grids: Sequence[Grid], merge: int) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
-from torchtune.data._images import is_url
+from torchtune.data._images import images_of_columns, is_url, with_images
 from torchtune.data._messages import MaskingStrategy, Message, as_message, mask_messages, parse_masking_strategy
 
 
@@ -239,6 +239,8 @@ class ChosenRejectedToMessages(Transform):
 def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:
     """Return the turns of an answer, with the prompt's turns before them unless the answer contains the prompt.
 
+    Images of the row's column ``image`` or ``images`` are added, see :func:`with_images`.
+
     Args:
         answer: a text, or turns.
         sample: the row.
@@ -251,13 +253,14 @@ def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Seque
         answer = [{"role": "assistant", "content": answer}]
     if not isinstance(answer, Sequence):
         raise DataError(f"a conversation must be a list of turns, not {type(answer).__name__}")
+    images = images_of_columns(sample)
     if not answer or check_turn(answer[0])["role"] != "assistant":
-        return answer
+        return with_images(answer, images)
     question = column(sample, prompt)
     if not isinstance(question, str | Sequence):
         kind = "nothing" if question is None else type(question).__name__
         raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")
-    return [*([{"role": "user", "content": question}] if isinstance(question, str) else question), *answer]
+    return [*with_images(question, images), *answer]
 
 
 def convert_turns(turns: Sequence[Any]) -> list[Message]:

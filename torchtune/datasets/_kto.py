@@ -72,7 +72,7 @@ class KTODataset(PreferenceDataset):
 
     def _read(self, rows: PreparedRows) -> None:
         super()._read(rows)
-        self._is_good = np.array(rows.notes, bool)
+        self._is_good = np.array([note["is_chosen"] for note in rows.notes], bool)
         for kind, there in (("good", self._is_good.any()), ("bad", not self._is_good.all())):
             if len(self._is_good) and not there:
                 raise DataError(f"{self.source} has no answer that is labeled {kind}: both kinds are needed.")
@@ -84,11 +84,12 @@ class KTODataset(PreferenceDataset):
                 f"message_transform gives no '{min(missing)}' among {', '.join(map(repr, row)) or 'nothing'}"
             )
         sample = tokenize_answer(row["messages"], tokenizer, limit, "the answer")
-        return {"answers": {**sample, "note": bool(row["is_chosen"])}}
+        return {"answers": {**sample, "note": {**sample.get("note", {}), "is_chosen": bool(row["is_chosen"])}}}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``tokens``, pre-shifted ``labels``, and ``is_chosen``."""
-        return {**self.stores["answers"].lists(index), "is_chosen": bool(self._is_good[index])}
+        """Return ``tokens``, pre-shifted ``labels``, ``is_chosen`` and, if there are images, ``encoder_input``."""
+        row = self.stores["answers"].lists(index)
+        return {**row, "is_chosen": bool(self._is_good[index]), **self._images(index, "messages", row["tokens"])}
 
 
 def kto_dataset(

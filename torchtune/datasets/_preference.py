@@ -13,10 +13,11 @@ from torchtune.data import (
     copy_sample,
 )
 from torchtune.datasets._labels import NO_LABEL, has_label, shifted_labels
+from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
 from torchtune.datasets._tokenize import Tokenize, TokenizedDataset, why_no_label
-from torchtune.tokenizers import ModelTokenizer, arrays_of
+from torchtune.tokenizers import ModelTokenizer
 
 _SIDES = ("chosen", "rejected")
 
@@ -63,6 +64,7 @@ class PreferenceDataset(TokenizedDataset):
         if packed:
             raise DataError("packed=True is not possible for preference data: set it to False.")
         check_tokenizer(tokenizer)
+        self._transform, self._tokenizer = message_transform, tokenizer
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         limit = getattr(tokenizer, "max_seq_len", None)
 
@@ -80,9 +82,11 @@ class PreferenceDataset(TokenizedDataset):
                 way_out="drop_bad_rows=True",
             )
         )
+        self._rows = encoded(found.rows(), message_transform) if self.num_images else None
 
     def _read(self, rows: PreparedRows) -> None:
         self.dropped = [row for row, _ in rows.bad]
+        self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
 
     @staticmethod
     def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Sequence[int]]]:
@@ -101,17 +105,30 @@ class PreferenceDataset(TokenizedDataset):
         """Changes with any token or label."""
         return tuple(store.fingerprint for store in self.stores.values())
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """Return ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` (pre-shifted)."""
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``chosen_input_ids``, ``chosen_labels`` (pre-shifted) and, if there are images,
+        ``chosen_encoder_input``; likewise ``rejected_*``.
+        """
         item = {}
         for side, store in self.stores.items():
             row = store.lists(index)
             item |= {f"{side}_input_ids": row["tokens"], f"{side}_labels": row["labels"]}
+            item |= {f"{side}_{name}": value for name, value in self._images(index, side, row["tokens"]).items()}
         return item
+
+    def _images(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``encoder_input`` of a conversation, which the message transform gives under ``name``."""
+        if self._rows is None:
+            return {}
+        row = int(self._numbers[index])
+        try:
+            return self._tokenizer.encode_images(self._transform(self._rows[row])[name], tokens)
+        except DataError as error:
+            raise row_error(error, self.source, row, self._rows, skips=True) from error
 
 
 def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, Sequence[int]]:
-    """Tokenize a conversation that ends with an answer; return tokens and pre-shifted labels.
+    """Tokenize a conversation that ends with an answer; return tokens, pre-shifted labels, and facts about images.
 
     Args:
         messages: messages of the conversation.
@@ -127,8 +144,8 @@ def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str)
         raise DataError(f"{name} is missing: the last turn must be the assistant's")
     if not messages[-1].contains_media and not messages[-1].text_content.strip():
         raise DataError(f"{name} is empty")
-    row = arrays_of(tokenizer, {"messages": messages})
-    sample = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
+    tokens, mask, note = tokenize_text(tokenizer, messages)
+    sample = {"tokens": tokens, "labels": shifted_labels(tokens, mask), **({"note": note} if note else {})}
     if not has_label(sample):
         raise DataError(f"{NO_LABEL} in {name}" + why_no_label(sample, limit, "the prompt is too long"))
     return sample

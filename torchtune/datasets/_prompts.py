@@ -3,7 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtune.data import DataError, Message, as_messages, check_tokenizer, prompted_and_masked
+from torchtune.data import (
+    DataError,
+    Message,
+    as_messages,
+    check_tokenizer,
+    images_of_columns,
+    prompted_and_masked,
+    with_images,
+)
+from torchtune.datasets._row_images import row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenize import Tokenize, TokenizedDataset
 from torchtune.tokenizers import ModelTokenizer
@@ -49,17 +58,19 @@ class PromptDataset(TokenizedDataset):
         if found.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
         depends_on = {"column": column, "new_system_prompt": new_system_prompt, "tokenizer": tokenizer}
-        self._prepare(found, depends_on, Tokenize(self._prompt, self._names), limit=None, way_out="filter_fn")
+        rows = self._prepare(found, depends_on, Tokenize(self._prompt, self._names), limit=None, way_out="filter_fn")
+        self.num_images = sum(note["images"][0] for note in rows.notes)
         self._rows = found.rows()
 
-    def _prompt(self, row: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    def _prompt(self, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         messages, _ = self._split(row)
         messages.append(Message(role="assistant", content=""))
-        tokens = list(self._tokenizer({"messages": messages}, inference=True)["tokens"])
+        tokens, _, note = tokenize_text(self._tokenizer, messages, inference=True)
+        tokens = list(tokens)
         limit = getattr(self._tokenizer, "max_seq_len", None)
         if limit is not None and len(tokens) >= limit:
             raise DataError(f"the prompt is as long as max_seq_len={limit}, or longer")
-        return {"rows": {"tokens": tokens, "labels": tokens}}
+        return {"rows": {"tokens": tokens, "labels": tokens, **({"note": note} if note else {})}}
 
     def _split(self, row: Mapping[str, Any]) -> tuple[list[Message], str | None]:
         """Return the messages of the prompt, and the reference answer if the last message is one."""
@@ -67,7 +78,7 @@ class PromptDataset(TokenizedDataset):
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             raise DataError(f"there is no column '{self._column}' among {found or 'none'}")
         value = row[self._column]
-        messages = [Message(role="user", content=value)] if isinstance(value, str) else list(as_messages(value))
+        messages = list(as_messages(with_images(value, images_of_columns(row))))
         answer = None
         if messages and messages[-1].role == "assistant":
             answer = messages.pop().text_content
@@ -77,7 +88,8 @@ class PromptDataset(TokenizedDataset):
         return messages, answer
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row) and the prompt's ``messages``.
+        """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row), the prompt's ``messages`` and,
+        if there are images, ``encoder_input``.
 
         ``labels`` equal the tokens; a prompt is not answered if all its labels are ignored.
         """
@@ -86,7 +98,13 @@ class PromptDataset(TokenizedDataset):
         messages, answer = self._split(row)
         if answer is not None:
             row.setdefault("answer", answer)
-        return {"tokens": tokens, "labels": tokens, "row": row, "number": index, "messages": messages}
+        images = {}
+        if self.num_images:
+            try:
+                images = self._tokenizer.encode_images(messages, tokens)
+            except DataError as error:
+                raise row_error(error, self.source, index, self._rows, skips=True) from error
+        return {"tokens": tokens, "labels": tokens, "row": row, "number": index, "messages": messages, **images}
 
 
 def prompt_dataset(

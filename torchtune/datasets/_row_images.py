@@ -1,7 +1,7 @@
 """Images of rows, and their checks before training."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torchtune.data import DataError, Message, image_size, open_image
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._tokenize import Tokenize
+from torchtune.tokenizers import arrays_of
 
 
 class EncodedRows:
@@ -78,7 +79,28 @@ def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
     return [len(images), checksum]
 
 
-def with_images(sample: dict[str, Any]) -> dict[str, Any]:
+def tokenize_text(
+    tokenizer: Any, messages: Sequence[Message], inference: bool = False
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Tokenize a conversation without decoding its images.
+
+    Returns:
+        tokens, mask, and a note for the row, which is empty without images.
+
+    Raises:
+        DataError: the conversation cannot be tokenized, an image cannot be opened, or the tokenizer makes no patches.
+    """
+    if not any(message.contains_media for message in messages):
+        sample = {"messages": messages}
+        row = tokenizer(sample, inference=True) if inference else arrays_of(tokenizer, sample)
+        return row["tokens"], row["mask"], {}
+    if not getattr(tokenizer, "gives_patches", False):
+        raise DataError(f"a turn has an image, but a {type(tokenizer).__name__} takes text only here: use text")
+    tokens, mask = tokenizer.tokenize_messages(messages, not inference)
+    return tokens, mask, {"images": check_images({"messages": messages}, decode=False)}
+
+
+def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
     """Replace image paths and bytes by Pillow images; raise :class:`DataError` if one cannot be read."""
     for message in sample.get("messages") or ():
         if isinstance(message, Message) and message.contains_media:

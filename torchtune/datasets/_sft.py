@@ -9,7 +9,7 @@ import numpy as np
 from torchtune.data import DataError, Message, Transform, as_messages, check_tokenizer, copy_sample, validate_messages
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._labels import shifted_labels
-from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_images
+from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._shared import is_preparing
 from torchtune.datasets._tokenize import OnReading, TokenizedDataset, TransformRows
@@ -56,7 +56,7 @@ class SFTTransform(Transform):
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         if self.model_transform is not None:
-            sample = tokenize(self.model_transform, with_images(sample))
+            sample = tokenize(self.model_transform, with_open_images(sample))
         sample = copy_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(

@@ -16,6 +16,7 @@ from torchtune.datasets import NotRead, instantiate_collate, instantiate_dataset
 from torchtune.estimate._plan import arrange, build_on_meta, is_mixture, nodes_of
 from torchtune.estimate._plan_data import mixture_examples
 from torchtune.modules import text_decoder
+from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import has_adapters, require_adapters
 from torchtune.training import SettingsView, fit_vocabulary, is_distributed, is_restart
 from torchtune.training.optim import GroupedOptimizer, require_trained
@@ -135,13 +136,14 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     return problems
 
 
-# A recipe with one of these settings trains on text only.
-_TEXT_ONLY_SETTINGS = ("ref_checkpointer", "ref_policy_checkpointer", "sampler", "teacher_model")
+# A recipe with one of these settings trains on text, and on images only if their tokens are among those of the text.
+_TEXT_SETTINGS = ("ref_checkpointer", "sampler", "teacher_model")
 
 
 def _check_parts(cfg: SettingsView, model: torch.nn.Module) -> None:
     """Raise if a model with images is trained by a recipe for text."""
-    if text_decoder(model) is not model and any(name in cfg.declared for name in _TEXT_ONLY_SETTINGS):
+    settings = ["ref_policy_checkpointer", *([] if isinstance(model, ImageTextModel) else _TEXT_SETTINGS)]
+    if text_decoder(model) is not model and any(name in cfg.declared for name in settings):
         raise UserError(
             f"model: a {type(model).__name__} reads images, and this recipe trains on text only: use a full_finetune "
             "or lora_finetune recipe, or a text model."

@@ -13,7 +13,14 @@ from tqdm import tqdm
 from torchtune.data import collate_documents
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.evaluation._harness_images import explain_no_images, image_question
-from torchtune.generation import fast_linears, finite_steps, images_of_row, stream, stream_tokens
+from torchtune.generation import (
+    fast_linears,
+    finite_steps,
+    images_of_batch,
+    images_of_row,
+    stream,
+    stream_tokens,
+)
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger, require
 
@@ -186,11 +193,9 @@ class HarnessModel(_harness.TemplateLM):
         if not answer:
             raise EvaluationError("tasks: an answer is empty: write what doc_to_choice or doc_to_target gives.")
         row = image_question(self.torchtune_tokenizer, context, given, self.max_length + 1 - len(answer))
-        inputs = images_of_row(row, self.device)
-        if inputs:  # the answer has the encoder mask of the question's last token
-            mask = inputs["encoder_mask"]
-            inputs["encoder_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, len(answer) - 1, -1)], dim=1)
         tokens = torch.tensor([[*row["tokens"], *answer[:-1]]], device=self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device)[None]
+        inputs = images_of_batch([images_of_row(row, self.device)], [tokens.shape[1]], positions)
         self.model.eval()
         hidden = self.model(tokens, **inputs, output="hidden")[0]
         found = self._score_targets(hidden[-len(answer) :], {0: answer})[0]

@@ -1,11 +1,20 @@
 """Read evaluation rows: a conversation without the answer, and the reference answer."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import AlpacaToMessages, DataError, Message, ShareGPTToMessages, as_messages
+from torchtune.data import (
+    AlpacaToMessages,
+    DataError,
+    Message,
+    ShareGPTToMessages,
+    as_messages,
+    images_of_columns,
+    with_images,
+)
 from torchtune.datasets import format_of, read_rows
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.generation import Prompt, to_be_answered
@@ -47,7 +56,8 @@ def read_eval_rows(
 
     In a conversation (OpenAI messages or ShareGPT), a final assistant turn is the reference answer, and the turns
     before it are the prompt. Rows of questions and answers, instructions (Alpaca) and prompts are recognized by their
-    columns.
+    columns. Images are in the turns, or in the column ``image`` or ``images``, see
+    :func:`torchtune.generation.read_prompts`.
 
     Args:
         path: path of a .jsonl, .json, .csv, .tsv, .parquet or .txt file.
@@ -78,12 +88,6 @@ def read_eval_rows(
             messages, columns = _split_answer(row, prompt, answer)
         except DataError as error:
             raise EvaluationError(f"{where}: {str(error).rstrip('.')}: correct the row, or name --prompt.") from error
-        column = next((name for name in ("image", "images") if row.get(name)), None)
-        if column and not any(message.contains_media for message in messages):
-            raise EvaluationError(
-                f"{where}: the image in the column '{column}' would not be seen: write it as a part of a turn, "
-                '{"type": "image", "image": …}, or take the column out.'
-            )
         messages = to_be_answered(messages, system, where)
         given = [{"role": message.role, "content": _content_of(message)} for message in messages]
         found.append(EvalRow(line, given, messages, columns))
@@ -95,8 +99,16 @@ def read_eval_rows(
 
 
 def _content_of(message: Message) -> Any:
-    """Return the text of a turn, or its parts if it contains media."""
-    return message.content if message.contains_media else message.text_content
+    """Return the text of a turn, or its parts if it contains media, for JSON."""
+    if not message.contains_media:
+        return message.text_content
+    return [{**item, "content": _name_of(item["content"])} for item in message.content]
+
+
+def _name_of(content: Any) -> str:
+    """Return a text, the path of an image, or a digest of its bytes."""
+    encoded = content.get("bytes") or str(content.get("path")) if isinstance(content, Mapping) else content
+    return hashlib.sha256(encoded).hexdigest() if isinstance(encoded, bytes) else str(encoded)
 
 
 def _split_answer(
@@ -120,7 +132,8 @@ def _split_answer(
 
 def _to_messages(row: Mapping[str, Any], prompt: str | None) -> list[Message]:
     kind, reader = format_of(row)
-    if prompt is None and kind == "Alpaca":
+    images = images_of_columns(row)
+    if prompt is None and kind == "Alpaca" and not images:
         return AlpacaToMessages()(row)["messages"]
     if prompt is None and kind in ("OpenAI messages", "ShareGPT"):
         prompt = reader.split()[1].partition("=")[2]
@@ -129,8 +142,7 @@ def _to_messages(row: Mapping[str, Any], prompt: str | None) -> list[Message]:
     if prompt is None:
         raise DataError(f"none of the columns {', '.join(map(str, row)) or '(there are none)'} is a prompt")
     value = row[prompt]
-    if isinstance(value, str):
-        return [Message(role="user", content=value)]
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and "from" in value[0]:
-        return ShareGPTToMessages(column_map={"conversations": prompt})(row)["messages"]
-    return as_messages(value)
+        columns = {"conversations": prompt, "image": "images" if row.get("images") else "image"}
+        return ShareGPTToMessages(column_map=columns)({"image": None, **row})["messages"]
+    return as_messages(with_images(value, images))

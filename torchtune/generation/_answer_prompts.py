@@ -16,7 +16,7 @@ from torchtune.datasets import Fingerprint
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
 from torchtune.generation._prompt_file import AnswerFile, Prompt
-from torchtune.generation._prompt_images import images_of_prompt, images_of_row
+from torchtune.generation._prompt_images import images_of_row
 from torchtune.generation._tokens import TokenStep, finite_steps, seeded_draws, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.supervision import checksum_bits
@@ -71,7 +71,7 @@ def answer_prompts(
     """Answer every prompt that has no answer in a file yet, in a continuous batch.
 
     Args:
-        model: the decoder with its weights; or a vision model, which answers prompts with images one by one.
+        model: the decoder, or the model of text and images, with its weights.
         tokenizer: the model's tokenizer.
         prompts: prompts to answer.
         output: file of answers, see :class:`AnswerFile`.
@@ -123,8 +123,11 @@ def answer_prompts(
     device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
-        for part in _parts(waiting, _PROMPTS_PER_SEQUENCE * max_sequences):
-            images = images_of_row(_row(model, tokenizer, part[0], source), device) if part[0].has_images else {}
+        for part in _parts(waiting, max_sequences):
+            images = [
+                images_of_row(_row(model, tokenizer, prompt, source), device) if prompt.has_images else {}
+                for prompt in part
+            ]
             keys = [(seed, prompt.line) for prompt in part]
             steps = stream_tokens(
                 model,
@@ -135,8 +138,9 @@ def answer_prompts(
                 stop_tokens=list(stop),
                 draws=None if temperature == 0 else seeded_draws(keys, max_new_tokens, device, np.float32),
                 max_sequences=max_sequences,
+                images=images,
             )
-            with images_of_prompt(model, **images), closing(finite_steps(steps, model)) as steps:
+            with closing(finite_steps(steps, model)) as steps:
                 for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
                     prompt, stopped = part[row], tokens[-1] in stop
                     end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"
@@ -149,24 +153,22 @@ def answer_prompts(
 
 
 def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Yield groups of prompts to answer in one batch; a prompt with images is a group of one."""
-    texts = [prompt for prompt in prompts if not prompt.has_images]
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]
-    for prompt in prompts:
-        if prompt.has_images:
-            yield [prompt]
+    """Yield groups of prompts to answer in one batch; those with images are small, because all are read at once."""
+    for has_images, count in ((False, _PROMPTS_PER_SEQUENCE * size), (True, size)):
+        some = [prompt for prompt in prompts if prompt.has_images == has_images]
+        for start in range(0, len(some), count):
+            yield some[start : start + count]
 
 
 def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
     """Tokenize a prompt of a file.
 
     Raises:
-        GenerationError: see :func:`prompt_tokens`; or an image cannot be read, or the model reads no images.
+        GenerationError: see :func:`prompt_row`; or an image cannot be read, or the model reads no images.
     """
     where = f"{source}, line {prompt.line}"
     if not prompt.has_images:
-        return {"tokens": prompt_tokens(tokenizer, prompt.messages, where)}
+        return prompt_row(tokenizer, prompt.messages, where)
     if text_decoder(model) is model or not getattr(tokenizer, "takes_images", False):
         raise GenerationError(
             f"{where}: it has an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text "
@@ -193,23 +195,6 @@ def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[in
             found[row].append(token)
             if token in stop or len(found[row]) == limits[row]:
                 yield row, found[row]
-
-
-def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> list[int]:
-    """Tokenize a conversation up to the beginning of the answer.
-
-    Raises:
-        GenerationError: the tokenizer may have truncated the conversation, or there is an image; the message begins
-            with ``where``.
-
-    Example:
-        >>> question = [torchtune.data.Message(role="user", content="Why?")]
-        >>> torchtune.generation.prompt_tokens(tokenizer, question, where="prompt")[0] == tokenizer.bos_id
-        True
-    """
-    if any(message.contains_media for message in messages):
-        raise GenerationError(f"{where}: it has an image, but only text is read here: give images in prompt.image.")
-    return prompt_row(tokenizer, messages, where)["tokens"]
 
 
 def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[str, Any]:

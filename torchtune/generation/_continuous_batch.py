@@ -1,17 +1,20 @@
 """A continuous batch: rows join and leave while others continue."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.data import Documents
+from torchtune.data import Documents, Images
 from torchtune.generation._model_ranks import ModelRanks
+from torchtune.generation._prompt_images import images_of_batch
 from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
+from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
@@ -22,7 +25,7 @@ Past = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Request:
-    """A prompt: index of its first sequence, tokens, maximum number of new tokens, and number of sequences.
+    """A prompt: index of its first sequence, tokens, maximum number of new tokens, number of sequences, and images.
 
     A single sequence that continues an ended one has the keys and values of its first tokens, see :meth:`Batch.past`.
     """
@@ -31,22 +34,36 @@ class Request:
     tokens: list[int]
     limit: int
     num_samples: int = 1
+    images: Mapping[str, Any] = field(default_factory=dict)
     past: Past | None = None
+
+    @property
+    def offset(self) -> int:
+        """Difference of position and index of new tokens."""
+        images = self.images.get("encoder_input", {}).get("images")
+        return images.offset if isinstance(images, Images) else 0
 
 
 @dataclass
 class Row:
-    """A running sequence: index, column of its first token, number of new tokens, and maximum number of them."""
+    """A running sequence: index, column of its first token, number of new tokens, and maximum number of them.
+
+    ``images`` are those of its prompt, and ``offset`` is the difference of position and index of new tokens.
+    """
 
     index: int
     start: int
     count: int
     limit: int
+    images: Mapping[str, Any]
+    offset: int
 
 
 def _takes_prompts_in_a_row(model: nn.Module) -> bool:
     """Return whether a step depends on earlier ones only by keys and values: no recurrent state, no encoder output."""
-    return isinstance(model, TransformerDecoder) and not (model.attends_to_encoder() or model.has_states())
+    if not isinstance(model, TransformerDecoder | ImageTextModel):
+        return False
+    return not (model.text.attends_to_encoder() or model.text.has_states())
 
 
 class Batch:
@@ -88,7 +105,7 @@ class Batch:
         self._end = 0
         self._place = Place()
         self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)
-        self._starts = torch.zeros(0, dtype=torch.int64, device=device)
+        self._starts = self._offsets = torch.zeros(0, dtype=torch.int64, device=device)
         self._caches: list[KVCache] = []
 
     @property
@@ -130,14 +147,17 @@ class Batch:
             return self._run(tokens, tokens, None, None, Place()), []
         self._fit(0, max(row.limit - row.count for row in self._rows))
         first, count = min(row.start for row in self._rows), len(self._rows)
-        input_pos = (self._end - 1 - self._starts)[:, None]
+        input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]
         if not self._use_cache or self._model.invalidates_caches(input_pos):
             return self._whole(0, first, self._end), list(self._rows)
         mask = None
         if any(row.start != first for row in self._rows):
             mask = (torch.arange(first, self._end, device=self._device) >= self._starts[:, None])[:, None]
         x = self._tokens[:count, self._end - 1 : self._end]
-        logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1))
+        images = {}
+        if masked := [row.images for row in self._rows if "encoder_mask" in row.images]:  # the caches have the images
+            images = {"encoder_mask": masked[0]["encoder_mask"][:, -1:]}
+        logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1), images=images)
         return logits, list(self._rows)
 
     def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
@@ -164,6 +184,8 @@ class Batch:
             return []
         found, waiting = [], self._added or self._waiting
         while waiting and waiting[0].num_samples <= free:
+            if any("encoder_mask" in one.images for one in [waiting[0], *found, *self._rows]) and (found or self._rows):
+                break  # caches of an encoder are those of one prompt
             found.append(waiting.popleft())
             free -= found[-1].num_samples
         return found
@@ -175,7 +197,7 @@ class Batch:
             self._end = 0
         self._fit(longest + 1, max([room, *(row.limit - row.count for row in self._rows)]))
         stop = self._end - 1
-        rows = [Row(request.index, stop - len(request.tokens), 0, request.limit) for request in newcomers]
+        rows = [Row(one.index, stop - len(one.tokens), 0, one.limit, one.images, one.offset) for one in newcomers]
         for index, request in enumerate(newcomers, count):
             known = torch.tensor(request.tokens, device=self._device)
             self._tokens[index, stop - longest : stop - len(known)] = 0
@@ -190,7 +212,7 @@ class Batch:
             logits = logits[source]
             self._copy_rows(source + count, torch.arange(len(source), device=self._device) + count)
             rows = [
-                Row(row.index + sample, row.start, 0, row.limit)
+                replace(row, index=row.index + sample)
                 for row, number in zip(rows, samples, strict=True)
                 for sample in range(number)
             ]
@@ -211,7 +233,7 @@ class Batch:
         count = len(self._rows) - len(newcomers)
         columns = torch.arange(stop - new, stop, device=self._device)
         starts = self._starts[count:, None]
-        input_pos = columns - starts
+        input_pos = columns - starts + self._offsets[count:, None]
         if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
         for row, request in enumerate(newcomers, count):
@@ -232,11 +254,15 @@ class Batch:
         tokens = self._tokens[row : len(self._rows), first:end]
         input_pos = (torch.arange(first, end, device=self._device) - self._starts[row:, None]).clamp(min=0)
         documents = None
-        if min(lengths) < end - first:  # padding is a separate document: no mask
+        padding = [one.start - first for one in self._rows[row:]]
+        if max(padding):  # padding is a separate document: no mask
             more = self._ranks.multiple(end - first) - (end - first)
-            rows = [(end - first - length, length + more) for length in lengths]
-            documents = Documents.from_lengths([part for parts in rows for part in parts if part], tokens.device)
-        return self._run(tokens, input_pos, None, documents, Place(row, first, first))
+            parts = zip(padding, [length + more for length in lengths], strict=True)
+            documents = Documents.from_lengths([part for pair in parts for part in pair if part], tokens.device)
+        given = [images for one in self._rows[row:] for images in ({}, one.images)]
+        parts = [part for pair in zip(padding, lengths, strict=True) for part in pair]
+        images = images_of_batch(given, parts, input_pos)
+        return self._run(tokens, input_pos, None, documents, Place(row, first, first), images=images)
 
     def _without_padding(self, row: int, lengths: list[int], end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns before ``end`` of all rows from ``row`` on, packed in one row."""
@@ -247,7 +273,9 @@ class Batch:
         columns = self._starts[rows] + positions
         place = Place(row, end, end, rows, columns)
         last = documents.cu_seqlens[1:].long() - 1
-        return self._run(self._tokens[rows, columns][None], positions[None], None, documents, place, last)
+        images = images_of_batch([one.images for one in self._rows[row:]], lengths, positions[None])
+        tokens = self._tokens[rows, columns][None]
+        return self._run(tokens, positions[None], None, documents, place, last, images)
 
     def _run(
         self,
@@ -257,6 +285,7 @@ class Batch:
         documents: Documents | None,
         place: Place,
         last: Tensor | None = None,
+        images: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Return float32 logits ``[m, v]`` after the last position of each sequence.
 
@@ -267,6 +296,7 @@ class Batch:
             documents: padding and tokens of each row; by default no row has padding.
             place: place of the new keys and values in the KV caches.
             last: indices ``[m]`` of last positions, if ``x`` ``[1, s]`` is a packed row.
+            images: arguments of the model's forward for images.
         """
         s = x.shape[1]
         missing = self._ranks.multiple(s) - s
@@ -278,14 +308,15 @@ class Batch:
         self._place.__dict__.update(vars(place))
         if self._step is not None and place.first < place.end:
             return self._step(x, input_pos, mask)
-        hidden = self._model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden")
+        hidden = self._model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden", **(images or {}))
         hidden = hidden[-1] if text_decoder(self._model).output_hidden_states else hidden
         hidden = hidden[:, s - 1 : s] if last is None else hidden[0, last, None]
         return self._model.output(hidden).float()[:, 0]
 
     def _set_rows(self, rows: list[Row]) -> None:
         self._rows = rows
-        self._starts = torch.tensor([row.start for row in rows], dtype=torch.int64, device=self._device)
+        starts = torch.tensor([(row.start, row.offset) for row in rows], dtype=torch.int64, device=self._device)
+        self._starts, self._offsets = starts.view(-1, 2).unbind(1)
 
     def _leave(self, ended: set[int]) -> None:
         """Remove rows, and fill the gaps with the last rows, so that few rows move."""

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, as_messages, format_content_with_images, image_column, insert_images
+from torchtune.data import DataError, Message, as_messages, images_of_columns, with_images
 from torchtune.generation._generation_error import GenerationError
 from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered_lines, parse_json_line
-
-# Placeholder of an image in a text.
-_TAG = "<image>"
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,10 @@ def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> P
             raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
         content = given[keys[0]]
     try:
-        messages = as_messages(_turns(content, _images(given) if isinstance(given, Mapping) else []))
+        messages = as_messages(with_images(content, images_of_columns(given) if isinstance(given, Mapping) else []))
     except DataError as error:
         raise GenerationError(f"{where}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
     return Prompt(number, given, to_be_answered(messages, system, where))
-
-
-def _images(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a line. Raises :class:`DataError`."""
-    names = [name for name in ("image", "images") if row.get(name)]
-    if len(names) > 1:
-        raise DataError("the object has both image and images, but may have only one of them")
-    return image_column(row, names[0], None) if names else []
-
-
-def _turns(content: Any, images: list[Any]) -> Any:
-    """Return the conversation with its images. Raises :class:`DataError` if an image has no placeholder."""
-    if not isinstance(content, str):
-        return insert_images(content, images) if images and isinstance(content, list) else content
-    if images and _TAG in content:
-        return [{"role": "user", "content": format_content_with_images(content, image_tag=_TAG, images=images)}]
-    parts = [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
-    return [{"role": "user", "content": parts if images else content}]
 
 
 def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:

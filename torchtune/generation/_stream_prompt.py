@@ -1,11 +1,11 @@
 """Streaming generation from one prompt."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
 
-from torchtune.generation._prompt_images import images_of_prompt
 from torchtune.generation._tokens import finite_steps, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
@@ -32,7 +32,7 @@ def stream(
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end generation.
         use_cache: use a KV cache.
-        encoder_input: images of the prompt, as :func:`torchtune.data.padded_collate_tiled_images_and_mask` gives them.
+        encoder_input: images of the prompt, as :func:`images_of_row` gives them.
         encoder_mask: bool ``[1, s, t]``, likewise. New tokens use the row of the prompt's last token.
 
     Raises:
@@ -43,6 +43,7 @@ def stream(
         >>> len(list(torchtune.generation.stream(model, prompt, max_generated_tokens=3, temperature=0.0)))
         3
     """
+    images = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
     steps = stream_tokens(
         model,
         [prompt],
@@ -51,13 +52,10 @@ def stream(
         top_k=top_k,
         stop_tokens=stop_tokens,
         use_cache=use_cache,
+        images=[{name: value for name, value in images.items() if value is not None}],
     )
-    steps = finite_steps(steps, model)
-    with images_of_prompt(model, encoder_input, encoder_mask):
-        try:
-            for step in steps:
-                if (token := step.tokens.item()) in (stop_tokens or ()):
-                    return
-                yield token
-        finally:
-            steps.close()
+    with closing(finite_steps(steps, model)) as steps:
+        for step in steps:
+            if (token := step.tokens.item()) in (stop_tokens or ()):
+                return
+            yield token

@@ -1,9 +1,10 @@
 """Batched generation of tokens and their log-probabilities, step by step or all at once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchtune.generation._continuous_batch import Batch, Request, Row
 from torchtune.generation._decode import decode
 from torchtune.generation._generation_error import GenerationError
+from torchtune.generation._prompt_images import check_images
 from torchtune.modules.transformer import TransformerDecoder
 
 Prompts = Sequence[Tensor | Sequence[int]]
@@ -69,6 +71,7 @@ def generate_tokens(
     draws: Tensor | None = None,
     use_cache: bool = True,
     max_sequences: int | None = None,
+    images: Sequence[Mapping[str, Any]] | None = None,
 ) -> GeneratedTokens:
     """Generate ``num_samples`` continuations of every prompt. Arguments and errors: see :func:`stream_tokens`.
 
@@ -93,6 +96,7 @@ def generate_tokens(
             draws=draws,
             use_cache=use_cache,
             max_sequences=max_sequences,
+            images=images,
         )
     )
     rows = torch.cat([step.rows for step in steps])
@@ -121,6 +125,7 @@ def stream_tokens(
     max_sequences: int | None = None,
     is_over: Callable[[int, int], bool] | None = None,
     more: Callable[[Batch], Sequence[Request]] | None = None,
+    images: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterator[TokenStep]:
     """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
 
@@ -149,6 +154,7 @@ def stream_tokens(
             sequence.
         more: called after every step with the batch; returns further prompts, with indices of their own, to join it
             before prompts that wait. Generation ends without any, if the batch has ended, too.
+        images: images of each prompt, as :func:`images_of_row` gives them.
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or
@@ -172,6 +178,10 @@ def stream_tokens(
     if draws is not None and ((more is None and len(draws) != expected) or draws.shape[1] < longest):
         raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{expected}, {longest}] numbers.")
     requests, device = _requests(model, prompts, max_new_tokens, num_samples), _device(model, prompts)
+    if images is not None:
+        check_images(model, images, num_samples)
+        for request, given in zip(requests, images, strict=True):
+            request.images = given
     stop = frozenset(int(token) for token in stop_tokens or ())
     size = sum(request.num_samples for request in requests)
     size = size if max_sequences is None else max(num_samples, min(size, max_sequences))

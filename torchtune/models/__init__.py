@@ -27,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "from_hf_config": "_from_hf_config",
         "get_spec": "_spec",
         "image_text_model": "_image_builders",
+        "checkpoint_tokenizer": "_image_transform",
         "image_text_transform": "_image_transform",
         "list_specs": "_spec",
         "lora_image_text_model": "_image_builders",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from torchtune.data import (
     DataError,
@@ -25,7 +26,7 @@ from torchtune.models._description import ModelError
 from torchtune.models._hf_fields import architecture_of
 from torchtune.models._spec import spec_for_architecture
 from torchtune.models._vision_description import ImageTextDescription
-from torchtune.tokenizers import HuggingFaceModelTokenizer
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 from torchtune.utils import read_json
 
 _UNLIMITED = 2**62
@@ -87,10 +88,18 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         sample = dict(sample)
         messages = as_messages(sample.pop("messages"))
         tokens, mask = self.tokenize_messages(messages, not inference, tools=sample.pop("tools", None))
-        sample |= {"tokens": tokens, "mask": mask}
+        return {**sample, "tokens": tokens, "mask": mask, **self.encode_images(messages, tokens)}
+
+    def encode_images(self, messages: Sequence[MessageLike], tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``encoder_input`` of a tokenized conversation; nothing without images.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        messages = as_messages(messages)
         pictures = [open_image(image) for message in messages for image in message.get_media()]
         if not pictures:
-            return sample
+            return {}
         grids = tuple(grid for picture in pictures for grid in self.processor.plan(picture.size).grids)
         patches = torch.from_numpy(np.concatenate([self.processor.patches(picture) for picture in pictures]))
         check_placeholders(tokens, self.image_tokens, grids, self._merge)
@@ -99,7 +108,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         if self._has_grid_positions:
             found = grid_positions(tokens, self.image_tokens, grids, self._merge)
             positions = torch.from_numpy(found)[:, None]
-        return {**sample, "encoder_input": {"images": Images(patches, grids, places, positions)}}
+        return {"encoder_input": {"images": Images(patches, grids, places, positions)}}
 
     def _turn(self, message: Message) -> dict[str, Any]:
         if not message.contains_media:
@@ -149,6 +158,21 @@ def _masked(message: Message) -> Message:
     message = copy(message)
     message.masked = True
     return message
+
+
+def checkpoint_tokenizer(model: nn.Module, path: str | Path) -> HuggingFaceModelTokenizer:
+    """Load the tokenizer of a Hugging Face checkpoint; for a model with image tokens, with its image processor.
+
+    Args:
+        model: the model, as :func:`torchtune.models.from_hf_config` builds it.
+        path: folder of the checkpoint.
+
+    Raises:
+        DataError: a file is missing or broken.
+    """
+    spec = getattr(model, "spec", None)
+    load = hf_tokenizer if spec is None or spec.image_processor is None else image_text_transform
+    return load(str(path))
 
 
 def image_text_transform(path: str, max_seq_len: int | None = None, **options: Any) -> ImageTextTransform:

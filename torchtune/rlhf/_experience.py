@@ -33,6 +33,7 @@ class Prompt:
         number: index of the row.
         is_blank: placeholder that keeps this rank in step with the others; its answers are ignored.
         messages: the conversation, for environments, which add tools and observations to it.
+        images: the ``encoder_input`` of its images; empty without.
 
     Example:
         >>> torchtune.rlhf.Prompt(tokens=[5, 6], row={"answer": "7"}, number=0).row["answer"]
@@ -44,6 +45,12 @@ class Prompt:
     number: int
     is_blank: bool = False
     messages: Sequence[Message] = ()
+    images: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def images_of(prompts: Sequence["Prompt"]) -> dict[str, Any]:
+        """Return ``images``, the argument of samplers for the images of prompts; nothing if no prompt has one."""
+        return {"images": [one.images for one in prompts]} if any(one.images for one in prompts) else {}
 
 
 @dataclass(eq=False)
@@ -86,6 +93,7 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
             example["number"],
             is_blank=bool((torch.as_tensor(example["labels"]) == CROSS_ENTROPY_IGNORE_IDX).all()),
             messages=example.get("messages", ()),
+            images={"encoder_input": example["encoder_input"]} if "encoder_input" in example else {},
         )
         for example in batch
     ]
@@ -123,6 +131,11 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
         model: its input is all tokens except the last.
         closing: number of tokens appended to the answer.
     """
+    if getattr(dataset, "num_images", 0) and not getattr(sampler, "takes_images", False):
+        raise RolloutError(
+            f"dataset: its prompts have images, but a {type(sampler).__name__} takes text only: set sampler to "
+            "torchtune.rlhf.LocalSampler."
+        )
     lengths = getattr(dataset, "lengths", None)
     if lengths is None:
         return

@@ -1,13 +1,13 @@
 """Sampling from the trained model, in the training process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune.generation import generate_tokens, seeded_draws
+from torchtune.generation import generate_tokens, images_of_row, seeded_draws
 from torchtune.rlhf._rollouts import Rollout, RolloutError
 
 
@@ -49,10 +49,19 @@ class LocalSampler:
         self.model, self.stop_tokens = model, check_stop_tokens(stop_tokens, tokenizer, model)
         self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
 
+    takes_images = True
+
     def __call__(
-        self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        seeds: Sequence[int] | None = None,
+        images: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Rollout]:
-        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy."""
+        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy.
+
+        ``images`` are those of each prompt, see :class:`torchtune.rlhf.Prompt`.
+        """
         device = self.model.tok_embeddings.weight.device
         draws = None
         if seeds is not None:
@@ -67,13 +76,15 @@ class LocalSampler:
             stop_tokens=self.stop_tokens,
             draws=draws,
             max_sequences=self.max_sequences,
+            images=None if images is None else [images_of_row(each, device) for each in images],
         )
         found = []
         for index, (new, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
             prompt = torch.as_tensor(prompts[index // num_samples], dtype=torch.int64)
             new = new.cpu()
             finished = int(new[-1]) in self.stop_tokens
-            found.append(Rollout(torch.cat([prompt, new]), len(prompt), log_probs.float().cpu(), finished))
+            tokens, seen = torch.cat([prompt, new]), images[index // num_samples] if images else {}
+            found.append(Rollout(tokens, len(prompt), log_probs.float().cpu(), finished, images=seen))
         return found
 
 

@@ -1,7 +1,7 @@
 """Sampled answers and their training batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ class Rollout:
         finished: whether the answer ended before its maximum length.
         mask: bool ``[s - prompt_len]``, True at sampled tokens, which are trained on; ``None`` if all are sampled. The
             others, replies of an environment, have the log-prob 0.
+        images: the ``encoder_input`` of the prompt's images; empty without.
 
     Raises:
         RolloutError: tokens are not non-negative integers, or log-probs differ in number from the answer's tokens, are
@@ -51,6 +52,7 @@ class Rollout:
     log_probs: Tensor | None
     finished: bool
     mask: Tensor | None = None
+    images: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tokens, log_probs = self.tokens, self.log_probs
@@ -191,7 +193,7 @@ def collate_rollouts(
         if rollout.mask is not None:
             answer = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
         labels = torch.cat([torch.full((before,), CROSS_ENTROPY_IGNORE_IDX), answer])
-        documents.append({"tokens": rollout.tokens[:-1], "labels": labels})
+        documents.append({"tokens": rollout.tokens[:-1], "labels": labels, **rollout.images})
         values.append(torch.cat([torch.zeros(before), torch.full((new,), float(advantage))]))
         if known:
             sampled.append(torch.cat([torch.zeros(before), rollout.log_probs.float()]))

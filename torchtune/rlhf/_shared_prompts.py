@@ -34,7 +34,8 @@ def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bo
         return False
     decoder = text_decoder(model)
     known = isinstance(decoder, TransformerDecoder)
-    reason = decoder.prefix_obstacle() if known else f"{type(decoder).__name__} is no TransformerDecoder"
+    obstacle = getattr(model, "prefix_obstacle", getattr(decoder, "prefix_obstacle", None))
+    reason = obstacle() if known else f"{type(decoder).__name__} is no TransformerDecoder"
     if reason and share_prefix:
         raise SharingError(f"share_prefix: no prompt can be computed once, because {reason}: set it to null.")
     if reason:

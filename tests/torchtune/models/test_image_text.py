@@ -31,6 +31,7 @@ from tests.tiny_images import (
     write_image_checkpoint,
 )
 from torchtune.data import DataError, Documents, Images, grid_positions
+from torchtune.generation import generate_tokens
 from torchtune.training import ModelSource
 
 FAMILIES = {
@@ -185,21 +186,27 @@ def test_gradients_are_those_of_transformers(theirs, ours, folder, tmp_path):
     theirs.zero_grad()
 
 
-def test_decoding_with_caches_is_decoding_without(ours):
-    tokens, sizes = fitting(ours, (LAST[0] + [END], LAST[1]))
-    wanted, found = torch.tensor([tokens]), torch.tensor([tokens])
-    given = images_of(ours, sizes)
-    with torch.no_grad():
-        for _ in range(4):
-            wanted = torch.cat([wanted, ours(wanted, **given)[:, -1:].argmax(-1)], dim=1)
-        ours.setup_caches(1, torch.float32, decoder_max_seq_len=24)
-        causal, start, more = torch.ones(24, 24, dtype=torch.bool).tril(), 0, given
-        for _ in range(4):
-            place = torch.arange(start, found.shape[1])
-            logits = ours(found[:, start:], mask=causal[place][None], input_pos=place[None], **more)
-            start, more = found.shape[1], {}
-            found = torch.cat([found, logits[:, -1:].argmax(-1)], dim=1)
-    assert found.tolist() == wanted.tolist()
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_decoding_a_batch_is_decoding_every_prompt_alone(ours, use_cache):
+    rows = [fitting(ours, row) for row in (FIRST, TEXT, LAST, (LAST[0] + [END], LAST[1]), ADJACENT)]
+    images, wanted = [], []
+    for tokens, sizes in rows:
+        given, found = images_of(ours, sizes), torch.tensor([tokens])
+        with torch.no_grad():
+            for _ in range(4):
+                found = torch.cat([found, ours(found, **given)[:, -1:].argmax(-1)], dim=1)
+        wanted.append(found[0, len(tokens) :].tolist())
+        placed = {name: ours._placed(one, torch.tensor([tokens]), None) for name, one in _images(given)}
+        images.append({"encoder_input": placed} if placed else {})
+    settings = {"max_new_tokens": [4, 2, 4, 3, 4], "temperature": 0.0, "images": images, "use_cache": use_cache}
+    for most in (10, 4):
+        found = generate_tokens(ours, [row for row, _ in rows], num_samples=2, max_sequences=most, **settings)
+        expected = [row[:limit] for row, limit in zip(wanted, settings["max_new_tokens"], strict=True) for _ in "12"]
+        assert [tokens.tolist() for tokens in found.tokens] == expected
+
+
+def _images(given):
+    return given.get("encoder_input", {}).items()
 
 
 def packed(ours, rows):

@@ -58,7 +58,6 @@ class ImageTextModel(FusionModel):
         self.grid_positions = grid_positions
         self.pad_token = pad_token
         self.image_blocks = image_blocks
-        self._offsets: Tensor | None = None  # [b, 1], of the positions that follow the images in the caches
 
     def prefix_obstacle(self) -> str:
         """Return why documents cannot share a prefix in this model."""
@@ -82,7 +81,8 @@ class ImageTextModel(FusionModel):
             documents: see there.
             input_pos: see there.
             encoder_input: ``images``, the :class:`torchtune.data.Images` of all rows in order. With caches, the first
-                call has the images.
+                call has the images; ``input_pos`` of later ones continues after their positions
+                (:attr:`torchtune.data.Images.offset`).
             output: see there.
 
         Returns:
@@ -100,9 +100,7 @@ class ImageTextModel(FusionModel):
         positions = deep = None
         blocks = []
         if images is None or not images.grids:
-            if self._offsets is not None and self.caches_are_enabled():
-                positions = (input_pos + self._offsets).expand(3, *tokens.shape)
-            elif is_sharded(self.encoder):  # the other ranks may have images, and all must join the all-gathers
+            if is_sharded(self.encoder):  # the other ranks may have images, and all must join the all-gathers
                 h = h + self._blank(h)
         else:
             images = self._placed(images, tokens, documents)
@@ -125,11 +123,6 @@ class ImageTextModel(FusionModel):
             output=output,
         )
 
-    def reset_caches(self) -> None:
-        """Empty the caches of the text. Raises ``RuntimeError`` if there are none."""
-        self._offsets = None
-        super().reset_caches()
-
     def _blocks(self, places: Tensor, tokens: Tensor, documents: Documents | None) -> list[Block]:
         """Return the runs of image tokens, with the first position of their document; reads places on the host."""
         lengths = [tokens.shape[1]] * tokens.shape[0] if documents is None else documents.lengths
@@ -150,8 +143,6 @@ class ImageTextModel(FusionModel):
             images = replace(images, places=found.nonzero()[:, 0])
         if self.grid_positions and images.positions is None:
             images = replace(images, positions=self._positions(images, tokens, documents).to(tokens.device))
-        if self.grid_positions and self.caches_are_enabled():
-            self._offsets = images.positions.amax((0, 2))[:, None] + 1 - tokens.shape[1]
         return images
 
     def _positions(self, images: Images, tokens: Tensor, documents: Documents | None) -> Tensor:
