@@ -1,5 +1,8 @@
 """Supervised recipes with a model of image tokens."""
 
+import io
+import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 import torchtune
 from tests.recipes.runs import Run, start
+from tests.recipes.test_generate import recipe_of
 from tests.tiny_images import (
     gemma4_config,
     gemma4_small_config,
@@ -29,6 +33,7 @@ from tests.tiny_images import (
     write_image_checkpoint,
     write_pictures,
 )
+from torchtune._cli.tune import main
 from torchtune.data import Message
 from torchtune.generation import images_of_row, stream
 
@@ -186,3 +191,43 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(use_cache, ba
     with torch.no_grad():
         found = list(stream(model, tokens[0], **more, **images_of_row(row, torch.device("cpu"))))
     assert found == wanted[0, tokens.shape[1] :].tolist()
+
+
+def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsys):
+    checkpoint, common = base / "checkpoint", ["--device", "cpu", "--dtype", "fp32", "--temperature", "0"]
+    reference = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+    model, transform = torchtune.load(checkpoint, device="cpu")
+    assert isinstance(transform, torchtune.models.ImageTextTransform)
+    wanted, questions, rows = [], [], []
+    for seed in range(2):
+        file = str(tmp_path / f"{seed}.png")
+        Image.frombytes("RGB", (30, 40), random.Random(seed).randbytes(3600)).save(file)
+        content = [{"type": "image", "content": file}, {"type": "text", "content": "What?"}]
+        questions.append([Message("user", content)])
+        row = transform({"messages": questions[-1]}, inference=True)
+        images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
+        given = inputs_of(reference, tokens, images.patches, images.grids) | {"attention_mask": torch.ones_like(tokens)}
+        found = reference.generate(input_ids=tokens, **given, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        wanted.append(transform.decode(found[0, tokens.shape[1] :].tolist()))
+        rows.append({"prompt": "What?", "image": file, "answer": wanted[-1]})
+    assert wanted[0] != wanted[1]
+
+    assert torchtune.generate(model, transform, questions, max_new_tokens=6, temperature=0) == wanted
+
+    prompt = {"user": "What?", "image": rows[0]["image"]}
+    recipe, cfg = recipe_of(base, prompt=prompt, temperature=0, max_new_tokens=6)
+    assert recipe.generate(cfg) == wanted[0]
+
+    def tune(*args: Any) -> str:
+        monkeypatch.setattr("sys.argv", ["tune", *map(str, args), *common, "--max-new-tokens", "6"])
+        capsys.readouterr()
+        main()
+        return capsys.readouterr().out
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"What?\n/reset\n/image {rows[1]['image']}\nWhat?\n"))
+    assert tune("chat", "--model", checkpoint, "--image", rows[0]["image"]) == "\n".join([*wanted, ""])
+
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "answer": wanted[1]}]))
+    table = tune("eval", checkpoint, "--data", data, "--score", "exact", "--output", tmp_path / "eval")
+    assert "0.667" in table

@@ -18,10 +18,10 @@ from tests.recipes.test_generate import recipe_of
 from tests.tiny_vision import images, logits_of_transformers, sees
 from torchtune import generate
 from torchtune.config import instantiate, load_and_check
-from torchtune.data import Message, padded_collate_tiled_images_and_mask
+from torchtune.data import padded_collate_tiled_images_and_mask
 from torchtune.estimate._check_run import find_problems
 from torchtune.estimate._simulate import SimulationError, check_simulated
-from torchtune.generation import prompt_tokens, read_prompts
+from torchtune.generation import read_prompts
 from torchtune.models import from_hf_config
 from torchtune.training import RunReport, fit_vocabulary
 from torchtune.utils import UserError, log_once
@@ -173,8 +173,6 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder):
         assert text == recipe.tokenizer.decode(tokens[0, len(row["tokens"]) :].tolist())
         answers.add(tuple(tokens[0, len(row["tokens"]) :].tolist()))
     assert len(answers) == 2  # another picture, another answer
-    with pytest.raises(UserError, match=r"prompt: it has an image, but only text is read here.* prompt.image"):
-        prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": image}])], "prompt")
 
 
 def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):

@@ -169,7 +169,7 @@ def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt
         row = prompt_row(tokenizer, messages, f"prompt {number}")
     if len(row["tokens"]) >= decoder.max_seq_len:
         raise GenerationError(
-            f"prompt {number}: it has {len(row['tokens'])} tokens, which leaves no room for an answer in the context "
-            f"of {decoder.max_seq_len}: shorten it."
+            f"prompt {number}: it has {len(row['tokens'])} tokens, which leaves no room for an answer in the model's "
+            f"context of {decoder.max_seq_len}: shorten it."
         )
     return row

@@ -76,6 +76,7 @@ def simulate(
     rows = steps * cfg.batch_size * accumulated * dims.data_size
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())
+        stack.enter_context(_set(_simulated_inputs.vision, None))
         stack.enter_context(one_thread())
         stack.enter_context(_silence())
         if observer.fake:
@@ -114,7 +115,7 @@ def check_simulated(settings: Any) -> str:
     """
     cfg = SettingsView.of(settings)
     if "images" in str(cfg.collate_fn):
-        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
+        raise SimulationError("collate_fn: a run with tiles of images cannot be simulated: use --dry-run.")
     kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
     if kind == "prompts":
         raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")

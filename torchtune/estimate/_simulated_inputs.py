@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from torchtune.checkpoints import CheckpointStore, materialize
+from torchtune.data import Images
+from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError
 
@@ -18,6 +20,8 @@ from torchtune.utils import UserError
 on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
 # Converted models on the meta device, by the name of their setting.
 built: ContextVar[Mapping[str, nn.Module]] = ContextVar("built")
+# Description of the model, if its rows have images.
+vision: ContextVar[Any] = ContextVar("vision", default=None)
 # Called before the first model gets its weights; tensors are fake from then on.
 before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
 
@@ -66,7 +70,9 @@ class StandInCheckpointer(CheckpointStore):
     ) -> None:
         """Materialize every parameter of the meta device, in the form in which conversions store it."""
         if text_decoder(model) is not model:
-            raise UserError("model: a model of text and images cannot be simulated: use --dry-run.")
+            if not isinstance(model, ImageTextModel) or model.image_blocks:
+                raise UserError(f"model: a {type(model).__name__} with images cannot be simulated: use --dry-run.")
+            vision.set(model.description)
         before_load.get()()
         for weight, parameter in list(model.named_parameters()):
             kind = dtype if parameter.is_floating_point() else None
@@ -121,6 +127,8 @@ _COLUMNS = {
 class StandInDataset:
     """Dataset of rows of equal length, with a label for every token.
 
+    Half of the tokens of a row are those of an image, if the model has image tokens.
+
     Args:
         tokenizer: ignored.
         rows: number of rows.
@@ -129,14 +137,25 @@ class StandInDataset:
     """
 
     def __init__(self, tokenizer: Any, *, rows: int, length: int, kind: str) -> None:
-        self._rows, self._kind = rows, kind
+        self._rows, self._kind, self._length = rows, kind, length
         self._row = dict.fromkeys(_COLUMNS[kind], [0] * length)
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _Row(self._row | ({"is_chosen": index % 2 == 0} if self._kind == "answers" else {}))
+        inputs = {} if vision.get() is None else {"images": _image(self._length, vision.get())}
+        columns = [name.replace("input_ids", "tokens") for name in self._row]
+        images = {name.replace("tokens", "encoder_input"): inputs for name in columns if inputs and "tokens" in name}
+        return _Row(self._row | images | ({"is_chosen": index % 2 == 0} if self._kind == "answers" else {}))
+
+
+def _image(length: int, description: Any) -> Images:
+    """Return an image with half of the tokens of a row."""
+    merge, count = description.vision.merge, max(length // 2, 1)
+    patches = torch.zeros(count * merge**2, description.vision.patch_values)
+    positions = torch.arange(length).expand(3, 1, length) if description.rope_axes else None
+    return Images(patches, ((1, merge, merge * count),), torch.arange(count), positions)
 
 
 class _Row(dict[str, Any]):

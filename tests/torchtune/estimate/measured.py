@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.recipes.forker import fork, import_rooms
 from tests.recipes.runs import load_recipe, write_config
+from tests.tiny_images import qwen3_vl_config
 from torchtune.config import load_and_check
 from torchtune.estimate._ledger import highest_by_phase
 from torchtune.estimate._observer import Observer
@@ -42,6 +43,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "float8, fsdp": (2, FULL_MANY, {**BF16, "model_converters": [FLOAT8]}),
     "tp lora": (2, LORA_MANY, {**BF16, "tensor_parallel_dim": 2}),
     "cp": (2, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
+    "images": (1, FULL, {"model__checkpoint_dir": "images"}),
     "hsdp x tp": (4, FULL_MANY, {**BF16, "data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2}),
 }
 LLAMA = {
@@ -64,11 +66,16 @@ def prepare(folder: Path) -> None:
     """Write what describes the model: there are neither weights nor data."""
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "images").mkdir()
+    images = {**qwen3_vl_config().to_dict(), "architectures": ["Qwen3VLForConditionalGeneration"]}
+    (folder / "images" / "config.json").write_text(json.dumps(images))
 
 
 def measure(name: str, folder: Path, *, fake: bool) -> dict[str, Any]:
     """Peaks by phase in bytes, and of every step and phase FLOPs and collectives (calls and bytes)."""
     processes, recipe, settings = CASES[name]
+    if model := settings.get("model__checkpoint_dir"):
+        settings = {**settings, "model__checkpoint_dir": str(folder / model)}
     main = load_recipe(recipe, folder).recipe_main
     config = write_config(recipe, folder, folder / "never", **settings)
     observer = Observer(fake=fake)

@@ -56,7 +56,7 @@ def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path):
     [
         ([], {}, "there are no rows"),
         ([{"prompt": "a"}, "{"], {}, "line 2: no JSON"),
-        ([{"prompt": "a", "image": "b.png"}], {}, "line 1: the image in the column 'image' would not be seen"),
+        ([{"prompt": "a", "image": "b.png", "images": ["c.png"]}], {}, "line 1: it has both image and images"),
         ([{"text": "a", "id": 1}], {}, "line 1: none of the columns text, id is a prompt"),
         ([{"prompt": "a"}], {"prompt": "b"}, "line 1: there is no column 'b' among prompt"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 1}], {"answer": "x"}, "line 1: there is no column 'x'"),
