@@ -212,7 +212,9 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
     with pytest.raises(EvaluationError, match="of which none can be cut, and there is room for 6"):
         run(checkpoint, tmp_path, tokenizer=settings, **{**shared, "max_seq_length": 10})
     (tmp_path / "seen.yaml").write_text((tmp_path / "seen.yaml").read_text().replace("<image>", "x"))
-    with pytest.raises(EvaluationError, match="a turn has 0 '<image>' but 1 images: doc_to_text has <image> once for"):
+    with pytest.raises(
+        EvaluationError, match=r"a turn has 0 '<image>' but 1 image\(s\): doc_to_text has <image> once for"
+    ):
         run(checkpoint, tmp_path, tokenizer=settings, **{**shared, "tasks": ["seen"]})
     with pytest.raises(EvaluationError, match=r"chat_template: is for text alone"):
         run(checkpoint, tmp_path, tokenizer=settings, chat_template=True, **shared)

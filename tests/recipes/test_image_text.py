@@ -36,6 +36,7 @@ from tests.tiny_images import (
 from torchtune._cli.tune import main
 from torchtune.data import Message
 from torchtune.generation import images_of_row, stream
+from torchtune.training import RunReport
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.models.lora_image_text_model"}
@@ -88,7 +89,8 @@ def run(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> Run:
         model |= LORA
         settings["model_converters"] = []
     settings = {"batch_size": 3, "lr_scheduler": None, "collate_fn": "torchtune.data.collate_documents", **settings}
-    return start(f"{kind}_finetune_single_device", folder, model=model, **write_pictures(folder), **settings)
+    settings = {**write_pictures(folder), **settings}
+    return start(f"{kind}_finetune_single_device", folder, model=model, **settings)
 
 
 def compare(model: Any, reference: Any, transform: Any, folder: Path) -> None:
@@ -153,6 +155,28 @@ def test_frozen_parts_stay_as_they_were(part, folder):
     wanted = {name for name in before if name.startswith(PARTS[part])}
     wanted = wanted & of_projector if part == "projector" else wanted - of_projector
     assert changed == wanted
+
+
+def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_images(folder):
+    parts = {"language_model": "frozen", "projector": "full"}
+    (folder / "text.jsonl").write_text(
+        '{"image": null, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "r"}]}\n'
+    )
+    pictures = write_pictures(folder)["dataset"]
+    text = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": str(folder / "text.jsonl"),
+        "conversation_column": "conversations",
+        "conversation_style": "sharegpt",
+    }
+    for packed in (False, True):
+        given = {"dataset": {**text, "packed": packed}, "tokenizer__max_seq_len": 64}
+        with pytest.raises(
+            torchtune.utils.UserError, match=r"dataset: it has no images, .* train that \(language_model"
+        ):
+            RunReport(run("full", folder, parts, train=False, **given).recipe)
+    done = run("full", folder, parts, dataset=[text, pictures], batch_size=1, epochs=1)
+    assert len(done.losses) == 1 + 12
 
 
 WRONG = {

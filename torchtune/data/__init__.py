@@ -64,6 +64,8 @@ __getattr__, __dir__, __all__ = attach(
         "decode_pieces": "_decode_pieces",
         "get_prompt_template": "_prompt_templates",
         "image_column": "_to_messages",
+        "check_image": "_images",
+        "each_image": "_images",
         "images_of_columns": "_images",
         "with_images": "_images",
         "image_size": "_images",

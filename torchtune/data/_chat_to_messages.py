@@ -104,7 +104,7 @@ class ShareGPTToMessages(Transform):
             messages.append(Message(role=role, content=content))
         if images:
             where = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
-            raise DataError(f"{len(images)} images have no place: each needs {where}")
+            raise DataError(f"{len(images)} image(s) have no place: each needs {where}")
         return {"messages": prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)}
 
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import io
+import os
 import stat
 import struct
 import zlib
@@ -22,6 +23,7 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its first value that exchanges rows and columns
 _TIFF_SIZE = (0x0100, 0x0101)
 _TAG = "<image>"  # placeholder of an image in a text
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}  # close to the end of a complete file
 _IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -64,6 +66,8 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
 def _explain_error(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
+    if type(error).__name__ == "DecompressionBombError":
+        return "it has more pixels than Pillow decodes: reduce it"
     if isinstance(error, binascii.Error):
         return "its base64 is broken"
     if type(error).__name__ == "UnidentifiedImageError":
@@ -71,22 +75,42 @@ def _explain_error(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).rstrip(".")
 
 
-def open_image(value: Any, decode: bool = True) -> Any:
-    """Read an image, with EXIF rotation and transparency replaced by white; of an animation the first frame.
+def open_image(value: Any) -> Any:
+    """Read an image, with EXIF rotation and transparency replaced by white.
 
     Args:
         value: a path, a ``data:`` URL, the bytes of a file, a mapping with ``bytes`` or ``path`` as the ``datasets``
             package stores it, or a Pillow image.
-        decode: decode the pixels; else read only the header.
 
     Returns:
-        A Pillow image, in RGB if it is decoded.
+        A Pillow image in RGB.
 
     Raises:
-        DataError: it cannot be read, is not an image, or is a web URL.
+        DataError: it cannot be read, is not an image, has several frames, or is a web URL.
         UserError: Pillow is not installed.
     """
-    return _read(value, _decoded if decode else _unchanged)
+    return _read(value, _decoded)
+
+
+def check_image(value: Any, decode: bool = False) -> None:
+    """Raise the errors of :func:`open_image` that the header of a file shows, or all of them.
+
+    Args:
+        value: see :func:`open_image`.
+        decode: decode the pixels; else only those of a file that seems to be truncated.
+    """
+    _read(value, _decoded if decode else _checked)
+
+
+def each_image(function: Callable[[Any], Any], images: Sequence[Any]) -> list[Any]:
+    """Return ``function(image)`` for all images of a row; its :class:`DataError` gets the number of the image."""
+    found = []
+    for number, image in enumerate(images, 1):
+        try:
+            found.append(function(image))
+        except DataError as error:
+            raise DataError(f"image {number} of {len(images)}: {error}") from error
+    return found
 
 
 def image_size(value: Any) -> tuple[int, int]:
@@ -118,11 +142,28 @@ def _read(value: Any, function: Callable[[Any], Any]) -> Any:
         raise DataError(f"{name} cannot be read ({_explain_error(error)})") from error
 
 
-def _unchanged(image: Any) -> Any:
-    return image
+def _check_header(image: Any) -> None:
+    """Raise ``ValueError`` for images of which a part would be lost."""
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # of a photograph, the others are previews
+        raise ValueError("it has several frames or pages: save each that you need as a PNG")
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers: save it with 8 or 16 bits")
+
+
+def _checked(image: Any) -> None:
+    _check_header(image)
+    if (end := _ENDS.get(image.format)) is None or getattr(image, "fp", None) is None:
+        return
+    before = image.fp.tell()
+    image.fp.seek(max(image.fp.seek(0, os.SEEK_END) - 64, 0))
+    seems_complete = end in image.fp.read()
+    image.fp.seek(before)
+    if not seems_complete:
+        image.load()
 
 
 def _decoded(image: Any) -> Any:
+    _check_header(image)
     return _to_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
 
 
@@ -137,7 +178,7 @@ def _size(image: Any) -> tuple[int, int]:
 
 def _to_rgb(image: Any) -> Any:
     """Convert to RGB, with transparency replaced by white."""
-    if image.mode[0] in "IF":
+    if image.mode[0] == "I":
         image = _to_8_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
@@ -154,7 +195,7 @@ def _to_8_bits(image: Any) -> Any:
     low, high = image.getextrema()
     if image.mode == "I" and low >= 0 and high <= 255:
         return image
-    if image.mode == "F" or low < 0 or high > 0xFFFF:
+    if low < 0 or high > 0xFFFF:
         raise ValueError(f"its pixels are numbers from {low} to {high}: save it with 8 or 16 bits")
     return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
 
@@ -204,7 +245,7 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
     """
     texts = content.split(image_tag)
     if len(texts) - 1 != len(images):
-        raise DataError(f"a turn has {len(texts) - 1} '{image_tag}' but {len(images)} images")
+        raise DataError(f"a turn has {len(texts) - 1} '{image_tag}' but {len(images)} image(s)")
     items: list[dict[str, Any]] = []
     for i, text in enumerate(texts):
         if text:

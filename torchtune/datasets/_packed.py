@@ -210,6 +210,11 @@ class PackedDataset(Dataset):
         """Fingerprint of ``ds``."""
         return getattr(self.ds, "fingerprint", None)
 
+    @property
+    def num_images(self) -> int | None:
+        """Number of images of all rows; raises ``AttributeError`` if ``ds`` has no such attribute."""
+        return self.ds.num_images
+
     def __len__(self) -> int:
         return len(self.packs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune.data import DataError, Message, image_size, open_image
+from torchtune.data import DataError, Message, check_image, each_image, image_size, open_image
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._tokenize import Tokenize
@@ -65,15 +65,14 @@ def content_of(image: Any) -> Any:
 
 
 def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
-    """Open a conversation's images, and decode them if ``decode``; raise :class:`DataError` if that fails.
+    """Check a conversation's images, and decode all if ``decode``; raise :class:`DataError` if one cannot be read.
 
     Returns:
         number of images, and a checksum of their paths or bytes (0 if they have neither).
     """
     images, checksum = images_of(sample), 0
+    each_image(lambda image: None if isinstance(image, torch.Tensor) else check_image(image, decode), images)
     for image in images:
-        if not isinstance(image, torch.Tensor):
-            open_image(image, decode)
         if not isinstance(content := content_of(image), int):
             checksum = zlib.crc32(content.encode() if isinstance(content, str) else content, checksum)
     return [len(images), checksum]
@@ -102,13 +101,11 @@ def tokenize_text(
 
 def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
     """Replace image paths and bytes by Pillow images; raise :class:`DataError` if one cannot be read."""
+    opened = iter(each_image(lambda one: one if isinstance(one, torch.Tensor) else open_image(one), images_of(sample)))
     for message in sample.get("messages") or ():
         if isinstance(message, Message) and message.contains_media:
             message.content = [
-                {**item, "content": open_image(item["content"])}
-                if item["type"] == "image" and not isinstance(item["content"], torch.Tensor)
-                else item
-                for item in message.content
+                {**item, "content": next(opened)} if item["type"] == "image" else item for item in message.content
             ]
     return sample
 

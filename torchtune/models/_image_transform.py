@@ -17,6 +17,7 @@ from torchtune.data import (
     MessageLike,
     as_messages,
     check_placeholders,
+    each_image,
     grid_positions,
     image_size,
     open_image,
@@ -97,7 +98,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
             DataError: an image cannot be read.
         """
         messages = as_messages(messages)
-        pictures = [open_image(image) for message in messages for image in message.get_media()]
+        pictures = each_image(open_image, [image for message in messages for image in message.get_media()])
         if not pictures:
             return {}
         grids = tuple(grid for picture in pictures for grid in self.processor.plan(picture.size).grids)
@@ -128,7 +129,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         messages = [_masked(message) if message.contains_media else message for message in as_messages(messages)]
         tokens, mask = super()._tokenized(messages, closed, _UNLIMITED, tools)
         images = [image for message in messages for image in message.get_media()]
-        plans = iter([self.processor.plan(image_size(image)) for image in images])
+        plans = iter(each_image(lambda image: self.processor.plan(image_size(image)), images))
         found = sum(token == self._placeholder for token in tokens)
         if found != len(images):
             raise DataError(f"the chat template writes {found} placeholders for {len(images)} image(s)")

@@ -104,7 +104,7 @@ class RunReport:
         if frozen is not None and frozen() and not getattr(recipe.loader.dataset, "num_images", 1):
             raise UserError(
                 "dataset: it has no images, and text alone trains nothing of this model, whose text decoder is frozen: "
-                "train that (decoder_trainable, or adapters on it), or use a dataset with images."
+                "train that (language_model or decoder_trainable), or use a dataset with images."
             )
         self._recipe, self._cfg, self._started = recipe, SettingsView.of(recipe.cfg), time.monotonic()
         self._folder, self._has_ended = Path(self._cfg.output_dir), False

@@ -190,5 +190,5 @@ def test_images_in_text():
         {"type": "image", "content": 2},
         {"type": "text", "content": "b"},
     ]
-    with pytest.raises(DataError, match="2 '<i>' but 1 images"):
+    with pytest.raises(DataError, match="2 '<i>' but 1 image"):
         format_content_with_images("<i>a<i>", image_tag="<i>", images=[1])

@@ -1,6 +1,9 @@
 """Packs of rows with images."""
 
+import io
 import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from tests.tiny_images import IMAGE, image_text_model, qwen3_vl_config, write_im
 from torchtune.data import DataError, collate_documents
 from torchtune.datasets import PackedDataset
 from torchtune.datasets._packed import best_fit
-from torchtune.datasets.multimodal import vqa_dataset
+from torchtune.datasets.multimodal import multimodal_chat_dataset, vqa_dataset
 from torchtune.models import image_text_transform
 
 SIZES = [(40, 20), (64, 64), (9, 200), (30, 50)]
@@ -92,8 +95,9 @@ def test_images_are_spread_evenly():
 def test_no_image_is_decoded_before_training(folder):
     whole = (folder / "3.png").read_bytes()
     try:
-        (folder / "3.png").write_bytes(whole[:60])  # the header, without pixels
-        found = packs(folder)
+        (folder / "3.png").write_bytes(whole[:60] + whole[-64:])  # header and end, without pixels
+        (folder / "other.jsonl").write_text((folder / "rows.jsonl").read_text().replace("no", "yes"))
+        found = packs(folder, source="other.jsonl")
         number = next(i for i in range(len(found)) if 11 in [origin["row"] for origin in found.origins(i)])
         with pytest.raises(DataError, match=r"row 11 .*3.png cannot be read"):
             found[number]
@@ -108,3 +112,88 @@ def test_rows_are_refused_or_left_out_in_the_place_of_being_cut(folder):
     assert len(found.ds) == 17
     with pytest.raises(DataError, match="split_across_pack would cut rows inside their images"):
         PackedDataset(found.ds, max_seq_len=60, split_across_pack=True)
+
+
+def saved(kind="PNG", size=(40, 20), mode="RGB", keep=1.0, frames=1, **settings):
+    """The bytes of a file of random pixels, of which the share ``keep`` has arrived."""
+    pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    if frames > 1:
+        settings |= {"save_all": True, "append_images": [Image.new("RGB", size)] * (frames - 1)}
+    Image.fromarray(pixels).convert(mode).save(file, kind, **settings)
+    return file.getvalue()[: int(len(file.getvalue()) * keep)]
+
+
+def claimed(width, height):
+    """A PNG whose header claims a size."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = saved()
+    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved("JPEG", exif=exif)
+
+
+TOO_LONG = "pixels is too long: its sides may differ by 200 times"
+# Name -> file, and its grid or the reason why it is refused.
+FILES = {
+    "cmyk.jpg": (saved("JPEG", mode="CMYK"), (1, 4, 10)),
+    "deep.png": (saved(mode="I;16"), (1, 4, 10)),
+    "turned.jpg": (turned(), (1, 10, 4)),
+    "dot.png": (saved(size=(1, 1)), (1, 4, 4)),
+    "photograph.jpg": (saved("MPO", frames=2), (1, 4, 10)),
+    "wide.png": (saved(size=(50_000, 1)), f"an image of 50000 x 1 {TOO_LONG}"),
+    "tall.png": (saved(size=(1, 50_000)), f"an image of 1 x 50000 {TOO_LONG}"),
+    "cut.png": (saved(keep=0.7), "image file is truncated"),
+    "cut.jpg": (saved("JPEG", keep=0.7), "image file is truncated"),
+    "moving.gif": (saved("GIF", frames=2), "it has several frames or pages: save each that you need as a PNG"),
+    "moving.webp": (saved("WEBP", frames=2), "it has several frames or pages"),
+    "pages.tiff": (saved("TIFF", frames=2), "it has several frames or pages"),
+    "numbers.tiff": (saved("TIFF", mode="F"), "its pixels are floating-point numbers: save it with 8 or 16 bits"),
+    "bomb.png": (claimed(60_000, 60_000), "it has more pixels than Pillow decodes: reduce it"),
+    "empty.png": (b"", "it is of no kind that is read"),
+    "none.png": (None, "there is no such file"),
+    "https://there.org/a.png": (None, "is of the web, where nothing is fetched from: download it"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", FILES)
+def test_an_image_is_read_or_named_before_training(name, packed, folder, tmp_path):
+    content, wanted = FILES[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "good.png").write_bytes(saved())
+    turns = [{"from": "human", "value": "<image><image>?"}, {"from": "gpt", "value": "so"}]
+    rows = [{"image": ["good.png", image], "conversations": turns} for image in ("good.png", name)]
+    settings = {"source": rows, "image_dir": str(tmp_path), "image_tag": "<image>", "packed": packed}
+    transform = image_text_transform(str(folder), max_seq_len=100)
+    if isinstance(wanted, tuple):
+        found = multimodal_chat_dataset(transform, **settings)
+        documents = [document for i in range(len(found)) for document in (found[i] if packed else [found[i]])]
+        grids = [document["encoder_input"]["images"].grids[1] for document in documents]
+        assert sorted(grids) == sorted([(1, 4, 10), wanted])
+        return
+    with pytest.raises(DataError, match=rf"row 1: image 2 of 2: .*{wanted}"):
+        multimodal_chat_dataset(transform, **settings)
+    assert len(multimodal_chat_dataset(transform, **{**settings, "packed": False}, on_bad_row="skip")) == 1
+
+
+CHATS = {
+    "more placeholders": ("<image><image>?", "so", "a turn has 2 '<image>' but 1 image"),
+    "more images": ("?", "so", "1 image.* no place: each needs a '<image>' in a user turn"),
+    "an answer": ("?", "<image>", "1 image.* no place: each needs a '<image>' in a user turn"),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_places_of_images_are_checked_before_training(name, folder):
+    asked, said, reason = CHATS[name]
+    row = {"image": "0.png", "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
+    with pytest.raises(DataError, match=f"row 0: {reason}"):
+        multimodal_chat_dataset(
+            image_text_transform(str(folder)), source=[row], image_dir=str(folder), image_tag="<image>"
+        )

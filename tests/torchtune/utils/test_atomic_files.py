@@ -68,9 +68,12 @@ def test_a_partial_write_of_numpy_is_explained(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(UserError, match="No space left while writing .*folder .*nothing that was saved before"):
-            with atomic_directory(tmp_path / "folder") as folder, (folder / "a").open("wb") as file:
-                np.ones(1000).tofile(file)
+        with (
+            pytest.raises(UserError, match=r"No space left while writing .*folder .*nothing that was saved before"),
+            atomic_directory(tmp_path / "folder") as folder,
+            (folder / "a").open("wb") as file,
+        ):
+            np.ones(1000).tofile(file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -1,6 +1,5 @@
 """Multimodal model with cross-attention to the output of an encoder."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 
 from torchtune.data import Documents
 from torchtune.modules.attention_utils import _MaskType
-from torchtune.modules.model_fusion._fusion_model import FusionModel, is_sharded
+from torchtune.modules.model_fusion._fusion_model import FusionModel
 from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
 from torchtune.modules.transformer import TransformerDecoder
-from torchtune.utils import get_logger, log_once
 
 
 class DeepFusionModel(FusionModel):
@@ -107,16 +105,7 @@ class DeepFusionModel(FusionModel):
                 raise ValueError(
                     "encoder_mask says which images a token sees: give encoder_input, the images, as well."
                 )
-            learns = self.training and torch.is_grad_enabled()
-            trains_nothing = learns and self.has_frozen_text()
-            if trains_nothing:
-                log_once(
-                    get_logger(),
-                    "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an "
-                    "adapter on it would train it), and only images reach the rest.",
-                    logging.WARNING,
-                )
-            if trains_nothing or is_sharded(self.encoder):
+            if self.needs_blank_image():
                 encoded, encoder_mask = self._encode_blank_image(x)
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
@@ -137,21 +126,10 @@ class DeepFusionModel(FusionModel):
         )
 
     def _encode_blank_image(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of the encoder for a blank image, and a mask that hides it from all tokens.
-
-        With FSDP every rank must run the encoder, or the others would hang. The loss must also depend on some trained
-        parameter; its gradient is zero.
-        """
+        """Return the encoder's output for a blank image, and a mask that hides it from all tokens."""
         encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
         mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
         return encoded, mask.expand(*x.shape[:2], encoded.shape[1])
-
-    def has_frozen_text(self) -> bool:
-        """Return whether the text decoder, except the fusion, is frozen: text without images then trains nothing."""
-        fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
-        return not any(
-            parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion
-        )
 
 
 def _has_images(encoder_input: Mapping[str, Any]) -> bool:

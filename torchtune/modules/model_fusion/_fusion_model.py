@@ -1,9 +1,13 @@
 """Base class of models of a text decoder and an encoder of images."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
+from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
 from torchtune.modules.transformer import TransformerDecoder
+from torchtune.utils import get_logger, log_once
 
 
 class FusionModel(nn.Module):
@@ -91,6 +95,28 @@ class FusionModel(nn.Module):
     def invalidates_caches(self, input_pos: Tensor) -> bool:
         """See :meth:`torchtune.modules.TransformerDecoder.invalidates_caches`."""
         return self.decoder.invalidates_caches(input_pos)
+
+    def has_frozen_text(self) -> bool:
+        """Return whether the text decoder, except the fusion, is frozen: text without images then trains nothing."""
+        fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
+        return not any(
+            parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion
+        )
+
+    def needs_blank_image(self) -> bool:
+        """Return whether a batch without images must encode a blank image.
+
+        With FSDP every rank must run the encoder, or the others would hang. The loss must also depend on some trained
+        parameter; its gradient is zero, and a warning says so.
+        """
+        trains_nothing = self.training and torch.is_grad_enabled() and self.has_frozen_text()
+        if trains_nothing:
+            log_once(
+                get_logger(),
+                "A batch without images trains nothing: the text decoder is frozen, and only images reach the rest.",
+                logging.WARNING,
+            )
+        return trains_nothing or is_sharded(self.encoder)
 
 
 def is_sharded(module: nn.Module) -> bool:

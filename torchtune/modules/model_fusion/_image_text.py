@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtune.data import DataError, Documents, Images, check_placeholders, grid_positions, token_counts
 from torchtune.modules.attention import Block
 from torchtune.modules.attention_utils import _MaskType
-from torchtune.modules.model_fusion._fusion_model import FusionModel, is_sharded
+from torchtune.modules.model_fusion._fusion_model import FusionModel
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.modules.vision_tower import VisionTower
 
@@ -100,7 +100,7 @@ class ImageTextModel(FusionModel):
         positions = deep = None
         blocks = []
         if images is None or not images.grids:
-            if is_sharded(self.encoder):  # the other ranks may have images, and all must join the all-gathers
+            if self.needs_blank_image():
                 h = h + self._blank(h)
         else:
             images = self._placed(images, tokens, documents)
