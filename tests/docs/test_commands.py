@@ -43,6 +43,11 @@ NOT_RUN = {
     "make grpo": "the same",
     "tune chat --model /tmp/SmolLM2-135M-Instruct": "reads the terminal",
     'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
+    "tune serve /tmp/SmolLM2-135M-Instruct": "serves until it is stopped; tests/torchtune/_cli/test_serve.py runs it",
+    "tune serve /tmp/SmolLM2-135M-Instruct --adapter orders=/tmp/run/epoch_0 --adapter other=/tmp/other/epoch_2": "",
+    "curl localhost:8000/v1/chat/completions -d "
+    """'{"model": "orders", "messages": [{"role": "user", "content": "Two teas"}], "temperature": 0}'""": "a server",
+    "curl localhost:8000/v1/sessions/episode-7": "needs a server",
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks tune_facts,tune_arithmetic,tune_texts": "needs the extra eval",
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks hellaswag,arc_easy --limit 100 --chat-template": "needs the hub",
     "tune run eleuther_eval --config eleuther_evaluation tasks=[truthfulqa_mc2] limit=100": "needs the hub",

@@ -28,6 +28,8 @@ __getattr__, __dir__, __all__ = attach(
     },
     between_rooms={
         "Batch": "_continuous_batch",
+        "BatchServer": "_batch_server",
+        "Job": "_batch_server",
         "Request": "_continuous_batch",
         "evaluating": "_decode",
         "finite_steps": "_tokens",

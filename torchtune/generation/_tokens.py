@@ -191,7 +191,7 @@ def stream_tokens(
             uniform = torch.rand(len(rows), generator=rng, device=device)
         else:
             uniform = draws[[row.index for row in rows], [row.count for row in rows]]
-        return _draw(logits, temperature, top_k, uniform)
+        return draw_tokens(logits, temperature, top_k, uniform)
 
     def ends(index: int, token: int) -> bool:
         over = is_over is not None and is_over(index, token)
@@ -229,7 +229,7 @@ def seeded_draws(
     return (draws.float() if device.type == "mps" else draws).to(device)
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample with one uniform number ``[m]`` per row; return tokens ``[m, 1]`` and all probabilities ``[m, v]``."""
     probabilities = (logits if temperature in (0.0, 1.0) else logits / temperature).softmax(-1)
     if temperature == 0.0:

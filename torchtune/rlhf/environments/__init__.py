@@ -4,6 +4,7 @@ from torchtune.rlhf._rollouts import ENDS, Episode
 from torchtune.rlhf.environments._bridge import Bridge
 from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
+from torchtune.rlhf.environments._sessions import Sample, Sessions, episodes_of
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
 
 __all__ = [
@@ -13,9 +14,12 @@ __all__ = [
     "CallError",
     "Environments",
     "Episode",
+    "Sample",
+    "Sessions",
     "ToolCall",
     "check_call",
     "detect_format",
+    "episodes_of",
     "parameters_of",
     "parse_calls",
     "setup_environments",

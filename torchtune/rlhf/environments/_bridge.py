@@ -34,12 +34,16 @@ class Bridge:
         """Return the tokens of a conversation up to the assistant's turn, with the tools' definitions."""
         return self._tokenizer.tokenize_messages(messages, add_end_tokens=False, **self._options)[0]
 
-    def __call__(self, calls: Sequence[ToolCall], replies: Sequence[str]) -> list[int]:
+    def __call__(
+        self, calls: Sequence[ToolCall], replies: Sequence[str], others: Sequence[Message] = (), *, closes: bool = False
+    ) -> list[int]:
         """Return the tokens after an assistant's turn, up to the next one.
 
         Args:
             calls: calls of the turn; none for a turn that could not be parsed.
             replies: a text for each call, or one that answers the whole turn.
+            others: masked messages that follow the replies.
+            closes: begin with the token that ends the assistant's turn, for a turn that was truncated.
 
         Raises:
             RolloutError: the chat template has no place for the replies.
@@ -47,18 +51,18 @@ class Bridge:
         errors = []
         for has_calls in (True, False) if calls else (False,):
             try:
-                return self._between(_turns(calls, replies, has_calls))
+                return self._between([*_turns(calls, replies, has_calls), *others], closes)
             except DataError as error:
                 errors.append(str(error))
         raise RolloutError(f"environment: the chat template takes no replies of tools: {errors[0]}")
 
-    def _between(self, turns: list[Message]) -> list[int]:
+    def _between(self, turns: list[Message], closes: bool) -> list[int]:
         tokens, mask = self._tokenizer.tokenize_messages(turns, **self._options)
         end = max(place for place, masked in enumerate(mask) if not masked) + 1
         whole = self.prompt([*turns, Message(role="assistant", content="")])
         if whole[:end] != tokens[:end]:
             raise DataError("it changes a turn that replies follow")
-        return whole[end:]
+        return whole[end - closes :]
 
 
 def _turns(calls: Sequence[ToolCall], replies: Sequence[str], has_calls: bool) -> list[Message]:

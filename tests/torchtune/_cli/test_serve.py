@@ -1,0 +1,360 @@
+"""``tune serve`` over real sockets: answers, tool calls, sessions for training, errors, and the end."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny import write_checkpoint
+from tests.torchtune._cli.test_chat import _reference as reference
+from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
+from torchtune._cli._chat_api import ChatServer
+from torchtune._cli.tune import main
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.models.llama3 import llama3
+from torchtune.modules.loss import token_log_probs
+from torchtune.rlhf import RolloutError, collate_rollouts
+from torchtune.rlhf.environments import detect_format, episodes_of
+
+CAT = [{"role": "user", "content": "the cat"}]
+
+
+def ask(port: int, body: Any, path: str = "/v1/chat/completions", method: str = "POST", **headers: str) -> Any:
+    """Send a request; return status and parsed body, or the events of a stream."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, data, headers)
+        reply = connection.getresponse()
+        text = reply.read().decode()
+    if reply.headers["Content-Type"] == "text/event-stream":
+        events = text.removesuffix("\n\n").split("\n\n")
+        assert events.pop() == "data: [DONE]"
+        return reply.status, [json.loads(event.removeprefix("data: ")) for event in events]
+    return reply.status, json.loads(text)
+
+
+def content(port: int, messages: list[Any], model: str = "tiny", **more: Any) -> Any:
+    """Answer of at most six tokens, greedily."""
+    status, reply = ask(port, {"model": model, "messages": messages, "temperature": 0, "max_tokens": 6, **more})
+    assert status == 200, reply
+    return reply["choices"][0]["message"]["content"]
+
+
+@contextmanager
+def running(models: dict[str, nn.Module], tokenizer: Any, **options: Any) -> Iterator[ChatServer]:
+    options = {"tool_format": None, "max_new_tokens": 12, **options}
+    with ChatServer(("127.0.0.1", 0), models, tokenizer, **options) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    import torchtune
+
+    return torchtune.load(write_checkpoint(tmp_path_factory.mktemp("served") / "tiny"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(loaded: tuple[Any, Any]) -> Iterator[ChatServer]:
+    with running({"tiny": loaded[0]}, loaded[1]) as found:
+        yield found
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_path, monkeypatch, capsys, request):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    for name, rank in (("one", 2), ("two", 3)):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+        torch.manual_seed(rank)
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                nn.init.normal_(parameter, std=0.5)
+        model.save_pretrained(tmp_path / name)
+    expected = {"tiny": reference(checkpoint, ["the cat"])}
+    expected |= {name: reference(checkpoint, ["the cat"], tmp_path / name) for name in ("one", "two")}
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    found: dict[str, Any] = {}
+
+    def client() -> None:
+        try:
+            for _ in range(600):
+                with closing(socket.socket()) as one:
+                    if one.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.05)
+            threads = [
+                threading.Thread(target=lambda name=name: found.update({name: content(port, CAT, name)}))
+                for name in expected
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found["names"] = [model["id"] for model in ask(port, None, "/v1/models", "GET")[1]["data"]]
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    request.addfinalizer(lambda: [signal.signal(number, handler) for number, handler in before.items()])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    adapters = [f"--adapter={name}={tmp_path / name}" for name in ("one", "two")]
+    monkeypatch.setattr("sys.argv", ["tune", "serve", str(checkpoint), "--port", str(port), "--device=cpu", *adapters])
+    thread = threading.Thread(target=client)
+    thread.start()
+    main()
+    thread.join()
+    assert found.pop("names") == ["tiny", "one", "two"]
+    assert found == expected
+    assert len(set(expected.values())) == 3
+    assert f"serving tiny, one, two at http://127.0.0.1:{port}/v1" in capsys.readouterr().out
+    assert not any("_run" in thread.name for thread in threading.enumerate())
+
+
+def test_requests_share_a_batch_and_do_not_change_each_other(server):
+    port = server.server_port
+    texts = ["the cat", "a dog", "why", "one two", "red"]
+    alone = [content(port, [{"role": "user", "content": text}]) for text in texts]
+    found: dict[int, Any] = {}
+
+    def one(number: int) -> None:
+        number, sampled = number // 2, {"temperature": 1.5, "seed": 7} if number % 2 else {}
+        more = {"messages": [{"role": "user", "content": texts[number]}], **sampled}
+        found[number, bool(sampled)] = content(port, **more)
+
+    for _ in range(2):
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(2 * len(texts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[number, False] for number in range(len(texts))] == alone
+        sampled = [found[number, True] for number in range(len(texts))]
+    assert sampled == [found[number, True] for number in range(len(texts))]
+    again = content(port, [{"role": "user", "content": texts[0]}], temperature=1.5, seed=7)
+    assert again == sampled[0] != content(port, [{"role": "user", "content": texts[0]}], temperature=1.5, seed=8)
+
+
+def test_a_stream_gives_the_same_text_and_the_usage(server, loaded):
+    port, tokenizer = server.server_port, loaded[1]
+    whole = content(port, CAT, max_tokens=9)
+    body = {"model": "tiny", "messages": CAT, "temperature": 0, "max_completion_tokens": 9, "stream": True}
+    status, events = ask(port, {**body, "stream_options": {"include_usage": True}})
+    assert status == 200
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == whole
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    prompt = tokenizer.tokenize_messages([*CAT, {"role": "assistant", "content": ""}], add_end_tokens=False)[0]
+    usage = events[-1]["usage"]
+    assert usage["completion_tokens"] == 9
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 9
+    assert usage["prompt_tokens"] == len(prompt)
+    assert len({event["id"] for event in events}) == 1
+    mark = whole[len(whole) // 2 :][:2]
+    assert content(port, CAT, max_tokens=9, stop=["nowhere", mark]) == whole.partition(mark)[0]
+
+
+def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
+    """Also after a truncated turn, a second continuation of a turn, and a history that the client changed."""
+    model, tokenizer = loaded
+    port, messages = server.server_port, list(CAT)
+
+    def turn(messages: list[Any]) -> dict[str, Any]:
+        body = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 1.3}
+        reply = ask(port, body, **{"X-Session-Id": "episode"})[1]
+        return {**reply["choices"][0]["message"], "refusal": None}
+
+    for text in ("a dog", "why"):
+        messages += [turn(messages), {"role": "user", "content": text}]
+    messages.append(turn(messages))
+    again = turn(messages[:-1])  # a second continuation of the turn before
+    turn([*messages[:1], {"role": "assistant", "content": "no"}, messages[2]])
+    reply = ask(port, None, "/v1/sessions/episode", "GET")[1]
+    first, second, third = reply["samples"]
+    answer = tokenizer.decode(first["tokens"][first["prompt_len"] :], skip_special_tokens=False)
+    assert answer.count("<|im_start|>user") == 2
+    assert sum(first["mask"]) <= 15
+    assert second["mask"] == [True] * len(second["mask"])
+    assert second["tokens"][: second["prompt_len"]] == first["tokens"][: second["prompt_len"]]
+    new = tokenizer.decode(second["tokens"][second["prompt_len"] :])
+    assert new.strip() == again["content"].strip()
+    assert third["tokens"][: first["prompt_len"]] == first["tokens"][: first["prompt_len"]]
+    whole = tokenizer.decode(third["tokens"], skip_special_tokens=False)
+    assert "assistant\nno<|im_end|>" in whole
+    # A truncated turn is closed by the template's token, which is not trained on.
+    place = answer.index("<|im_start|>user")
+    assert answer[:place].endswith("<|im_end|>\n")
+    episodes = episodes_of(reply["samples"])
+    assert [one.turns for one in episodes] == [3, 1, 1]
+    batch = collate_rollouts(episodes, [1.0] * 3)
+    with torch.no_grad():
+        hidden = model(**batch.model_inputs(), output="hidden")
+        own = token_log_probs(hidden, batch.labels, model.output, 1.3)
+    known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    assert int(known.sum()) == sum(sum(one["mask"]) for one in reply["samples"])
+    torch.testing.assert_close(own[known], batch.per_token["sampled"][known], rtol=0, atol=1e-5)
+    assert ask(port, None, "/v1/sessions/episode", "DELETE")[1] == reply
+    assert ask(port, None, "/v1/sessions/episode", "GET")[0] == 404
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "top_k": 5}, {"temperature": 0, "top_k": None}])
+def test_samples_of_another_distribution_are_not_trained_on(sampling):
+    sample = {"tokens": [5, 6], "prompt_len": 1, "mask": [True], "log_probs": [-0.1], "finished": True}
+    with pytest.raises(RolloutError, match="need one temperature above 0, and no top_k"):
+        episodes_of([{**sample, "sampling": [sampling]}])
+
+
+class Script(nn.Module):
+    """Output layer that lets the model write given tokens."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.tokens = size, []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = hidden.new_zeros(*hidden.shape[:2], self.size)
+        logits[..., self.tokens.pop(0)] = 40.0
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "streams"),
+    [
+        ("qwen2_5", False),
+        ("qwen2_5", True),
+        ("qwen3_5_think", True),
+        ("nemotron_3_nano", False),
+        ("llama3_1", True),
+        ("gptoss", False),
+        ("gemma4", True),
+    ],
+)
+def test_tool_calls_are_parsed_and_their_replies_bridged(name: str, streams: bool, tmp_path: Path) -> None:
+    tokenizer = make(name, tmp_path)
+    turns = conversation(1, reasons=False)
+    tokens, mask = tokenizer.tokenize_messages(turns, tools=TOOLS)
+    start, end = mask.index(False), len(mask) - mask[::-1].index(False)
+    size = max(tokenizer.vocab_size, max(tokens) + 1)
+    model = llama3(vocab_size=size, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=8, max_seq_len=8192)
+    model.output = script = Script(size)
+    stop = tokenizer.stop_tokens
+    tool_format = detect_format((PUBLISHED / f"{name}.jinja").read_text())
+    body: dict[str, Any] = {"model": "m", "tools": TOOLS, "stream": streams, "session": "s", "max_tokens": 400}
+    with running({"m": model.eval()}, tokenizer, tool_format=tool_format) as server:
+        script.tokens = [*tokens[start:end], stop[0]]
+        messages: list[Any] = [{"role": "user", "content": turns[0].text_content}]
+        status, reply = ask(server.server_port, {**body, "messages": messages})
+        assert status == 200, reply
+        if streams:
+            choices = [event["choices"][0] for event in reply]
+            called = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+            text = "".join(choice["delta"].get("content", "") for choice in choices)
+            assert choices[-1]["finish_reason"] == "tool_calls"
+        else:
+            called, text = (reply["choices"][0]["message"][key] for key in ("tool_calls", "content"))
+            assert reply["choices"][0]["finish_reason"] == "tool_calls"
+        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in called] == [
+            (CALL.name, CALL.arguments)
+        ]
+        messages.append({"role": "assistant", "content": text, "tool_calls": called})
+        messages.append({"role": "tool", "tool_call_id": called[0]["id"], "content": "Found 0 there", "name": "look"})
+        script.tokens = [tokens[start]] * 2 + [stop[0]]
+        status, reply = ask(server.server_port, {**body, "messages": messages, "tool_choice": "auto"})
+        assert status == 200, reply
+        (sample,) = ask(server.server_port, None, "/v1/sessions/s", "GET")[1]["samples"]
+    expected = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
+    sampled, place = [*tokens[start:end], stop[0]], sample["prompt_len"]
+    sampled = sampled[: next(index for index, token in enumerate(sampled, 1) if token in stop)]
+    assert sample["tokens"][place : place + len(sampled)] == sampled
+    between = [token for token, mask in zip(sample["tokens"][place:], sample["mask"], strict=True) if not mask]
+    text = tokenizer.decode(between, skip_special_tokens=False)
+    assert "Found 0 there" in text
+    assert expected.endswith(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"{", 400, "The body is not valid JSON"),
+        ([], 400, "must be a JSON object"),
+        ({"model": "other", "messages": CAT}, 404, "There is no model 'other': the models are tiny."),
+        ({"messages": []}, 400, "not in the format of the chat API"),
+        ({"messages": [{"role": "judge", "content": "a"}]}, 400, "'judge' is not a role"),
+        ({"messages": [*CAT, {"role": "assistant", "content": "so"}]}, 400, "end with the assistant's turn"),
+        ({"messages": [{"role": "user", "content": "cat " * 5000}]}, 400, "fill the model's context"),
+        ({"top_p": 0.9}, 400, "samples without top_p other than 1"),
+        ({"best_of": 2}, 400, "samples without best_of: leave it out"),
+        ({"temperature": "hot"}, 400, 'temperature is "hot": it must be a number of at least 0'),
+        ({"max_tokens": 0}, 400, "max_tokens is 0: it must be an integer of at least 1"),
+        ({"tools": TOOLS}, 400, "start tune serve with --tool-format"),
+        ({"tool_choice": "required"}, 400, "no call can be forced"),
+    ],
+)
+def test_errors_name_what_is_wrong(body, status, said, server):
+    body = {"model": "tiny", "messages": CAT, **body} if isinstance(body, dict) else body
+    found, reply = ask(server.server_port, body)
+    assert found == status
+    assert said in reply["error"]["message"]
+
+
+def test_other_errors_of_requests(server):
+    port = server.server_port
+    assert ask(port, {}, "/v1/embeddings")[0] == 404
+    assert ask(port, None, "/v1/nothing", "GET")[0] == 404
+    assert ask(port, None, "/v1/models", "GET", Host="evil.example")[0] == 403
+    with closing(socket.create_connection(("127.0.0.1", port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
+        assert b"413" in connection.recv(4096)
+    assert content(port, CAT, top_p=1, n=1, frequency_penalty=0, user="me"), "neutral values are accepted"
+
+
+def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(loaded):
+    model, tokenizer = loaded
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.set()
+        go.wait(60)
+
+    with running({"tiny": model}, tokenizer, max_sequences=1, max_waiting=1, max_new_tokens=4000) as server:
+        port, body = server.server_port, {"model": "tiny", "messages": CAT, "temperature": 2.0, "stream": True}
+        handle = model.register_forward_pre_hook(hold)
+        leaver = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        leaver.request("POST", "/v1/chat/completions", json.dumps(body))
+        assert begun.wait(60)
+        found: dict[str, str] = {}
+        waiter = threading.Thread(target=lambda: found.update(answer=content(port, CAT)))
+        waiter.start()
+        for _ in range(200):
+            if server.batch._waiting:
+                break
+            time.sleep(0.05)
+        status, reply = ask(port, {**body, "stream": False, "max_tokens": 1})
+        assert (status, reply["error"]["code"]) == (503, "overloaded")
+        leaver.close()
+        handle.remove()
+        go.set()
+        waiter.join(60)
+        assert found["answer"]

@@ -1,0 +1,424 @@
+"""OpenAI-style API of chats over HTTP, for ``tune serve``."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from torchtune.generation import BatchServer, GenerationError, Job
+from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameters_of, parse_calls
+from torchtune.tokenizers import StreamDecoder
+from torchtune.utils import UserError
+
+_MOST_BYTES = 16 * 2**20
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+# Parameters that are read, and the values of others that change nothing.
+_READ = {
+    "model",
+    "messages",
+    "tools",
+    "tool_choice",
+    "temperature",
+    "top_k",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+}
+_READ |= {"max_tokens", "max_completion_tokens", "session", "user", "metadata", "store"}
+_NEUTRAL = {
+    "n": 1,
+    "top_p": 1,
+    "min_p": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+# Format of tool calls -> text that can begin a call; text before it is streamed.
+_STARTS = {
+    "hermes": "<tool_call>",
+    "qwen_xml": "<tool_call>",
+    "llama3": "{",
+    "mistral": "[TOOL_CALLS]",
+    "harmony": "to=",
+    "gemma4": "<|tool_call>",
+}
+
+
+class ApiError(Exception):
+    """Error of a request: HTTP status, message, and the parameter that is wrong."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _number(body: Mapping[str, Any], name: str, default: Any, least: float, kinds: type | tuple = int) -> Any:
+    """Return a number of a request, which must be at least ``least``."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
+        what = "an integer" if kinds is int else "a number"
+        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {what} of at least {least}.", name)
+    return value
+
+
+class ChatServer(ThreadingHTTPServer):
+    """HTTP server of chats with some models.
+
+    Args:
+        address: host and port.
+        models: name -> model; see :class:`torchtune.generation.BatchServer`.
+        tokenizer: their tokenizer.
+        tool_format: format of tool calls, or ``None``.
+        max_new_tokens: default maximum of tokens of an answer.
+        **limits: see :class:`torchtune.generation.BatchServer`.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        models: Mapping[str, Any],
+        tokenizer: Any,
+        *,
+        tool_format: str | None,
+        max_new_tokens: int,
+        **limits: int,
+    ) -> None:
+        super().__init__(address, _Handler)
+        self.models, self.tokenizer = models, tokenizer
+        self.tool_format, self.max_new_tokens = tool_format, max_new_tokens
+        self.sessions, self.started = Sessions(tokenizer), int(time.time())
+        self.batch = BatchServer(models, tokenizer.stop_tokens, **limits)
+
+    def server_close(self) -> None:
+        """End the answers and close the port."""
+        self.batch.close()
+        super().server_close()
+
+
+class _Answer:
+    """An answer while it is sampled; iterating over it yields pieces of its text.
+
+    Args:
+        server: the server.
+        body: body of the request.
+        session: name of its session.
+    """
+
+    def __init__(self, server: ChatServer, body: Any, session: str | None) -> None:
+        self._server, self._session = server, session
+        self._check(body)
+        self._tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        self._stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+        self._begun = self._begin(body)
+        self.num_read, self.num_written = len(self._begun.tokens), 0
+        room = server.models[body["model"]].max_seq_len - self.num_read
+        if room < 1:
+            raise ApiError(
+                400,
+                f"messages have {self.num_read} tokens, which fill the model's context: shorten them.",
+                "messages",
+                "context_length_exceeded",
+            )
+        limit = _number(body, "max_tokens", server.max_new_tokens, 1)
+        limit = _number(body, "max_completion_tokens", limit, 1)
+        self._sampling = {
+            "temperature": _number(body, "temperature", 1.0, 0, (int, float)),
+            "top_k": _number(body, "top_k", None, 0) or None,
+        }
+        seed = _number(body, "seed", None, 0)
+        self._job = Job(body["model"], self._begun.tokens, min(limit, room), **self._sampling, seed=seed)
+        self._log_probs: list[tuple[int, float]] = []
+        self.end, self.message, self._texts = "length", {"role": "assistant", "content": ""}, []
+
+    def _check(self, body: Any) -> None:
+        if not isinstance(body, dict):
+            raise ApiError(400, "The body must be a JSON object.")
+        if body.get("model") not in self._server.models:
+            names = ", ".join(self._server.models)
+            raise ApiError(404, f"There is no model {body.get('model')!r}: the models are {names}.", "model")
+        for name, value in body.items():
+            if name in _NEUTRAL and (value is None or value == _NEUTRAL[name]):
+                continue
+            if name not in _READ:
+                what = f" other than {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else ""
+                raise ApiError(400, f"This server samples without {name}{what}: leave it out.", name)
+        stop, choice = body.get("stop"), body.get("tool_choice")
+        if not (stop is None or isinstance(stop, str) or all(isinstance(one, str) and one for one in stop)):
+            raise ApiError(400, "stop must be a text, or a list of texts.", "stop")
+        if choice not in (None, "auto", "none"):
+            raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced.", "tool_choice")
+        if body.get("tools") and self._server.tool_format is None:
+            raise ApiError(
+                400, "The chat template shows no format of tool calls: start tune serve with --tool-format.", "tools"
+            )
+
+    def _begin(self, body: dict[str, Any]) -> Any:
+        """Tokenize the conversation."""
+        messages = body.get("messages")
+        try:
+            if messages[-1]["role"] == "assistant":
+                raise ApiError(400, "messages end with the assistant's turn: the server does not continue it.")
+            parameters_of(self._tools)
+            return self._server.sessions.begin(self._session, body["model"], messages, self._tools)
+        except UserError as error:
+            raise ApiError(400, f"messages: {error}", "messages") from error
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ApiError(
+                400, f"messages or tools are not in the format of the chat API ({error!r:.200}).", "messages"
+            ) from error
+
+    def submit(self) -> None:
+        """Let the request wait for its turn. Raises :class:`ApiError` if too many are waiting."""
+        if not self._server.batch.submit(self._job):
+            raise ApiError(503, "Too many requests are waiting: try again later.", code="overloaded")
+
+    def cancel(self) -> None:
+        """End sampling; the answer is not recorded."""
+        self._job.is_cancelled = True
+
+    def __iter__(self) -> Iterator[str]:
+        tokenizer = self._server.tokenizer
+        start = _STARTS[self._server.tool_format] if self._tools else None
+        held = _Held([*self._stop, *([start] if start else [])], start)
+        decoder, raw = StreamDecoder(tokenizer), StreamDecoder(_WithSpecialTokens(tokenizer))
+        for token, log_prob in self._job:
+            self._log_probs.append((token, log_prob))
+            if token in tokenizer.stop_tokens:
+                self.end = "stop"
+                break
+            yield self._put(held.put(decoder.put(token), raw.put(token)))
+            if held.found in self._stop:
+                self.end = "stop"
+                self._job.is_cancelled = True
+                break
+        yield self._put(held.put(decoder.end(), raw.end()))
+        self.num_written = len(self._log_probs)
+        calls = self._calls() if self._tools else {}
+        rest = held.before if calls or held.found in self._stop else held.text
+        yield self._put(rest)
+        self._finish(calls)
+
+    def _put(self, text: str) -> str:
+        self._texts.append(text)
+        return text
+
+    def _calls(self) -> dict[str, ToolCall]:
+        """Return the tool calls of the answer by new ids; text that is no valid call is an answer."""
+        raw = self._server.tokenizer.decode([token for token, _ in self._log_probs], skip_special_tokens=False)
+        try:
+            found = parse_calls(raw, self._server.tool_format, parameters_of(self._tools))
+        except CallError:
+            return {}
+        return {secrets.token_hex(5)[:9]: call for call in found}  # Mistral's templates want nine characters
+
+    def _finish(self, calls: Mapping[str, ToolCall]) -> None:
+        self.message["content"] = "".join(self._texts)
+        tokens, log_probs = zip(*self._log_probs, strict=True)
+        finished = tokens[-1] in self._server.tokenizer.stop_tokens
+        if calls:
+            self.end = "tool_calls"
+            self.message["content"] = self.message["content"].strip() or None
+            self.message["tool_calls"] = [
+                {
+                    "id": name,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for name, call in calls.items()
+            ]
+        if self._session is not None:
+            self._server.sessions.end(
+                self._session,
+                self._begun,
+                self.message,
+                tokens=tokens,
+                log_probs=log_probs,
+                finished=finished,
+                calls=calls,
+                **self._sampling,
+            )
+
+
+class _WithSpecialTokens:
+    """A tokenizer whose texts have special tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+class _Held:
+    """Text that is held back, because it may be the beginning of a mark, or follows one.
+
+    Attributes:
+        text: the text that is held back.
+        before: its part before the mark.
+        found: the mark, if it has appeared.
+    """
+
+    def __init__(self, marks: list[str], start: str | None) -> None:
+        self._marks, self._start = marks, start
+        self.text = self.before = self._raw = ""
+        self.found: str | None = None
+
+    def put(self, text: str, raw: str) -> str:
+        """Add text, without and with special tokens; return what can be sent."""
+        self.text += text
+        self._raw += raw
+        if self.found is not None and self.found != self._start:
+            return ""
+        places = {mark: self._raw.find(mark) for mark in self._marks if mark in self._raw}
+        if places:
+            self.found = min(places, key=places.get)
+            self.before = self._raw[: places[self.found]]
+            return ""
+        if any(self._raw.endswith(mark[:size]) for mark in self._marks for size in range(1, len(mark))):
+            return ""
+        text, self.text, self._raw = self.text, "", ""
+        return text
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Handler of a connection."""
+
+    server: ChatServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Answer ``/v1/models``, ``/health`` and ``/v1/sessions/NAME``."""
+        self._answer(self._get)
+
+    def do_DELETE(self) -> None:
+        """Answer ``/v1/sessions/NAME``, and forget the session."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """Answer ``/v1/chat/completions``."""
+        self._answer(self._post)
+
+    def _answer(self, method: Any) -> None:
+        try:
+            host = self.headers.get("Host", "localhost").lower()
+            if self.server.server_address[0] == "127.0.0.1" and not host.startswith(_LOCAL):
+                raise ApiError(403, f"This server answers on this machine only, not for {host:.80}.")
+            method()
+        except ApiError as error:
+            self.close_connection = True  # the body may not be read
+            self._reply(error.status, error.body)
+        except GenerationError as error:
+            self._reply(503, ApiError(503, str(error)).body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def _reply(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _get(self) -> None:
+        path, forget = self.path.rstrip("/"), self.command == "DELETE"
+        prefix, _, name = path.rpartition("/")
+        if path == "/v1/models" and not forget:
+            about = {"object": "model", "created": self.server.started, "owned_by": "torchtune"}
+            self._reply(200, {"object": "list", "data": [{"id": one, **about} for one in self.server.models]})
+        elif path == "/health" and not forget:
+            self._reply(200, {"status": "ok"})
+        elif prefix == "/v1/sessions" and (found := self.server.sessions.samples(name, forget=forget)):
+            self._reply(200, {"id": name, "samples": [asdict(sample) for sample in found]})
+        else:
+            raise ApiError(404, f"There is no {path} to {self.command}.")
+
+    def _body(self) -> Any:
+        try:
+            size = int(self.headers.get("Content-Length", ""))
+        except ValueError:
+            raise ApiError(400, "The request has no Content-Length.") from None
+        if size > _MOST_BYTES:
+            raise ApiError(413, f"The body has {size:,} bytes, and at most {_MOST_BYTES:,} are read.")
+        try:
+            return json.loads(self.rfile.read(size))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"The body is not valid JSON ({error}).") from error
+
+    def _post(self) -> None:
+        if self.path.rstrip("/") != "/v1/chat/completions":
+            raise ApiError(404, f"There is no {self.path} to POST to.")
+        body = self._body()
+        session = self.headers.get("X-Session-Id") or (body.get("session") if isinstance(body, dict) else None)
+        answer = _Answer(self.server, body, None if session is None else str(session))
+        about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body["model"]}
+        answer.submit()
+        try:
+            if body.get("stream"):
+                self._stream(answer, about, bool((body.get("stream_options") or {}).get("include_usage")))
+            else:
+                for _ in answer:
+                    pass
+                choice = {"index": 0, "message": answer.message, "finish_reason": answer.end}
+                about |= {"object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
+                self._reply(200, about)
+        finally:
+            answer.cancel()
+
+    def _stream(self, answer: _Answer, about: dict[str, Any], with_usage: bool) -> None:
+        """Send server-sent events until the connection is closed."""
+        self.close_connection = True
+        about["object"] = "chat.completion.chunk"
+
+        def send(delta: dict[str, Any] | None, end: str | None = None, **more: Any) -> None:
+            choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": end}]
+            self.wfile.write(f"data: {json.dumps({**about, 'choices': choices, **more})}\n\n".encode())
+
+        pieces = iter(answer)
+        first = next(pieces)  # an error before it has a status of its own
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        send({"role": "assistant", "content": first})
+        try:
+            for text in pieces:
+                if text:
+                    send({"content": text})
+        except GenerationError as error:
+            self.wfile.write(f"data: {json.dumps(ApiError(503, str(error)).body)}\n\n".encode())
+            return
+        calls = answer.message.get("tool_calls", ())
+        if calls:
+            send({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
+        send({}, answer.end)
+        if with_usage:
+            send(None, usage=_usage(answer))
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *arguments: Any) -> None:
+        """Print nothing for a request."""
+
+
+def _usage(answer: _Answer) -> dict[str, int]:
+    read, written = answer.num_read, answer.num_written
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

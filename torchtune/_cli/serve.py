@@ -1,0 +1,103 @@
+"""``tune serve``."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtune._cli.subcommand import Subcommand, check_least
+from torchtune.utils import UserError
+
+_FORMATS = ("hermes", "qwen_xml", "llama3", "mistral", "harmony", "gemma4")
+
+
+class Serve(Subcommand):
+    """Subcommand for a server of chats."""
+
+    name = "serve"
+    help = "Serve a model to clients of the OpenAI API"
+    description = (
+        "Answer /v1/chat/completions on this machine, with a checkpoint and adapters for it, each under a model\n"
+        "name of its own. Requests with a session (header X-Session-Id) are kept as tokens, masks and log-probs for\n"
+        "training: GET /v1/sessions/NAME returns them, DELETE also forgets them. Ctrl-C ends the server."
+    )
+    epilog = """
+        examples:
+          $ tune serve /tmp/SmolLM2-135M-Instruct
+          $ tune serve /tmp/SmolLM2-135M-Instruct --adapter orders=/tmp/run/epoch_0 --port 9000
+          $ curl localhost:8000/v1/chat/completions -d \\
+              '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hi"}]}'
+    """
+
+    def _add_arguments(self) -> None:
+        add = self._parser.add_argument
+        add(
+            "model",
+            help="folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub",
+        )
+        add(
+            "--adapter",
+            action="append",
+            default=[],
+            metavar="NAME=PATH",
+            help="LoRA adapter of that model and its model name; repeat for several",
+        )
+        add("--name", help="model name of the checkpoint (default: the name of its folder)")
+        add("--port", type=int, default=8000, help="port on 127.0.0.1; 0 takes a free one (default: 8000)")
+        add("--max-new-tokens", type=int, default=1024, help="default of a request's max_tokens (default: 1024)")
+        add("--max-sequences", type=int, default=8, help="requests that are answered at a time (default: 8)")
+        add("--max-waiting", type=int, default=256, help="requests that may wait (default: 256)")
+        add("--tool-format", choices=_FORMATS, help="format of tool calls (default: detected in the chat template)")
+        add("--device", help="cuda, cpu, mps … (default: the best one)")
+        add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
+
+    def _run(self, args: argparse.Namespace) -> None:
+        check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)
+        from torchtune._cli._chat_api import ChatServer
+        from torchtune._cli._eval_run import checkpoint_of
+        from torchtune.rlhf.environments import detect_format
+
+        path = checkpoint_of(args.model)
+        models, tokenizer = _load(path, args.name or Path(path).name, args)
+        templates = "".join(one.source for one in getattr(tokenizer, "chat_templates", {}).values())
+        try:
+            server = ChatServer(
+                ("127.0.0.1", args.port),
+                models,
+                tokenizer,
+                tool_format=args.tool_format or detect_format(templates),
+                max_new_tokens=args.max_new_tokens,
+                max_sequences=args.max_sequences,
+                max_waiting=args.max_waiting,
+            )
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--port {args.port} cannot be used ({error}): choose another one, or 0.") from error
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with server:
+            print(f"serving {', '.join(models)} at http://127.0.0.1:{server.server_port}/v1", flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("closing", file=sys.stderr)
+
+
+def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Load the model, and once more for each adapter, with the parameters of the first."""
+    import torchtune
+
+    how = {"dtype": args.dtype, "device": args.device}
+    first, tokenizer = torchtune.load(path, **how)
+    models = {name: first}
+    known = dict(first.named_parameters())
+    for text in args.adapter:
+        name, mark, adapter = text.partition("=")
+        if not (name and mark and adapter) or name in models:
+            raise UserError(f"--adapter {text}: give NAME=PATH, with a name of its own for each.")
+        models[name] = model = torchtune.load(path, adapter=adapter, **how)[0]
+        for key, parameter in list(model.named_parameters(remove_duplicate=False)):
+            shared = known.get(key)
+            if shared is not None and shared.shape == parameter.shape and type(shared) is type(parameter):
+                module, _, leaf = key.rpartition(".")
+                model.get_submodule(module)._parameters[leaf] = shared
+    return models, tokenizer

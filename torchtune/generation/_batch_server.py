@@ -1,0 +1,173 @@
+"""Prompts of several threads, answered in one continuous batch."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from torchtune.generation._continuous_batch import Batch, Request, Row
+from torchtune.generation._decode import decode
+from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._generation_error import GenerationError
+from torchtune.generation._tokens import TokenStep, draw_tokens, finite_steps
+from torchtune.modules.transformer import TransformerDecoder
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt and the settings of its answer; iterating over it yields (token, log-prob) as they are sampled.
+
+    Attributes:
+        model: name of the model.
+        tokens: the prompt.
+        limit: maximum number of new tokens.
+        temperature: see :func:`stream_tokens`.
+        top_k: see :func:`stream_tokens`.
+        seed: seed of sampling; ``None`` draws one.
+        is_cancelled: set it to end the answer.
+
+    Raises:
+        GenerationError: from the iterator, if the model fails or the server is closed.
+    """
+
+    model: str
+    tokens: list[int]
+    limit: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    is_cancelled: bool = False
+    found: SimpleQueue = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.rng = torch.Generator()
+        self.rng.seed() if self.seed is None else self.rng.manual_seed(self.seed)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        while (one := self.found.get()) is not None:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+
+class BatchServer:
+    """Answers jobs in the order of their arrival, in a thread that runs the models.
+
+    Jobs of the same model share a batch: one that arrives joins the running batch, unless an earlier job of another
+    model is waiting.
+
+    Args:
+        models: name -> model, in evaluation mode; they may share parameters.
+        stop_tokens: tokens that end an answer; they are yielded.
+        max_sequences: number of jobs in the batch.
+        max_waiting: maximum number of waiting jobs.
+
+    Example:
+        >>> server = torchtune.generation.BatchServer({"tiny": model}, tokenizer.stop_tokens)
+        >>> job = torchtune.generation.Job("tiny", [5, 40, 7], limit=4, temperature=0.0)
+        >>> server.submit(job)
+        True
+        >>> tokens = [token for token, _ in job]
+        >>> server.close()
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, TransformerDecoder],
+        stop_tokens: Sequence[int],
+        *,
+        max_sequences: int = 8,
+        max_waiting: int = 256,
+    ) -> None:
+        self._models, self._stop = models, frozenset(stop_tokens)
+        self._size, self._max_waiting = max_sequences, max_waiting
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> bool:
+        """Let a job wait for its turn; return False if too many are waiting, or the server is closed."""
+        with self._changed:
+            if self._is_closed or len(self._waiting) >= self._max_waiting:
+                return False
+            self._waiting.append(job)
+            self._changed.notify()
+            return True
+
+    def close(self) -> None:
+        """End all jobs with an error, and the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            if len(self._models) == 1:  # models that share parameters pack them in turns
+                stack.enter_context(fast_linears(*self._models.values(), pack=True))
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                    if self._is_closed:
+                        break
+                self._answer_batch()
+        for job in self._waiting:
+            job.found.put(GenerationError("The server is closed."))
+
+    def _answer_batch(self) -> None:
+        """Answer jobs of the model that the first waiting job asks for, until another model is next or none waits."""
+        name = self._waiting[0].model
+        model, jobs, running = self._models[name], [], set()
+        device = model.tok_embeddings.weight.device
+
+        def newcomers(_: Batch | None = None) -> list[Request]:
+            found = []
+            with self._changed:
+                while self._waiting and self._waiting[0].model == name and len(running) < self._size:
+                    job = self._waiting.popleft()
+                    found.append(Request(len(jobs), job.tokens, job.limit, 1))
+                    running.add(len(jobs))
+                    jobs.append(job)
+            return found
+
+        def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+            drawn = []
+            for row, values in zip(rows, logits.split(1), strict=True):
+                job = jobs[row.index]
+                uniform = torch.rand(1, generator=job.rng).to(device)
+                drawn.append(draw_tokens(values, job.temperature, job.top_k, uniform))
+            tokens = torch.cat([token for token, _ in drawn])
+            probabilities = [probabilities[0, token[0, 0]] for token, probabilities in drawn]
+            return tokens, torch.stack(probabilities).log()
+
+        def ends(index: int, token: int) -> bool:
+            return self._is_closed or jobs[index].is_cancelled or token in self._stop
+
+        def token_steps() -> Iterator[TokenStep]:
+            how = {"size": self._size, "device": device, "use_cache": True}
+            steps = decode(model, newcomers(), **how, draw=draw, ends=ends, more=newcomers)
+            with closing(steps):
+                for indices, tokens, log_probs in steps:
+                    yield TokenStep(torch.tensor(indices), tokens[:, 0], log_probs)
+
+        counts: dict[int, int] = {}
+        try:
+            for step in finite_steps(token_steps(), model):
+                rows = zip(step.rows.tolist(), step.tokens.tolist(), step.log_probs.tolist(), strict=True)
+                for index, token, log_prob in rows:
+                    jobs[index].found.put((token, log_prob))
+                    counts[index] = counts.get(index, 0) + 1
+                    if ends(index, token) or counts[index] == jobs[index].limit:
+                        running.discard(index)
+                        jobs[index].found.put(GenerationError("The server is closed.") if self._is_closed else None)
+        except Exception as error:  # noqa: BLE001 - of one batch, whose jobs get it; others go on
+            for index in running:
+                jobs[index].found.put(error)

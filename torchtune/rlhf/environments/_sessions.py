@@ -1,0 +1,246 @@
+"""Conversations that a client continues by messages, kept as the tokens that were sampled."""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtune.data import Message, as_messages
+from torchtune.rlhf._rollouts import Episode, RolloutError
+from torchtune.rlhf.environments._bridge import Bridge
+from torchtune.rlhf.environments._calls import ToolCall
+
+
+@dataclass(eq=False)
+class Sample:
+    """Prompt and turns of a conversation, as tokens.
+
+    Attributes:
+        model: name of the model.
+        tokens: prompt, sampled turns, and the tokens between them.
+        prompt_len: number of tokens of the prompt.
+        mask: True at sampled tokens, for all tokens after the prompt.
+        log_probs: log-probs of the sampled tokens, 0 at the others.
+        sampling: temperature and top_k of each turn.
+        finished: whether the last turn ended with a stop token.
+    """
+
+    model: str
+    tokens: list[int]
+    prompt_len: int
+    mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    sampling: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A turn of the assistant, in its sample.
+
+    Attributes:
+        sample: the sample.
+        length: number of the sample's tokens up to the end of the turn.
+        finished: whether the turn ended with a stop token.
+        key: model and tools.
+        messages: the messages up to the turn, see :func:`_compared`.
+        calls: call id -> call.
+    """
+
+    sample: Sample
+    length: int
+    finished: bool
+    key: tuple[str, str]
+    messages: list[Any]
+    calls: Mapping[str, ToolCall]
+
+
+@dataclass(eq=False)
+class Continuation:
+    """A conversation up to a turn to sample: all tokens, those after the last turn, and what :class:`Sessions` needs.
+
+    Attributes:
+        tokens: tokens of the conversation.
+        between: the last of them, after the turn that is continued.
+    """
+
+    tokens: list[int]
+    between: list[int]
+    key: tuple[str, str]
+    messages: list[Any]
+    after: _Turn | None
+
+
+class Sessions:
+    """Samples of each session of a server, for training.
+
+    A request whose messages repeat a conversation of its session, with the assistant's turn as it was answered,
+    continues the sample: its tokens stay as they were sampled, and only the new messages are rendered, see
+    :class:`Bridge`. Every other request begins a sample, for example after the client has summarized the conversation.
+    So does a second request that continues the same turn: the earlier turns are its prompt.
+
+    Args:
+        tokenizer: the model's tokenizer.
+
+    Example:
+        >>> sessions = torchtune.rlhf.environments.Sessions(tokenizer)
+        >>> begun = sessions.begin("episode 1", "tiny", [{"role": "user", "content": "the cat"}])
+        >>> answer = {"role": "assistant", "content": "sees"}
+        >>> sessions.end("episode 1", begun, answer, tokens=[5, 2], log_probs=[-0.5, -0.1], finished=True)
+        >>> sessions.samples("episode 1")[0].mask
+        [True, True]
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._turns: dict[str, list[_Turn]] = {}
+
+    def begin(
+        self,
+        session: str | None,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Continuation:
+        """Return a conversation's tokens, up to the next turn of the assistant.
+
+        Args:
+            session: name of the session; with ``None``, all messages are rendered.
+            model: name of the model.
+            messages: the conversation, in the format of chat APIs.
+            tools: tool definitions.
+
+        Raises:
+            DataError: a message is invalid, or the chat template does not take the messages.
+            RolloutError: the chat template has no place for replies of tools.
+        """
+        bridge, key = Bridge(self._tokenizer, tools), (model, json.dumps(list(tools)))
+        turns, given = as_messages([_rendered(message) for message in messages]), [_compared(one) for one in messages]
+        with self._lock:
+            known = [
+                turn
+                for turn in self._turns.get(session, ())
+                if turn.key == key and given[: len(turn.messages)] == turn.messages
+            ]
+        after = max(known, key=lambda turn: len(turn.messages), default=None)
+        new = [] if after is None else turns[len(after.messages) :]
+        replies = {one.extra.get("tool_call_id"): one.text_content for one in new if one.role == "tool"}
+        is_bridged = new and not any(one.role == "assistant" for one in new) and set(replies) == set(after.calls)
+        if not is_bridged:
+            tokens = bridge.prompt([*turns, Message(role="assistant", content="")])
+            return Continuation(tokens, [], key, given, None)
+        others = [Message(one.role, one.content, masked=True) for one in new if one.role != "tool"]
+        texts = [replies[name] for name in after.calls]
+        between = bridge(list(after.calls.values()), texts, others, closes=not after.finished)
+        return Continuation(after.sample.tokens[: after.length] + between, between, key, given, after)
+
+    def end(
+        self,
+        session: str,
+        begun: Continuation,
+        answer: Mapping[str, Any],
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        finished: bool,
+        calls: Mapping[str, ToolCall] | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Record a sampled turn.
+
+        Args:
+            session: name of the session.
+            begun: from :meth:`begin`.
+            answer: the message to the client.
+            tokens: sampled tokens, with the stop token.
+            log_probs: their log-probs.
+            finished: whether the turn ended with a stop token.
+            calls: call id -> tool call of the turn.
+            **sampling: settings to record.
+        """
+        with self._lock:
+            after = begun.after
+            if after is not None and len(after.sample.tokens) == after.length:
+                sample, between = after.sample, begun.between
+            else:
+                sample, between = Sample(begun.key[0], list(begun.tokens), len(begun.tokens)), []
+            sample.tokens += [*between, *tokens]
+            sample.mask += [False] * len(between) + [True] * len(tokens)
+            sample.log_probs += [0.0] * len(between) + list(log_probs)
+            sample.sampling.append(sampling)
+            sample.finished = finished
+            messages = [*begun.messages, _compared(answer)]
+            turn = _Turn(sample, len(sample.tokens), finished, begun.key, messages, calls or {})
+            self._turns.setdefault(session, []).append(turn)
+
+    def samples(self, session: str, *, forget: bool = False) -> list[Sample]:
+        """Return the samples of a session, in the order of their beginnings; none for an unknown one."""
+        with self._lock:
+            turns = self._turns.pop(session, []) if forget else self._turns.get(session, [])
+            return list({id(turn.sample): turn.sample for turn in turns}.values())
+
+
+def _rendered(message: Any) -> Any:
+    """Return a message for the chat template: without nulls, and with the arguments of calls as objects."""
+    if not isinstance(message, Mapping):
+        return message
+    message = {name: value for name, value in message.items() if value is not None}
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    if calls := message.get("tool_calls"):
+        functions = [{**call["function"], "arguments": _arguments(call)} for call in calls]
+        message["tool_calls"] = [{**call, "function": one} for call, one in zip(calls, functions, strict=True)]
+    return message
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _compared(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what must be equal for a client's message to be a known one."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text", part)) for part in content)
+    calls = [(call["function"]["name"], _arguments(call)) for call in message.get("tool_calls") or ()]
+    return message.get("role"), content.strip(), message.get("tool_call_id"), calls
+
+
+def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
+    """Convert the samples of a session, as the server gives them, to episodes for training.
+
+    Args:
+        samples: ``samples`` of the reply to ``GET /v1/sessions/NAME``.
+
+    Raises:
+        RolloutError: a turn was sampled with ``top_k``, or turns have different temperatures, so that log-probs are not
+            those of the sampling distribution.
+
+    Example:
+        >>> sample = {"tokens": [5, 6, 7], "prompt_len": 1, "mask": [True, True], "log_probs": [-0.1, -0.2]}
+        >>> sample |= {"sampling": [{"temperature": 1.0, "top_k": None}], "finished": True}
+        >>> torchtune.rlhf.environments.episodes_of([sample])[0].num_sampled
+        2
+    """
+    temperatures = {turn["temperature"] for sample in samples for turn in sample["sampling"]}
+    top_k = next((turn["top_k"] for sample in samples for turn in sample["sampling"] if turn["top_k"]), None)
+    if top_k or len(temperatures) > 1 or 0 in temperatures:
+        raise RolloutError(
+            f"The samples have the temperature {', '.join(map(str, sorted(temperatures)))} and top_k {top_k}: ratios "
+            "of policies need one temperature above 0, and no top_k."
+        )
+    return [
+        Episode(
+            torch.tensor(sample["tokens"]),
+            sample["prompt_len"],
+            torch.tensor(sample["log_probs"], dtype=torch.float32),
+            sample["finished"],
+            torch.tensor(sample["mask"], dtype=torch.bool),
+            turns=len(sample["sampling"]),
+        )
+        for sample in samples
+    ]
