@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -92,6 +94,14 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHTUNE_CACHE", str(tmp_path_factory.mktemp("torchtune_cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def imported_aside() -> None:
+    """Children of ``tune export`` and ``tune selfcheck`` fork from a process that has imported what most need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchtune._cli._selfchecks", "transformers.modeling_utils", "datasets"])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)

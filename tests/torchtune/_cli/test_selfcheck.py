@@ -13,6 +13,7 @@ from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.utils import UserError
 
+pytestmark = pytest.mark.usefixtures("imported_aside")
 LORA = "lora_finetune_single_device"
 DIVISION = "loss = self.compute_loss(batch) / max(step.num_terms, 1)"
 SAVE = "        self.checkpointer.save(\n"
