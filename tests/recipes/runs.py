@@ -24,7 +24,6 @@ WEIGHTS = [name for name in TRAINING if name in recipes_in("weights")]
 ADAPTERS = [name for name in TRAINING if name in recipes_in("adapters")]
 # A recipe that trains all weights or adapters is run under the names of earlier releases, which say what it trains.
 PREFERENCE = ["full_dpo_distributed", "lora_dpo_single_device"]
-DISTILLATION = ["knowledge_distillation_single_device"]
 # They simulate a quantized model: their losses are not those of plain torch, so test_qat.py runs them.
 QAT = ["qat_single_device", "qat_distributed", "qat_lora_finetune_single_device", "qat_lora_finetune_distributed"]
 # More than the tokenizer has: embeddings are padded.

@@ -17,7 +17,6 @@ from torchtune.utils import UserError
 PPO = "ppo_full_finetune_single_device"
 SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.3}, "lr_scheduler": None, "shuffle": False}
 STOPS = [2, *range(80, 110)]
-LOSS = "torchtune.rlhf.loss.PPOLoss"
 # A step with clipped ratios and values, penalties of both kinds, and a reference that differs from the policy.
 STEP = {
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "eps": 1e-3, "weight_decay": 0.1},

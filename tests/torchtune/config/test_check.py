@@ -12,7 +12,6 @@ from torchtune import config
 from torchtune._cli._target import RecipeTarget
 from torchtune.config import Component, ConfigError, Range, RuntimeArgs, did_you_mean
 
-Mistakes = Callable[..., list[str]]
 Check = Callable[..., typed_recipe.Settings]
 PARTS = "tests.torchtune.config.assets.parts"
 
