@@ -169,7 +169,7 @@ class Faulty(Notes):
 def test_hundreds_of_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
     environments = make(Faulty, timeout=0.3)
     Faulty.count, injected, number = 0, 0, 0
-    for step in range(22):
+    for step in range(8):
         episodes = environments(prompts, 32, [seed + step for seed in SEEDS])
         assert len(episodes) == 96
         number += len(episodes)
@@ -186,7 +186,7 @@ def test_hundreds_of_failures_lose_no_step_and_are_not_trained_on(make, prompts,
         figures = scored.figures()
         assert figures["ends/timeout"][0] + figures["ends/environment_failed"][0] == len(failed)
         assert sum(figures[f"ends/{end}"][0] for end in ENDS) == 96
-    assert injected > 600, f"{injected} of {number}"
+    assert injected > 200, f"{injected} of {number}"
     assert {one.end for one in failed} == {"timeout", "environment_failed"}
 
 
