@@ -228,7 +228,7 @@ class ScoredRollouts:
             counts = counts & has_variance(self.rewards)[:, None]
         found = counts.flatten().nonzero().flatten().tolist()
         kept = [i for i in found if self.rollouts[i].finished or not drop_unfinished]
-        return rollout_batches(
+        batches, terms, labels = rollout_batches(
             [self.rollouts[i] for i in kept],
             advantages.flatten()[kept].tolist(),
             tokens_per_batch=tokens_per_batch,
@@ -237,6 +237,14 @@ class ScoredRollouts:
             count_documents=loss.normalize != "tokens",
             share_prefix=share_prefix,
         )
+        if loss.ce_coeff:  # a mean over the tokens of good answers, where the loss is one over its terms
+            good = [
+                (batch.per_token["advantages"] > 0) & (batch.labels != CROSS_ENTROPY_IGNORE_IDX) for batch in batches
+            ]
+            (count,) = dims.sum(sum(int(one.sum()) for one in good))
+            for batch, one in zip(batches, good, strict=True):
+                batch["ce"] = one * (terms / max(count, 1))
+        return batches, terms, labels
 
 
 def _count_finite(values: Sequence[float]) -> int:

@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def by_hand(loss: GRPOLoss, now: Tensor, old: Tensor, values: list[float], ref: 
                 bound = min(max(rho.item(), 1 - loss.epsilon), 1 + loss.epsilon_high)
                 bound = rho if bound == rho.item() else torch.tensor(bound, dtype=torch.float64)
                 term = -min(rho * advantage, bound * advantage, key=Tensor.item)
+            term = loss.rl_coeff * term
             if loss.kl_coeff and loss.kl == "k3":
                 x = torch.exp(ref[t] - now[t])
                 term = term + loss.kl_coeff * torch.exp(now[t] - old[t]) * (x - torch.log(x) - 1)
@@ -74,6 +76,8 @@ def by_hand(loss: GRPOLoss, now: Tensor, old: Tensor, values: list[float], ref: 
             of_sequence = of_sequence + term
         share = {"tokens": 1 / sum(LENGTHS), "sequences": 1 / length / len(LENGTHS)}
         total = total + of_sequence * (share.get(loss.normalize) or 1 / (loss.constant * len(LENGTHS)))
+        if given > 0:  # the mean over the tokens of good answers
+            total = total - loss.ce_coeff * now[here].sum() / sum(compress(LENGTHS, [one > 0 for one in values]))
         at += length
     return total
 
@@ -90,6 +94,8 @@ def by_hand(loss: GRPOLoss, now: Tensor, old: Tensor, values: list[float], ref: 
         CISPOLoss(0.1),
         RLOOLoss(),
         OnPolicyDistillationLoss(),
+        GRPOLoss(normalize="sequences", rl_coeff=0.5, ce_coeff=0.2, kl_coeff=0.1),
+        GRPOLoss(rl_coeff=0.0, ce_coeff=1.0),
     ],
     ids=lambda loss: type(loss).__name__,
 )
@@ -101,8 +107,10 @@ def test_losses_and_gradients_follow_the_formula(loss):
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     given = torch.tensor(values, dtype=torch.float64)[sequences]
     reference = ref if loss.needs_reference else None
-    losses, figures = loss(now, old, given, sequences, reference, sampled)
-    mean = losses.sum() / loss.num_terms(count, len(LENGTHS))
+    terms = loss.num_terms(count, len(LENGTHS))
+    weights = {"ce": (given > 0).double() * (terms / int((given > 0).sum()))} if loss.ce_coeff else None
+    losses, figures = loss(now, old, given, sequences, reference, sampled, weights)
+    mean = losses.sum() / terms
     expected = by_hand(loss, now, old, values, ref, sampled)
     torch.testing.assert_close(mean, expected, atol=1e-9, rtol=0)
     ours, theirs = (torch.autograd.grad(one, now)[0] for one in (mean, expected))
@@ -317,6 +325,21 @@ def test_batches_hold_every_rollout_once_within_their_tokens():
     one = batches[0]
     assert one.tokens[0].tolist() == [0, 1, 2, 3, *range(10)]
     assert one.labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
+
+
+@pytest.mark.parametrize("normalize", ["tokens", "sequences"])
+def test_cross_entropy_is_the_mean_over_tokens_of_good_answers_however_they_are_split(normalize):
+    lengths, values = (3, 7, 2, 4), torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64)
+    rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in lengths]
+    prompts = [rlhf.Prompt([0, 1], {}, number) for number in range(2)]
+    scored = rlhf.ScoredRollouts(prompts, rollouts, [""] * 4, values, {})
+    loss = GRPOLoss(rl_coeff=0.0, ce_coeff=0.5, normalize=normalize)
+    for tokens_per_batch in (8, 100):
+        batches, terms, _ = scored.batches(values, loss, ParallelDims(), tokens_per_batch)
+        # Label n has the log-prob -n.
+        totals = [loss.sum_and_metrics(one, -one.labels.clamp(min=0).double())[0] for one in batches]
+        expected = 0.5 * (sum(range(2, 5)) + sum(range(2, 6))) / (3 + 4)
+        assert sum(totals).item() / terms == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_process_without_answers_notes_what_the_others_do():

@@ -93,6 +93,27 @@ class AnswerLoss(nn.Module, ABC):
         return total if self.balance is None else self.balance.add_to(total, counts.sum())
 
 
+class TokenLoss(AnswerLoss):
+    """Loss of sampled answers by the log-probs of their tokens.
+
+    Attributes:
+        temperature: divides the logits, as in sampling; set by the recipe.
+    """
+
+    trains_on = "prompts"
+    temperature = 1.0
+
+    def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
+        """Return log-probs of the labels ``[b, s]``, float32 or wider; 0 at positions without a label."""
+        return token_log_probs(hidden, batch.labels, projection, self.temperature)
+
+    @staticmethod
+    def clip(ratios: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+        """Return −min(ρA, clip(ρ, 1 − low, 1 + high) A), and whether it is clipped."""
+        unclipped, clipped = -advantages * ratios, -advantages * ratios.clamp(1.0 - low, 1.0 + high)
+        return torch.maximum(clipped, unclipped), clipped > unclipped
+
+
 def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, temperature: float = 1.0) -> Tensor:
     """Sum the log-probs of every document's labels.
 

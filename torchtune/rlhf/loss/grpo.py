@@ -1,20 +1,26 @@
 """Policy-gradient losses of sampled answers with advantages."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
-from torchtune.modules.loss import Projection, token_log_probs
-from torchtune.rlhf.loss._base import AnswerLoss, Metrics
+from torchtune.rlhf.loss._base import Metrics, TokenLoss
 
 
-class GRPOLoss(AnswerLoss):
-    """Policy gradient on sampled tokens with a clipped ratio (GRPO, arXiv:2402.03300).
+class GRPOLoss(TokenLoss):
+    """Sum of three parts over sampled tokens: policy gradient, cross-entropy, and divergence to a reference.
 
-    The loss of a token is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon_high)A), with advantage A and the probability ratio
-    ρ = π / π_old of the current policy and the policy at sampling. The defaults are DAPO's (arXiv:2503.14476).
+    * ``rl`` is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon_high)A), with advantage A and the probability ratio
+      ρ = π / π_old of the current policy and the policy at sampling (GRPO, arXiv:2402.03300). The defaults are DAPO's
+      (arXiv:2503.14476).
+    * ``ce`` is −log π of good answers, those with an advantage above 0: fine-tuning on them, with a mean over their
+      tokens.
+    * ``ref_kl`` is the divergence to the reference.
+
+    Entries ``rl``, ``ce`` and ``ref_kl`` of ``per_token`` in a batch are weights of each token in a part.
 
     Args:
         epsilon: lower clip: the ratio is at least ``1 - epsilon``.
@@ -28,11 +34,12 @@ class GRPOLoss(AnswerLoss):
         kl_coeff: weight of the KL divergence to the reference; 0 needs no reference.
         kl: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), with the gradient of the divergence; ``k1`` subtracts
             log(π_old / π_ref) of a token from its advantage.
+        rl_coeff: weight of the policy gradient; 0 trains on good answers alone, with ``ce_coeff``.
+        ce_coeff: weight of the cross-entropy.
         importance_cap: correct differences between sampler and trainer: weight each token by min(π_old / π_sampler,
             cap), with the trainer's π_old. ``None`` uses the sampler's log-probs as π_old.
 
     Attributes:
-        temperature: divides the logits, as in sampling; set by the recipe.
         needs_rewards: whether the advantages are used.
 
     Raises:
@@ -46,8 +53,6 @@ class GRPOLoss(AnswerLoss):
 
     needs_rewards = True
 
-    trains_on = "prompts"
-
     def __init__(
         self,
         epsilon: float = 0.2,
@@ -59,6 +64,8 @@ class GRPOLoss(AnswerLoss):
         constant: float | None = None,
         kl_coeff: float = 0.0,
         kl: Literal["k3", "k1"] = "k3",
+        rl_coeff: float = 1.0,
+        ce_coeff: float = 0.0,
         importance_cap: float | None = None,
     ) -> None:
         super().__init__()
@@ -71,14 +78,14 @@ class GRPOLoss(AnswerLoss):
         for name, (value, known) in choices.items():
             if value not in known:
                 raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(known)}.")
-        if min(epsilon, epsilon_high, kl_coeff) < 0 or (importance_cap is not None and importance_cap <= 0):
-            raise ValueError("epsilon, epsilon_high and kl_coeff may not be below 0, nor importance_cap 0 or below.")
+        if min(epsilon, epsilon_high, kl_coeff, rl_coeff, ce_coeff) < 0 or (importance_cap or 1) <= 0:
+            raise ValueError("epsilon and coefficients may not be below 0, nor importance_cap 0 or below.")
         if (normalize == "constant") != (constant is not None) or (constant is not None and constant <= 0):
             raise ValueError(f"constant is {constant}: normalize='constant' needs one above 0, others take none.")
         self.epsilon, self.epsilon_high, self.kind, self.ratio = epsilon, epsilon_high, kind, ratio
         self.normalize, self.constant = normalize, constant
         self.kl_coeff, self.kl, self.importance_cap = kl_coeff, kl, importance_cap
-        self.temperature = 1.0
+        self.rl_coeff, self.ce_coeff = rl_coeff, ce_coeff
 
     @property
     def needs_reference(self) -> bool:
@@ -97,10 +104,6 @@ class GRPOLoss(AnswerLoss):
         """Return the number of terms, which normalizes the loss."""
         return num_tokens if self.normalize == "tokens" else num_sequences
 
-    def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-        """Return log-probs of the labels ``[b, s]``, float32 or wider; 0 at positions without a label."""
-        return token_log_probs(hidden, batch.labels, projection, self.temperature)
-
     def forward(
         self,
         log_probs: Tensor,
@@ -109,6 +112,7 @@ class GRPOLoss(AnswerLoss):
         sequences: Tensor,
         reference: Tensor | None = None,
         sampled: Tensor | None = None,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute per-token losses; divide their sum by :meth:`num_terms`.
 
@@ -119,44 +123,41 @@ class GRPOLoss(AnswerLoss):
             sequences: index of each token's answer, int64 ``[t]``.
             reference: log-probs of the reference ``[t]``.
             sampled: log-probs from the sampler ``[t]``, for ``importance_cap``.
+            weights: part -> weight of each token ``[t]``.
 
         Returns:
             Losses ``[t]``, and detached metrics by name ``[t]``.
         """
-        lengths = torch.bincount(sequences)
+        lengths, weights = torch.bincount(sequences), weights or {}
         advantages = advantages if self.needs_rewards else torch.zeros_like(advantages)
-
-        def mean_of_sequence(values: Tensor) -> Tensor:
-            sums = values.new_zeros(len(lengths)).index_add(0, sequences, values)
-            return (sums / lengths.clamp(min=1).to(sums.dtype))[sequences]
-
-        log_ratio = log_probs - old.detach()
-        log_ratio = log_ratio if self.ratio == "token" else mean_of_sequence(log_ratio)
-        rho, low, high = log_ratio.exp(), 1.0 - self.epsilon, 1.0 + self.epsilon_high
+        good = weights.get("ce", advantages > 0)
+        log_ratio = log_ratio_of_token = log_probs - old.detach()
+        if self.ratio == "sequence":
+            sums = log_ratio.new_zeros(len(lengths)).index_add(0, sequences, log_ratio)
+            log_ratio = (sums / lengths.clamp(min=1).to(sums.dtype))[sequences]
+        rho, high = log_ratio.exp(), 1.0 + self.epsilon_high
         if reference is not None and self.kl == "k1":
             advantages = advantages - self.kl_coeff * (old - reference).detach()
         if self.kind == "cispo":
-            clipped = rho > high
-            losses = -rho.clamp(max=high).detach() * advantages * log_probs
+            losses, clipped = -rho.clamp(max=high).detach() * advantages * log_probs, rho > high
         else:
-            unclipped, limited = -rho * advantages, -rho.clamp(low, high) * advantages
-            clipped = limited > unclipped
-            losses = torch.maximum(unclipped, limited)
+            losses, clipped = self.clip(rho, advantages, self.epsilon, self.epsilon_high)
+        losses = self.rl_coeff * weights.get("rl", 1.0) * losses
         figures = {"ratio": rho, "clipped": clipped.to(rho.dtype)}
         if reference is not None:
             difference = reference.detach() - log_probs
-            k3 = difference.exp() - difference - 1.0
-            figures["kl"] = k3
+            figures["kl"] = k3 = difference.exp() - difference - 1.0
             if self.kl == "k3":
-                losses = losses + self.kl_coeff * (log_probs - old.detach()).exp() * k3
+                losses = losses + self.kl_coeff * weights.get("ref_kl", 1.0) * log_ratio_of_token.exp() * k3
         if self.importance_cap is not None and sampled is not None:
-            weights = (old - sampled).exp().clamp(max=self.importance_cap).detach()
-            figures["importance"] = weights
-            losses = weights * losses
+            figures["importance"] = (old - sampled).exp().clamp(max=self.importance_cap).detach()
+            losses = figures["importance"] * losses
         if self.normalize == "sequences":
             losses = losses / lengths[sequences].to(losses.dtype)
         elif self.normalize == "constant":
             losses = losses / self.constant
+        if self.ce_coeff:
+            losses = losses - self.ce_coeff * good * log_probs
         return losses, {name: value.detach() for name, value in figures.items()}
 
     def sum_and_metrics(
@@ -189,6 +190,7 @@ class GRPOLoss(AnswerLoss):
             _sequence_of_token(batch)[labelled],
             tokens(reference),
             tokens(sampled),
+            {name: tokens(batch.per_token[name]) for name in ("rl", "ce", "ref_kl") if name in batch.per_token},
         )
         if first and sampled is not None:
             figures["sampler_difference"] = (tokens(scores) - tokens(sampled)).abs().detach()

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
-from torchtune.modules.loss import LossError, Projection, token_log_probs
-from torchtune.rlhf.loss._base import AnswerLoss, Metrics
+from torchtune.modules.loss import LossError
+from torchtune.rlhf.loss._base import Metrics, TokenLoss
 from torchtune.rlhf.rewards import masked_mean
 
 _ENTRIES = ("sampled", "advantages", "returns", "values")
@@ -15,7 +15,7 @@ def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return values.mean() if mask is None else masked_mean(values, mask)
 
 
-class PPOLoss(AnswerLoss):
+class PPOLoss(TokenLoss):
     """Clipped policy loss and clipped value loss (Schulman et al. 2017, arXiv:1707.06347).
 
     For a token with advantage A, return R, probability ratio ρ, value V, and value V' at sampling, the policy loss is
@@ -27,9 +27,6 @@ class PPOLoss(AnswerLoss):
         value_clip_range: maximum change of the value from V'.
         value_coeff: weight of the value loss.
 
-    Attributes:
-        temperature: divides the logits, as in sampling; set by the recipe.
-
     Example:
         >>> torchtune.rlhf.loss.PPOLoss(epsilon=0.1, value_clip_range=0.2, value_coeff=0.1).value_coeff
         0.1
@@ -37,14 +34,11 @@ class PPOLoss(AnswerLoss):
 
     needs_reference = False
 
-    trains_on = "prompts"
-
     def __init__(self, epsilon: float = 0.1, value_clip_range: float = 0.2, value_coeff: float = 0.1) -> None:
         super().__init__()
         if min(epsilon, value_clip_range) <= 0:
             raise ValueError(f"epsilon is {epsilon} and value_clip_range {value_clip_range}: both must be above 0.")
         self.epsilon, self.value_clip_range, self.value_coeff = epsilon, value_clip_range, value_coeff
-        self.temperature = 1.0
 
     def check_model(self, model: nn.Module) -> None:
         """Check that there is a policy and a trainable value model. Raises :class:`LossError`."""
@@ -66,10 +60,6 @@ class PPOLoss(AnswerLoss):
                 f"value_checkpointer: the value model would not be trained, since {why}: advantages would be noise, so "
                 "train it, or run the recipe grpo, which needs no values."
             )
-
-    def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-        """Return log-probs of the labels ``[b, s]``, float32 or wider; 0 at positions without a label."""
-        return token_log_probs(hidden, batch.labels, projection, self.temperature)
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
@@ -130,13 +120,12 @@ class PPOLoss(AnswerLoss):
             detached.
         """
         ratios = torch.exp(pi_logprobs - pi_old_logprobs)
-        unclipped = -advantages * ratios
-        clipped = -advantages * ratios.clamp(1.0 - self.epsilon, 1.0 + self.epsilon)
-        policy_loss = _mean(torch.maximum(clipped, unclipped), padding_masks)
+        losses, clipped = self.clip(ratios, advantages, self.epsilon, self.epsilon)
+        policy_loss = _mean(losses, padding_masks)
         near = phi_old_values + (phi_values - phi_old_values).clamp(-self.value_clip_range, self.value_clip_range)
         errors = torch.maximum((phi_values - returns).square(), (near - returns).square())
         value_loss = 0.5 * _mean(errors, value_padding_masks)
-        clip_share = _mean((clipped > unclipped).to(ratios.dtype), padding_masks)
+        clip_share = _mean(clipped.to(ratios.dtype), padding_masks)
         loss = policy_loss + self.value_coeff * value_loss
         ratio = _mean(ratios, padding_masks)
         return loss, policy_loss.detach(), value_loss.detach(), ratio.detach(), clip_share.detach()
