@@ -1,6 +1,7 @@
 """Environments of reinforcement learning: tools, their calls, and conversations of several turns."""
 
 from torchtune.rlhf._rollouts import ENDS, Episode
+from torchtune.rlhf.environments._adapters import Gymnasium, OpenEnv, TextArena
 from torchtune.rlhf.environments._bridge import Bridge
 from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
@@ -14,8 +15,11 @@ __all__ = [
     "CallError",
     "Environments",
     "Episode",
+    "Gymnasium",
+    "OpenEnv",
     "Sample",
     "Sessions",
+    "TextArena",
     "ToolCall",
     "check_call",
     "detect_format",

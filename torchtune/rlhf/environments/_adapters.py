@@ -1,0 +1,162 @@
+"""Environments of other libraries; each needs its package, or a server of its own."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torchtune.rlhf._http import post_json
+from torchtune.rlhf._rollouts import RolloutError
+from torchtune.utils import require
+
+
+class OpenEnv:
+    """Environment of an OpenEnv server with MCP tools, over HTTP, so that its packages stay in its own process.
+
+    Every episode has a session of the server. There is no reward: name one in ``rewards``. Written for OpenEnv 0.3.
+
+    Args:
+        url: URL of the server.
+        timeout: seconds for a request.
+
+    Raises:
+        RolloutError: the server is unreachable, or replies with an error.
+
+    Example:
+        >>> environment = torchtune.rlhf.environments.OpenEnv("http://localhost:8000")  # doctest: +SKIP
+    """
+
+    def __init__(self, url: str, timeout: float = 60.0) -> None:
+        self._url, self._timeout, self._session = f"{url.rstrip('/')}/mcp", timeout, {}
+        self._tools = self._request("tools/list")["tools"]
+
+    def _request(self, method: str, **params: Any) -> Any:
+        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, **self._session}}
+        reply = post_json(self._url, body, timeout=self._timeout)
+        if not isinstance(reply, Mapping) or reply.get("result") is None:
+            raise RolloutError(f"{self._url} replies to {method} with {str(reply)[:300]}, which is no result.")
+        return reply["result"]
+
+    def reset(self) -> None:
+        """Begin a session."""
+        self._session = {"session_id": self._request("openenv/session/create")["session_id"]}
+
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the definitions of the server's tools."""
+        schema = ("inputSchema", "input_schema")
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": next((tool[name] for name in schema if tool.get(name)), {}),
+                },
+            }
+            for tool in self._tools
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or all(tool["name"] != name for tool in self._tools):
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, tool: str, **arguments: Any) -> Any:
+        found = self._request("tools/call", name=tool, arguments=arguments)
+        return found["data"] if isinstance(found, Mapping) and "data" in found else found
+
+    def close(self) -> None:
+        """End the session."""
+        if self._session:
+            self._request("openenv/session/close")
+
+
+class Gymnasium:
+    """Text environment of ``gymnasium`` (extra ``gymnasium``), with the tool ``act``.
+
+    Args:
+        id: id of the environment, such as ``"FrozenLake-v1"``.
+        **options: arguments of ``gymnasium.make``. With the default ``render_mode="ansi"``, the model reads what the
+            environment renders, otherwise its observation.
+
+    Raises:
+        UserError: the package is not installed.
+
+    Example:
+        >>> lake = torchtune.rlhf.environments.Gymnasium("FrozenLake-v1", is_slippery=False)  # doctest: +SKIP
+    """
+
+    def __init__(self, id: str, **options: Any) -> None:
+        gymnasium = require("gymnasium", extra="gymnasium", purpose="Gymnasium")
+        self._env, self._reward, self.done = gymnasium.make(id, **{"render_mode": "ansi", **options}), 0.0, False
+
+    def reset(self, seed: int) -> str:
+        """Begin an episode."""
+        return self._text(self._env.reset(seed=seed % 2**31)[0])
+
+    def act(self, action: str) -> str:
+        """Take an action.
+
+        Args:
+            action: its text or its number.
+        """
+        space = self._env.action_space
+        value = int(action) if action.strip().isdecimal() and hasattr(space, "n") else action
+        if not space.contains(value):
+            return f"'{action}' is no action, actions are {space}"
+        observation, reward, terminated, truncated, _ = self._env.step(value)
+        self._reward += float(reward)
+        self.done = bool(terminated or truncated)
+        return self._text(observation)
+
+    def _text(self, observation: Any) -> str:
+        text = str(self._env.render() if self._env.render_mode == "ansi" else observation)
+        return re.sub("\x1b\\[[1-9]\\d*m", "[", text.replace("\x1b[0m", "]"))  # colors mark a place
+
+    def get_reward(self) -> float:
+        """Return the sum of the rewards."""
+        return self._reward
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+
+class TextArena:
+    """Game of TextArena for one player (extra ``textarena``), with the tool ``act``.
+
+    Args:
+        id: id of the game, such as ``"Wordle-v0"``.
+        **options: arguments of ``textarena.make``.
+
+    Raises:
+        UserError: the package is not installed.
+
+    Example:
+        >>> game = torchtune.rlhf.environments.TextArena("GuessTheNumber-v0")  # doctest: +SKIP
+    """
+
+    def __init__(self, id: str, **options: Any) -> None:
+        textarena = require("textarena", extra="textarena", purpose="TextArena")
+        self._env, self.done = textarena.make(f"{id.removesuffix('-raw')}-raw", **options), False
+
+    def reset(self, seed: int) -> str:
+        """Begin a game."""
+        self._env.reset(num_players=1, seed=seed % 2**31)
+        return self._text()
+
+    def act(self, action: str) -> str:
+        """Make a move.
+
+        Args:
+            action: the move, as the rules describe it.
+        """
+        self.done = bool(self._env.step(action)[0])
+        return self._text()
+
+    def _text(self) -> str:
+        return "\n".join(message for _, message, _ in self._env.get_observation()[1])
+
+    def get_reward(self) -> float:
+        """Return the reward of the game, 0 if it has not ended."""
+        return float((self._env.close()[0] or {}).get(0, 0.0))
