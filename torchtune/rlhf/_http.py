@@ -15,7 +15,7 @@ MOST_BYTES = 16 * 2**20  # of a short reply
 
 
 class NoReplyError(RolloutError):
-    """Server that is unreachable or too slow."""
+    """Server that is unreachable, too slow, or without the requested model, perhaps because it was restarted."""
 
 
 def post_json(
@@ -34,7 +34,7 @@ def post_json(
         reads_json: parse the reply as JSON; otherwise return its text.
 
     Raises:
-        NoReplyError: the server is unreachable or too slow.
+        NoReplyError: the server is unreachable or too slow, or replies that it is not ready.
         RolloutError: the reply is an error, not JSON, or larger than ``most_bytes``.
     """
     headers = {"Content-Type": "application/json"}
@@ -52,7 +52,9 @@ def post_json(
         with _opener().open(request, timeout=timeout) as reply:
             text = _read_body(reply, url, deadline, most_bytes)
     except urllib.error.HTTPError as error:
-        raise RolloutError(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
+        is_restarting = error.code in (502, 503) or (error.code == 404 and url.endswith("/completions"))
+        kind = NoReplyError if is_restarting else RolloutError
+        raise kind(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
     except TimeoutError as error:
         raise _timeout_error(url, timeout) from error
     except urllib.error.URLError as error:

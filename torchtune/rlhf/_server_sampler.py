@@ -1,9 +1,12 @@
 """Sampling from a server, which receives the trained weights before every step."""
 
 import shutil
+import threading
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 from weakref import finalize
@@ -15,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.generation import evaluating
 from torchtune.modules.loss import token_log_probs
+from torchtune.rlhf._http import NoReplyError
 from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens, is_tensor_parallel
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
@@ -24,6 +28,9 @@ from torchtune.utils import get_logger
 
 # Answers per step that are used to compare log-probs with the trainer.
 _NUM_COMPARED = 4
+# Bias of the first step's answers that is an error: of the importance ratio, or of log-probs in nats; and in multiples
+# of its standard error.
+_MOST_BIAS, _MOST_ERRORS = 0.05, 5.0
 
 
 class ServerSampler:
@@ -32,6 +39,10 @@ class ServerSampler:
     Whenever the trained weights have changed, they are saved to a new folder below ``folder``, and the server loads
     them. This also happens once before training, to fail early if the server cannot load them. The last folder is
     deleted at the end.
+
+    With several URLs, the answers to a prompt come from one of the servers, and all of them load the weights. If a
+    server does not answer, the sampler waits up to ``weights_timeout`` seconds for it to start again, lets it load the
+    weights, and repeats the request.
 
     ``vllm`` uses token ids and returns log-probs. Adapters are loaded by name, which needs ``--enable-lora`` and
     ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; full weights are reloaded, which needs ``VLLM_SERVER_DEV_MODE=1``. For a
@@ -46,8 +57,8 @@ class ServerSampler:
     Args:
         model: the trained model.
         tokenizer: defines the default stop tokens.
-        url: URL of the server, ending with ``/v1``.
-        server: kind of the server.
+        url: URL of the server, ending with ``/v1``, or of several.
+        server: kind of the servers.
         checkpoint_dir: folder of the model's checkpoint, for its tokenizer and other small files.
         folder: folder for the weights; trainer and server must see it under the same path.
         model_name: name of the model in vLLM; by default ``checkpoint_dir``.
@@ -58,7 +69,8 @@ class ServerSampler:
         timeout: seconds for the answers to a prompt.
         weights_timeout: seconds to load new weights.
         max_difference: maximum mean \\|Δ log π\\| of server and trainer over the first answers of a step; a larger one
-            indicates that the server has other weights. ``None`` disables the check.
+            indicates that the server has other weights. The first step's answers must also be neither likelier nor
+            unlikelier than the model's distribution gives, as with top-p or top-k. ``None`` disables the checks.
 
     Attributes:
         gives_log_probs: whether answers have log-probs.
@@ -80,7 +92,7 @@ class ServerSampler:
         model: nn.Module,
         tokenizer: Any,
         *,
-        url: str,
+        url: str | Sequence[str],
         server: Literal["vllm", "transformers"],
         checkpoint_dir: str,
         folder: str,
@@ -102,20 +114,23 @@ class ServerSampler:
         self.stop_tokens, self.max_difference = check_stop_tokens(stop_tokens, tokenizer, model), max_difference
         rows = model.tok_embeddings.weight.shape[0]
         settings = RequestSettings(max_new_tokens, temperature, self.stop_tokens, rows, timeout, weights_timeout)
-        self._server = _make_server(
-            server, url, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer
-        )
-        self.gives_log_probs = self._server.gives_log_probs
+        self._servers = [
+            _make_server(server, one, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer)
+            for one in ([url] if isinstance(url, str) else url)
+        ]
+        self._urls = ", ".join(one.url for one in self._servers)
+        self.gives_log_probs = self._servers[0].gives_log_probs
         self._ranks = Ranks(RolloutError)
-        self._ranks.run_on_rank_0(self._server.check)
+        self._ranks.run_on_rank_0(lambda: [one.check() for one in self._servers] and None)
         root = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
         self._store = CheckpointStore({"policy": {"checkpoint_dir": checkpoint_dir}}, root, keep_last_n_checkpoints=1)
-        self._contents = self._server.contents(model)
+        (self._contents,) = {one.contents(model) for one in self._servers}
         self._store.check_contents(model, contents=self._contents, resumable=False)
         if self._ranks.rank == 0:
             finalize(self, shutil.rmtree, root, ignore_errors=True)
         self._loaded_fingerprint: list[int] | None = None
         self._num_saves, self._num_dropped = 0, 0
+        self._lock, self._is_compared = threading.Lock(), max_difference is None
         self._send_weights()
 
     def _send_weights(self) -> None:
@@ -125,14 +140,48 @@ class ServerSampler:
             return
         previous = self._store.output_dir / f"step_{self._num_saves}" if self._num_saves else None
         self._num_saves += 1
-        path = self._store.save(f"step_{self._num_saves}", self.model, contents=self._contents)
-        # Rank 0 notifies the server; every rank stores the new model name.
-        name = self._ranks.run_on_rank_0(lambda: self._load_weights(path, previous))
-        self._server.model_name, self._loaded_fingerprint = name, found
+        self._path = self._store.save(f"step_{self._num_saves}", self.model, contents=self._contents)
+        # Rank 0 notifies the servers; every rank stores the new model name.
+        name = self._ranks.run_on_rank_0(lambda: self._load_weights(previous))
+        for server in self._servers:
+            server.model_name = name
+        self._loaded_fingerprint = found
 
-    def _load_weights(self, path: Path, previous: Path | None) -> str | None:
-        self._server.load_weights(path, previous)
-        return self._server.model_name
+    def _load_weights(self, previous: Path | None) -> str | None:
+        """Let all servers load the weights at the same time; return the model's name."""
+
+        def load(server: Server) -> None:
+            try:
+                server.load_weights(self._path, previous)
+            except NoReplyError:
+                if previous is None:  # before training, so that the run ends early
+                    raise
+                self._wait_for(server)
+
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            list(pool.map(load, self._servers))
+        return self._servers[0].model_name
+
+    def _wait_for(self, server: Server) -> None:
+        """Wait until a server answers again, and let it load the weights."""
+        deadline = time.monotonic() + server.settings.weights_timeout
+        while True:
+            try:
+                return server.load_weights(self._path, None)
+            except NoReplyError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+
+    def _sample(self, server: Server, *request: Any) -> list[Rollout]:
+        """Sample answers to a prompt; once more if the server was restarted."""
+        try:
+            return server.sample(*request)
+        except NoReplyError as error:
+            with self._lock:
+                get_logger().warning(f"{error} Waiting for {server.url}.")
+                self._wait_for(server)
+            return server.sample(*request)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
@@ -140,10 +189,10 @@ class ServerSampler:
         """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy."""
         self._send_weights()
         found: list[Rollout] = []
-        with self._ranks.raise_on_all(), ThreadPoolExecutor(self._server.requests) as pool:
+        with self._ranks.raise_on_all(), ThreadPoolExecutor(sum(one.requests for one in self._servers)) as pool:
             futures = [
-                pool.submit(self._server.sample, prompt, num_samples, None if seeds is None else seeds[i])
-                for i, prompt in enumerate(prompts)
+                pool.submit(self._sample, server, prompt, num_samples, None if seeds is None else seeds[i])
+                for i, (prompt, server) in enumerate(zip(prompts, cycle(self._servers)))
             ]
             try:
                 found = [rollout for future in futures for rollout in future.result()]
@@ -151,7 +200,12 @@ class ServerSampler:
                 pool.shutdown(wait=False, cancel_futures=True)
         self._count_dropped(found)
         if seeds is not None and self.gives_log_probs and self.max_difference is not None:
-            self._check_log_probs(found[:_NUM_COMPARED])
+            groups = range(min(len(self._servers), len(prompts)))
+            some = [found[i * num_samples + j] for i in groups for j in range(min(num_samples, _NUM_COMPARED))]
+            self._check_log_probs(some)
+        if seeds is not None and not self._is_compared:
+            self._is_compared = True
+            self._check_distribution(found)
         return found
 
     def _count_dropped(self, rollouts: list[Rollout]) -> None:
@@ -164,18 +218,46 @@ class ServerSampler:
         self._num_dropped += dropped
 
     @torch.no_grad()
-    def _check_log_probs(self, rollouts: list[Rollout]) -> None:
-        """Check that the server has the model's weights, by comparing log-probs."""
+    def _own(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the model's log-probs and entropies at the tokens of answers, and the server's log-probs ``[t]``."""
         batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
+        known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         with evaluating(self.model):
             hidden = self.model(**batch.model_inputs(), output="hidden")
-            own = token_log_probs(hidden, batch.labels, self.model.output, self.temperature)
-        known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-        difference = (own[known] - batch.per_token["sampled"][known]).abs().mean().item()
+            found = token_log_probs(hidden, batch.labels, self.model.output, self.temperature, return_entropy=True)
+        sampled = batch.per_token.get("sampled")
+        return found[0][known], found[1][known], None if sampled is None else sampled[known]
+
+    def _check_distribution(self, rollouts: list[Rollout]) -> None:
+        """Check that answers are draws from the model's whole distribution.
+
+        The mean log-prob of draws is the negative entropy, and the mean of π / π_server is 1. With top-p or top-k, the
+        first is larger, and the second is the probability of the tokens that are kept.
+        """
+        parts = [self._own([one]) for one in rollouts if one.answer]
+        with self._ranks.raise_on_all():
+            if len(parts) < len(rollouts):  # dropped answers are a selection
+                return
+            own, entropy, sampled = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
+            values = {} if sampled is None else {"above 1 in the importance ratio": (own - sampled).exp() - 1.0}
+            values["nats above the negative entropy"] = own + entropy
+            for name, value in values.items():
+                mean, error = value.mean().item(), (value.std() / len(value) ** 0.5).item()
+                if abs(mean) > max(_MOST_BIAS, _MOST_ERRORS * error):
+                    raise RolloutError(
+                        f"The answers of {self._urls} are no draws from the model's distribution at temperature "
+                        f"{self.temperature:g}: over {len(value)} tokens they are {mean:+.3f} ± {error:.3f} {name}. "
+                        "Start the server without top-p, top-k or a temperature of its own."
+                    )
+
+    def _check_log_probs(self, rollouts: list[Rollout]) -> None:
+        """Check that the servers have the model's weights, by comparing log-probs."""
+        own, _, sampled = self._own(rollouts)
+        difference = (own - sampled).abs().mean().item()
         with self._ranks.raise_on_all():
             if not difference <= self.max_difference:
                 raise RolloutError(
-                    f"The log-probs of {self._server.url} differ from the trainer's by {difference:.3g} on average "
+                    f"The log-probs of {self._urls} differ from the trainer's by {difference:.3g} on average "
                     f"(sampler.max_difference is {self.max_difference:g}): it has another model or other weights, or "
                     "gives them without temperature (start vLLM with --logprobs-mode processed_logprobs)."
                 )

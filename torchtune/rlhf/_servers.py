@@ -153,10 +153,12 @@ class VLLMServer(Server):
         """Load weights, see :class:`Server`."""
         try:
             if (folder / "adapter_config.json").exists():
-                self._post_control(
-                    "/v1/load_lora_adapter", {"lora_name": _adapter_name(folder), "lora_path": str(folder)}
-                )
-                self.model_name = _adapter_name(folder)
+                self.model_name = name = _adapter_name(folder)
+                try:
+                    self._post_control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+                except RolloutError as error:
+                    if "already been loaded" not in str(error):
+                        raise
                 if previous is not None:
                     self._post_control("/v1/unload_lora_adapter", {"lora_name": _adapter_name(previous)})
             else:
@@ -166,7 +168,7 @@ class VLLMServer(Server):
                 if '"success":false' in said.replace(" ", ""):
                     raise RolloutError(f"{self.root}/reset_prefix_cache did not succeed: another client is using it.")
         except RolloutError as error:
-            raise RolloutError(f"The server takes no new weights: {self._start_hint} ({error})") from error
+            raise type(error)(f"The server takes no new weights: {self._start_hint} ({error})") from error
 
     def _post_control(self, path: str, body: dict[str, Any]) -> str:
         return post_json(f"{self.root}{path}", body, timeout=self.settings.weights_timeout, reads_json=False)

@@ -5,6 +5,7 @@ was asked and which tokens it sampled.
 """
 
 import json
+import math
 import threading
 import time
 import warnings
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+_LOADING = threading.Lock()  # from_pretrained sets global state
+
 
 class TinyServer(ThreadingHTTPServer):
     """Args: folder of the model it starts with; ``faults`` by name say what goes wrong."""
 
-    def __init__(self, folder: Path, faults: set[str]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, faults: set[str], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.base, self.name, self.faults = folder, str(folder), faults
         self.models = {str(folder): AutoModelForCausalLM.from_pretrained(folder)}
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -34,6 +37,10 @@ class TinyServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
     def load(self, folder: str) -> torch.nn.Module:
+        with _LOADING:
+            return self._load(folder)
+
+    def _load(self, folder: str) -> torch.nn.Module:
         if (Path(folder) / "adapter_config.json").exists():
             from peft import PeftModel
 
@@ -50,8 +57,14 @@ class TinyServer(ThreadingHTTPServer):
         generator, tokens, found = torch.Generator().manual_seed(seed), list(prompt), []
         while len(found) < most and (not found or tokens[-1] not in stop):
             logits = model(torch.tensor([tokens])).logits[0, -1].float()
+            if "hot" in self.faults:
+                temperature *= 2.0
             log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
-            token = int(log_probs.exp().multinomial(1, generator=generator) if temperature else logits.argmax())
+            kept = log_probs
+            if self.faults & {"top_k", "top_k after"}:
+                kept = kept.masked_fill(kept < kept.topk(20).values[-1], -math.inf).log_softmax(-1)
+                log_probs = kept if "top_k after" in self.faults else log_probs
+            token = int(kept.exp().multinomial(1, generator=generator) if temperature else logits.argmax())
             tokens.append(token)
             found.append(float(log_probs[token]))
         self.sampled.append(tokens[len(prompt) :])
@@ -153,9 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def tiny_server(folder: Path, *faults: str) -> Iterator[TinyServer]:
+def tiny_server(folder: Path, *faults: str, port: int = 0) -> Iterator[TinyServer]:
     """Run a server as long as the block lasts."""
-    with TinyServer(folder, set(faults)) as server:
+    with TinyServer(folder, set(faults), port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -104,6 +105,46 @@ def test_a_server_that_keeps_its_former_weights_ends_the_run(checkpoint, make):
             RolloutError, match=r"differ from the trainer's by .* it has another model or other weights"
         ):
             sampler(PROMPTS, 2, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("top_k after", r"-0\.\d+ ± 0\.\d+ above 1 in the importance ratio"),
+        ("top_k", r"\+\d\.\d+ ± 0\.\d+ nats above the negative entropy"),
+        ("hot", r"-\d\.\d+ ± 0\.\d+ nats above the negative entropy"),
+    ],
+)
+def test_answers_of_another_distribution_are_refused_with_the_number(fault, said, checkpoint, make):
+    with tiny_server(checkpoint, fault) as server:
+        sampler = make(server, max_new_tokens=24, max_difference=9.0)
+        with pytest.raises(RolloutError, match=r"are no draws from the model's distribution") as caught:
+            sampler(PROMPTS, 24, [1, 2])
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_groups_stay_on_one_server_and_a_restarted_one_gets_the_weights_again(adapters, checkpoint, make):
+    with tiny_server(checkpoint) as one:
+        with tiny_server(checkpoint) as two:
+            port = two.server_port
+            urls = [one.url, two.url]
+            sampler = make(one, url=urls, adapters=adapters, max_new_tokens=4, max_difference=1e-3)
+            shift(sampler, 0)
+            first = sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])
+            for server, prompt in ((one, PROMPTS[0]), (two, PROMPTS[1])):
+                asked = [body["prompt"] for path, body in server.asked if path == "/v1/completions"]
+                assert asked == [prompt] * 2
+        again: list[Any] = []
+        thread = threading.Thread(target=lambda: again.extend(sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])))
+        thread.start()
+        time.sleep(0.3)  # no server listens at the port
+        assert thread.is_alive()
+        with tiny_server(checkpoint, port=port) as two:
+            thread.join(60)
+            assert [rollout.answer for rollout in again] == [rollout.answer for rollout in first]
+            shift(sampler, 1)
+            assert difference(sampler, sampler(PROMPTS, 2, [1, 2])) < 1e-4
 
 
 def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, make, caplog):

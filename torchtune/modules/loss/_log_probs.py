@@ -130,7 +130,9 @@ def linear_log_probs(
     return found if return_entropy else found[0]
 
 
-def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0) -> Tensor:
+def token_log_probs(
+    hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0, *, return_entropy: bool = False
+) -> Any:
     """Compute the log-probs of labels, with logits only of labeled tokens and chunk by chunk.
 
     Args:
@@ -138,9 +140,11 @@ def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temp
         labels: int64 ``[b, s]``, already shifted: ``labels[i]`` is predicted at position ``i``.
         projection: ``model.output``.
         temperature: divisor of the logits.
+        return_entropy: also return the entropy of the distribution at each label.
 
     Returns:
-        Tensor ``[b, s]`` in nats, float32 (float64 for float64 weights), 0 without a label. Differentiable once.
+        Tensor ``[b, s]`` in nats, float32 (float64 for float64 weights), 0 without a label. Differentiable once. With
+        ``return_entropy`` also the entropies, a tensor like it.
 
     Example:
         >>> from torchtune.modules.loss import token_log_probs
@@ -151,5 +155,7 @@ def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temp
     targets, logits = labels.flatten(), Logits.of(projection)
     index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
     rows, chosen = hidden.flatten(0, -2).index_select(0, index), targets.index_select(0, index)
-    (found,) = _log_probs(rows, chosen, logits, temperature, logits.rows_of(_CHUNK_ELEMENTS))
-    return found.new_zeros(len(targets)).index_copy(0, index, found).view(labels.shape)
+    chunk_rows = logits.rows_of(_CHUNK_ELEMENTS)
+    found = _log_probs(rows, chosen, logits, temperature, chunk_rows, with_entropy=return_entropy)
+    placed = [one.new_zeros(len(targets)).index_copy(0, index, one).view(labels.shape) for one in found]
+    return placed if return_entropy else placed[0]
