@@ -78,7 +78,8 @@ class GRPOLoss(TokenLoss):
         for name, (value, known) in choices.items():
             if value not in known:
                 raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(known)}.")
-        if min(epsilon, epsilon_high, kl_coeff, rl_coeff, ce_coeff) < 0 or (importance_cap or 1) <= 0:
+        positive = 1.0 if importance_cap is None else importance_cap
+        if min(epsilon, epsilon_high, kl_coeff, rl_coeff, ce_coeff) < 0 or positive <= 0:
             raise ValueError("epsilon and coefficients may not be below 0, nor importance_cap 0 or below.")
         if (normalize == "constant") != (constant is not None) or (constant is not None and constant <= 0):
             raise ValueError(f"constant is {constant}: normalize='constant' needs one above 0, others take none.")
@@ -131,7 +132,7 @@ class GRPOLoss(TokenLoss):
         lengths, weights = torch.bincount(sequences), weights or {}
         advantages = advantages if self.needs_rewards else torch.zeros_like(advantages)
         good = weights.get("ce", advantages > 0)
-        log_ratio = log_ratio_of_token = log_probs - old.detach()
+        log_ratio = log_probs - old.detach()
         if self.ratio == "sequence":
             sums = log_ratio.new_zeros(len(lengths)).index_add(0, sequences, log_ratio)
             log_ratio = (sums / lengths.clamp(min=1).to(sums.dtype))[sequences]
@@ -148,7 +149,7 @@ class GRPOLoss(TokenLoss):
             difference = reference.detach() - log_probs
             figures["kl"] = k3 = difference.exp() - difference - 1.0
             if self.kl == "k3":
-                losses = losses + self.kl_coeff * weights.get("ref_kl", 1.0) * log_ratio_of_token.exp() * k3
+                losses = losses + self.kl_coeff * weights.get("ref_kl", 1.0) * (log_probs - old.detach()).exp() * k3
         if self.importance_cap is not None and sampled is not None:
             figures["importance"] = (old - sampled).exp().clamp(max=self.importance_cap).detach()
             losses = figures["importance"] * losses
