@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 from torchtune.generation import BatchServer, GenerationError, Job
 from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameters_of, parse_calls
@@ -54,13 +55,13 @@ _STARTS = {
 
 
 class ApiError(Exception):
-    """Error of a request: HTTP status, message, and the parameter that is wrong."""
+    """Error of a request: HTTP status, message, and a code for programs."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": kind, "code": code}}
 
 
 def _number(body: Mapping[str, Any], name: str, default: Any, least: float, kinds: type | tuple = int) -> Any:
@@ -70,7 +71,7 @@ def _number(body: Mapping[str, Any], name: str, default: Any, least: float, kind
         return default
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
         what = "an integer" if kinds is int else "a number"
-        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {what} of at least {least}.", name)
+        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {what} of at least {least}.")
     return value
 
 
@@ -117,7 +118,10 @@ class _Answer:
     Args:
         server: the server.
         body: body of the request.
-        session: name of its session.
+        session: name of its session; the answer is recorded at its end.
+
+    Attributes:
+        job: what the server has to sample.
     """
 
     def __init__(self, server: ChatServer, body: Any, session: str | None) -> None:
@@ -132,7 +136,6 @@ class _Answer:
             raise ApiError(
                 400,
                 f"messages have {self.num_read} tokens, which fill the model's context: shorten them.",
-                "messages",
                 "context_length_exceeded",
             )
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
@@ -142,7 +145,7 @@ class _Answer:
             "top_k": _number(body, "top_k", None, 0) or None,
         }
         seed = _number(body, "seed", None, 0)
-        self._job = Job(body["model"], self._begun.tokens, min(limit, room), **self._sampling, seed=seed)
+        self.job = Job(body["model"], self._begun.tokens, min(limit, room), **self._sampling, seed=seed)
         self._log_probs: list[tuple[int, float]] = []
         self.end, self.message, self._texts = "length", {"role": "assistant", "content": ""}, []
 
@@ -151,22 +154,20 @@ class _Answer:
             raise ApiError(400, "The body must be a JSON object.")
         if body.get("model") not in self._server.models:
             names = ", ".join(self._server.models)
-            raise ApiError(404, f"There is no model {body.get('model')!r}: the models are {names}.", "model")
+            raise ApiError(404, f"There is no model {body.get('model')!r}: the models are {names}.")
         for name, value in body.items():
             if name in _NEUTRAL and (value is None or value == _NEUTRAL[name]):
                 continue
             if name not in _READ:
                 what = f" other than {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else ""
-                raise ApiError(400, f"This server samples without {name}{what}: leave it out.", name)
+                raise ApiError(400, f"This server samples without {name}{what}: leave it out.")
         stop, choice = body.get("stop"), body.get("tool_choice")
         if not (stop is None or isinstance(stop, str) or all(isinstance(one, str) and one for one in stop)):
-            raise ApiError(400, "stop must be a text, or a list of texts.", "stop")
+            raise ApiError(400, "stop must be a text, or a list of texts.")
         if choice not in (None, "auto", "none"):
-            raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced.", "tool_choice")
+            raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced.")
         if body.get("tools") and self._server.tool_format is None:
-            raise ApiError(
-                400, "The chat template shows no format of tool calls: start tune serve with --tool-format.", "tools"
-            )
+            raise ApiError(400, "The chat template shows no format of tool calls: start tune serve with --tool-format.")
 
     def _begin(self, body: dict[str, Any]) -> Any:
         """Tokenize the conversation."""
@@ -177,41 +178,33 @@ class _Answer:
             parameters_of(self._tools)
             return self._server.sessions.begin(self._session, body["model"], messages, self._tools)
         except UserError as error:
-            raise ApiError(400, f"messages: {error}", "messages") from error
+            raise ApiError(400, f"messages: {error}") from error
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ApiError(
-                400, f"messages or tools are not in the format of the chat API ({error!r:.200}).", "messages"
-            ) from error
-
-    def submit(self) -> None:
-        """Let the request wait for its turn. Raises :class:`ApiError` if too many are waiting."""
-        if not self._server.batch.submit(self._job):
-            raise ApiError(503, "Too many requests are waiting: try again later.", code="overloaded")
-
-    def cancel(self) -> None:
-        """End sampling; the answer is not recorded."""
-        self._job.is_cancelled = True
+            what = f"messages or tools are not in the format of the chat API ({error!r:.200})."
+            raise ApiError(400, what) from error
 
     def __iter__(self) -> Iterator[str]:
         tokenizer = self._server.tokenizer
         start = _STARTS[self._server.tool_format] if self._tools else None
         held = _Held([*self._stop, *([start] if start else [])], start)
-        decoder, raw = StreamDecoder(tokenizer), StreamDecoder(_WithSpecialTokens(tokenizer))
-        for token, log_prob in self._job:
+        decoder = StreamDecoder(tokenizer)
+        for token, log_prob in self.job:
             self._log_probs.append((token, log_prob))
             if token in tokenizer.stop_tokens:
                 self.end = "stop"
                 break
-            yield self._put(held.put(decoder.put(token), raw.put(token)))
+            text = decoder.put(token)
+            special = "" if text or tokenizer.decode([token]) else tokenizer.decode([token], skip_special_tokens=False)
+            yield self._put(held.put(text, text or special))
             if held.found in self._stop:
                 self.end = "stop"
-                self._job.is_cancelled = True
+                self.job.is_cancelled = True
                 break
-        yield self._put(held.put(decoder.end(), raw.end()))
+        rest = decoder.end()
+        yield self._put(held.put(rest, rest))
         self.num_written = len(self._log_probs)
         calls = self._calls() if self._tools else {}
-        rest = held.before if calls or held.found in self._stop else held.text
-        yield self._put(rest)
+        yield self._put(held.before if calls or held.found in self._stop else held.text)
         self._finish(calls)
 
     def _put(self, text: str) -> str:
@@ -255,16 +248,6 @@ class _Answer:
             )
 
 
-class _WithSpecialTokens:
-    """A tokenizer whose texts have special tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
-
-
 class _Held:
     """Text that is held back, because it may be the beginning of a mark, or follows one.
 
@@ -303,7 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Answer ``/v1/models``, ``/health`` and ``/v1/sessions/NAME``."""
+        """Answer ``/v1/models`` and ``/v1/sessions/NAME``."""
         self._answer(self._get)
 
     def do_DELETE(self) -> None:
@@ -317,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: Any) -> None:
         try:
             host = self.headers.get("Host", "localhost").lower()
-            if self.server.server_address[0] == "127.0.0.1" and not host.startswith(_LOCAL):
+            if host.removesuffix(f":{self.server.server_port}") not in _LOCAL:  # a page of the web, by DNS rebinding
                 raise ApiError(403, f"This server answers on this machine only, not for {host:.80}.")
             method()
         except ApiError as error:
@@ -339,14 +322,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _get(self) -> None:
-        path, forget = self.path.rstrip("/"), self.command == "DELETE"
-        prefix, _, name = path.rpartition("/")
+        path, forget = unquote(self.path).rstrip("/"), self.command == "DELETE"
+        _, mark, name = path.partition("/v1/sessions/")
         if path == "/v1/models" and not forget:
             about = {"object": "model", "created": self.server.started, "owned_by": "torchtune"}
             self._reply(200, {"object": "list", "data": [{"id": one, **about} for one in self.server.models]})
-        elif path == "/health" and not forget:
-            self._reply(200, {"status": "ok"})
-        elif prefix == "/v1/sessions" and (found := self.server.sessions.samples(name, forget=forget)):
+        elif mark and (found := self.server.sessions.samples(name, forget=forget)):
             self._reply(200, {"id": name, "samples": [asdict(sample) for sample in found]})
         else:
             raise ApiError(404, f"There is no {path} to {self.command}.")
@@ -370,7 +351,8 @@ class _Handler(BaseHTTPRequestHandler):
         session = self.headers.get("X-Session-Id") or (body.get("session") if isinstance(body, dict) else None)
         answer = _Answer(self.server, body, None if session is None else str(session))
         about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body["model"]}
-        answer.submit()
+        if not self.server.batch.submit(answer.job):
+            raise ApiError(503, "Too many requests are waiting: try again later.", "overloaded")
         try:
             if body.get("stream"):
                 self._stream(answer, about, bool((body.get("stream_options") or {}).get("include_usage")))
@@ -381,7 +363,7 @@ class _Handler(BaseHTTPRequestHandler):
                 about |= {"object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
                 self._reply(200, about)
         finally:
-            answer.cancel()
+            answer.job.is_cancelled = True
 
     def _stream(self, answer: _Answer, about: dict[str, Any], with_usage: bool) -> None:
         """Send server-sent events until the connection is closed."""

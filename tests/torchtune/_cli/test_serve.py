@@ -183,7 +183,7 @@ def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
 
     def turn(messages: list[Any]) -> dict[str, Any]:
         body = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 1.3}
-        reply = ask(port, body, **{"X-Session-Id": "episode"})[1]
+        reply = ask(port, body, **{"X-Session-Id": "episode 7/1"})[1]
         return {**reply["choices"][0]["message"], "refusal": None}
 
     for text in ("a dog", "why"):
@@ -191,7 +191,7 @@ def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
     messages.append(turn(messages))
     again = turn(messages[:-1])  # a second continuation of the turn before
     turn([*messages[:1], {"role": "assistant", "content": "no"}, messages[2]])
-    reply = ask(port, None, "/v1/sessions/episode", "GET")[1]
+    reply = ask(port, None, "/v1/sessions/episode%207/1", "GET")[1]
     first, second, third = reply["samples"]
     answer = tokenizer.decode(first["tokens"][first["prompt_len"] :], skip_special_tokens=False)
     assert answer.count("<|im_start|>user") == 2
@@ -215,8 +215,8 @@ def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
     known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
     assert int(known.sum()) == sum(sum(one["mask"]) for one in reply["samples"])
     torch.testing.assert_close(own[known], batch.per_token["sampled"][known], rtol=0, atol=1e-5)
-    assert ask(port, None, "/v1/sessions/episode", "DELETE")[1] == reply
-    assert ask(port, None, "/v1/sessions/episode", "GET")[0] == 404
+    assert ask(port, None, "/v1/sessions/episode%207/1", "DELETE")[1] == reply
+    assert ask(port, None, "/v1/sessions/episode%207/1", "GET")[0] == 404
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "top_k": 5}, {"temperature": 0, "top_k": None}])
@@ -323,7 +323,7 @@ def test_other_errors_of_requests(server):
     port = server.server_port
     assert ask(port, {}, "/v1/embeddings")[0] == 404
     assert ask(port, None, "/v1/nothing", "GET")[0] == 404
-    assert ask(port, None, "/v1/models", "GET", Host="evil.example")[0] == 403
+    assert ask(port, None, "/v1/models", "GET", Host="localhost.example")[0] == 403
     with closing(socket.create_connection(("127.0.0.1", port))) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
         assert b"413" in connection.recv(4096)
