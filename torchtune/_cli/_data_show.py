@@ -3,14 +3,14 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces, texts_of
 from torchtune.datasets import content_of, histogram, size_of
 from torchtune.utils import UserError
 
@@ -30,29 +30,16 @@ def _row_datasets(dataset: Any) -> list[Any]:
     )
 
 
-def _iter_rows(
-    dataset: Any, start: int = 0, end: int | None = None
-) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
+def _iter_rows(dataset: Any, end: int = sys.maxsize) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
     """Yield each row as a list of (name, tokens, labels), two for a preference pair; arrays are int ``[s]``."""
     # Rows with images have the text without decoding the images.
     reads = dataset.store.lists if getattr(dataset, "on_reading", False) and dataset.store is not None else None
-    for index in range(start, len(dataset) if end is None else min(end, len(dataset))):
+    for index in range(min(end, len(dataset))):
         row = dataset[index] if reads is None else reads(index)
-        if "chosen_input_ids" in row:
-            pairs = [(side, row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
-        elif isinstance(row, Mapping) and "tokens" in row and "labels" in row:
-            label = f"labeled {'good' if row['is_chosen'] else 'bad'}" if "is_chosen" in row else ""
-            # The labels of prompts for generation are placeholders.
-            pairs = [
-                (
-                    label,
-                    row["tokens"],
-                    [CROSS_ENTROPY_IGNORE_IDX] * len(row["tokens"]) if "number" in row else row["labels"],
-                )
-            ]
-        else:
+        texts = texts_of(row)
+        if not texts:
             raise UserError(f"{type(dataset).__name__}: its rows have no 'tokens' and 'labels' to show.")
-        yield [(name, np.asarray(tokens), np.asarray(labels)) for name, tokens, labels in pairs]
+        yield texts
 
 
 def _images_of_row(dataset: Any, index: int) -> list[Any]:

@@ -33,8 +33,7 @@ def eval_rows(args: argparse.Namespace) -> None:
         evaluation.check_scores(scores, rows, data)
     path = args.output / f"{data.stem}.results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    models = [(args.against, None)] if args.against else []
-    found = [_evaluate(*each, args, data, rows, scores, node, length) for each in [*models, (args.model, args.adapter)]]
+    found = [_evaluate(*each, args, data, rows, scores, node, length) for each in args.models]
     print("\n".join([*_format_table(found), *_format_remarks(found, args)]))
     results = {"data": str(data), "rows": len(rows), "models": [_result_entry(each, args) for each in found]}
     with atomic_write(path) as file:

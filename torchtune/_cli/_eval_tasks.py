@@ -14,8 +14,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
         UserError: see :func:`torchtune.evaluation.find_tasks` and :func:`torchtune.evaluation.evaluate_tasks`.
     """
     tasks = evaluation.find_tasks([name.strip() for name in args.tasks.split(",") if name.strip()], args.include_path)
-    models = [(args.against, None)] if args.against else []
-    for place, (folder, adapter) in enumerate([*models, (args.model, args.adapter)], start=1):
+    for place, (folder, adapter) in enumerate(args.models, start=1):
         output = args.output / f"{place}_{Path(adapter or folder).resolve().name}"
         model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
         results = evaluation.evaluate_tasks(

@@ -19,12 +19,12 @@ import yaml
 
 import torchtune
 from torchtune._cli._aside import call_aside
-from torchtune._cli._export_check import check_files
+from torchtune._cli._export_check import Check, check_files
 from torchtune._cli._export_files import find_trained
 from torchtune._cli._target import RecipeTarget
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents
+from torchtune.data import collate_documents, is_trained, texts_of
 from torchtune.datasets import instantiate_dataset
 from torchtune.evaluation import EvaluationError
 from torchtune.modules.loss import setup_loss
@@ -213,10 +213,18 @@ class _Checks:
 
     def load(self) -> str:
         """A checkpoint, loaded alone, has the loss with which the run continues, and transformers has its logits."""
-        expected, rows = self._whole[2]["loss"], self._examples(_ROWS)
-        if not rows:
-            raise NotChecked("the rows have no labels of their own")
+        expected = self._whole[2]["loss"]
         trained = find_trained(str(self._folder / "whole" / "epoch_0"))
+        try:
+            check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu")
+        except EvaluationError as error:  # an architecture that transformers does not have
+            check = Check(reason=str(error))
+        # Pairs have a loss that needs another model, and prompts for generation have no labels of their own.
+        rows = [row for row in self._examples(_ROWS) if "labels" in row and "number" not in row]
+        if not rows and check.measured is None:
+            raise NotChecked(check.reason)
+        if not rows:
+            return check.verdict()
         # Other libraries read the merged model, if there is one, rather than the base and the adapter.
         saved = trained.checkpoint if trained.has_weights else trained.path
         model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
@@ -228,11 +236,7 @@ class _Checks:
         loss = float(total) / int(count)
         if not abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
             raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
-        try:
-            check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu").verdict()
-        except EvaluationError as error:  # an architecture that transformers does not have
-            check = f"not checked because {error}"
-        return f"loss {loss:.6f}, as the run continues; {check}"
+        return f"loss {loss:.6f}, as the run continues; {check.verdict()}"
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -242,10 +246,8 @@ class _Checks:
         return instantiate_dataset(self._limited(rows)["dataset"], self._tokenizer)
 
     def _examples(self, rows: int) -> list[dict[str, Any]]:
-        """Return the first examples that have labels; prompts for generation have a number and no real labels."""
         dataset = self._dataset(rows)
-        examples = [dataset[i] for i in range(min(len(dataset), rows * len(self._nodes(self._data))))]
-        return [row for row in examples if "labels" in row and "number" not in row]
+        return [dataset[i] for i in range(min(len(dataset), rows * len(self._nodes(self._data))))]
 
     def _is_whole(self, tokens: Any) -> bool:
         limit = getattr(self._tokenizer, "max_seq_len", None)
@@ -276,7 +278,7 @@ class _Checks:
 
     def _check_row(self, row: dict[str, Any], messages: list[Any]) -> int:
         """Check the row of a conversation; return the number of trained tokens at the end of its prompt."""
-        tokens, trained = np.asarray(row["tokens"]), _trained(row)
+        tokens, trained = np.asarray(row["tokens"]), is_trained(np.asarray(row["labels"]))
         texts = [self._tokenizer.decode(tokens[mask].tolist()) for mask in (trained, ~trained)]
         for message in messages:
             text = message.text_content.rpartition("</think>")[2].strip()
@@ -296,19 +298,19 @@ class _Checks:
 
     def end_of_turn(self) -> str:
         """Every trained passage ends with the token that ends the turn."""
-        rows = self._examples(_LABEL_ROWS)
         special = getattr(self._tokenizer, "special_tokens", {})
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
-        if not rows or not stops:
-            raise NotChecked("the rows have no labels, or the tokenizer has no stop_tokens")
         count = 0
-        for number, row in enumerate(rows):
-            trained = [False, *_trained(row).tolist(), False]
-            ends = [i for i, (now, after) in enumerate(pairwise(trained[1:])) if now and not after]
-            for end in ends if self._is_whole(row["tokens"]) else ():
-                if int(row["tokens"][end]) not in stops:
-                    raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
-            count += len(ends)
+        for number, row in enumerate(self._examples(_LABEL_ROWS) if stops else ()):
+            for _, tokens, labels in texts_of(row):
+                trained = [*is_trained(labels).tolist(), False]
+                ends = [i for i, (now, after) in enumerate(pairwise(trained)) if now and not after]
+                for end in ends if self._is_whole(tokens) else ():
+                    if int(tokens[end]) not in stops:
+                        raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
+                count += len(ends)
+        if not count:
+            raise NotChecked("the rows have no labels, or the tokenizer has no stop_tokens")
         return f"{count} trained passages end with a stop token"
 
 
@@ -323,11 +325,6 @@ def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
             traceback.print_exc(file=file)
             return f"{type(error).__name__}: {error}"
     return None
-
-
-def _trained(row: dict[str, Any]) -> np.ndarray:
-    """Return which tokens are trained, bool ``[s]``; a label stands one position before its token."""
-    return np.concatenate([[False], np.asarray(row["labels"])[:-1] != CROSS_ENTROPY_IGNORE_IDX])
 
 
 def _arguments(node: Any) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Eval(Subcommand):
         from torchtune._cli._target import find_checkpoint
 
         args.model = find_checkpoint(args.model)
+        args.models = [*([(args.against, None)] if args.against else []), (args.model, args.adapter)]
         if args.tasks:
             from torchtune._cli._eval_tasks import eval_tasks
 

@@ -62,6 +62,8 @@ __getattr__, __dir__, __all__ = attach(
         "check_tokenizer": "_common",
         "column": "_to_messages",
         "decode_pieces": "_decode_pieces",
+        "is_trained": "_decode_pieces",
+        "texts_of": "_decode_pieces",
         "get_prompt_template": "_prompt_templates",
         "image_column": "_to_messages",
         "check_image": "_images",

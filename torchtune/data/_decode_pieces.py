@@ -1,12 +1,35 @@
 """Text of token rows, with the trained tokens marked."""
 
 import inspect
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX
+
+
+def texts_of(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Return label, tokens and labels of a row's texts: both answers of a pair, the first document of a pack.
+
+    The labels of prompts for generation are placeholders; they are returned as ignored. Rows of another kind have no
+    texts.
+    """
+    row = row[0] if isinstance(row, list) else row
+    found = []
+    if isinstance(row, Mapping) and "chosen_input_ids" in row:
+        found = [(side, row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
+    elif isinstance(row, Mapping) and "tokens" in row and "labels" in row:
+        label = f"labeled {'good' if row['is_chosen'] else 'bad'}" if "is_chosen" in row else ""
+        ignored = np.full(len(row["tokens"]), CROSS_ENTROPY_IGNORE_IDX)
+        found = [(label, row["tokens"], ignored if "number" in row else row["labels"])]
+    return [(label, np.asarray(tokens), np.asarray(labels)) for label, tokens, labels in found]
+
+
+def is_trained(labels: np.ndarray) -> np.ndarray:
+    """Return which tokens are trained, bool ``[s]``; a label stands one position before its token."""
+    return np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])
 
 
 def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
@@ -21,7 +44,7 @@ def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> lis
         return [(f"(no text: {type(tokenizer).__name__} has no method decode)", False)]
     takes = inspect.signature(tokenizer.decode).parameters
     options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
-    trained = np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])
+    trained = is_trained(labels)
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     return [
         (tokenizer.decode(tokens[start:end].tolist(), **options), bool(trained[start]))

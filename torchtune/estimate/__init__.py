@@ -22,6 +22,7 @@ __getattr__, __dir__, __all__ = attach(
         "is_mixture": "_plan",
         "measure": "_plan_data",
         "memory": "_report",
+        "count_parameters": "_plan",
         "nodes_of": "_plan",
         "parse_cluster": "_devices",
         "parse_memory": "_devices",

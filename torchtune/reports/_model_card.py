@@ -9,6 +9,7 @@ import yaml
 
 from torchtune._hub import REPO_ID_FILE
 from torchtune.config import redact_secrets
+from torchtune.estimate import nodes_of
 from torchtune.reports._judge import judge
 from torchtune.reports._page import environment
 from torchtune.reports._run_folder import SETTINGS, RunFolder
@@ -36,7 +37,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     """
     run = run if isinstance(run, RunFolder) else RunFolder(run)
     base, licence = _repository_of(run.base), _licence_of(run.base)
-    nodes = {name: _datasets(run.settings.get(name)) for name in ("dataset", "dataset_val")}
+    nodes = {name: nodes_of(run.settings[name]) for name in ("dataset", "dataset_val") if run.settings.get(name)}
     sources = {str(node.get("source")) for found in nodes.values() for node in found}
     front = {
         "license": None,
@@ -83,11 +84,3 @@ def _licence_of(folder: Path) -> dict[str, Any]:
         return {key: fields[key] for key in _LICENCE if key in fields}
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         return {}
-
-
-def _datasets(node: Any) -> list[dict[str, Any]]:
-    """Return the nodes of all datasets, also of those in lists and mixtures."""
-    if isinstance(node, dict) and "datasets" not in node:
-        return [node]
-    parts = node["datasets"] if isinstance(node, dict) else node or []
-    return [found for part in (parts.values() if isinstance(parts, dict) else parts) for found in _datasets(part)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces, texts_of
 from torchtune.datasets import instantiate_dataset, workers
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import text_decoder
@@ -122,7 +122,7 @@ def describe_data(loader: Any, tokenizer: Any) -> dict[str, Any]:
         facts |= {"tokens": int(lengths.sum()), "lengths": {"counts": counts.tolist(), "edges": edges.tolist()}}
     with _undisturbed():
         for index in _spread(range(len(rows)), _SAMPLES):
-            for tokens, labels in _sides(rows[index]):
+            for _, tokens, labels in texts_of(rows[index]):
                 pieces = decode_pieces(tokens[:_TEXT], labels[:_TEXT], tokenizer)
                 trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
                 sample = {"row": index, "tokens": len(tokens), "trained": trained}
@@ -167,18 +167,9 @@ def _rows_of(dataset: Any) -> Any:
     return dataset.ds if hasattr(dataset, "packs") else dataset
 
 
-def _sides(row: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (tokens, labels) of a row: of the first document of a pack, two of a pair."""
-    row = row[0] if isinstance(row, list) else row
-    if "number" in row:  # a prompt for generation, whose labels are placeholders
-        return [(np.asarray(row["tokens"]), np.full(len(row["tokens"]), CROSS_ENTROPY_IGNORE_IDX))]
-    names = [("tokens", "labels"), ("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels")]
-    return [(np.asarray(row[ids]), np.asarray(row[labels])) for ids, labels in names if {ids, labels} <= row.keys()]
-
-
 def _first_turn(row: Any) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the prompt of a row and the tokens that are trained after it; a text of trained tokens is split."""
-    for tokens, labels in _sides(row)[:1]:
+    for _, tokens, labels in texts_of(row)[:1]:
         is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
         first = int(is_label.argmax())
         end = first + int((~is_label[first:]).argmax())

@@ -8,6 +8,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -107,7 +108,8 @@ class RunFolder:
         try:
             owner = read_json(self.path / ".run.lock")
             if owner["host"] == platform.node():
-                os.kill(int(owner["pid"]), 0)
+                with suppress(PermissionError):  # of another user's process
+                    os.kill(int(owner["pid"]), 0)
             return "is going on"
         except (UserError, OSError, KeyError, ValueError, TypeError):
             return "was killed" if self.events else "is of an earlier release"

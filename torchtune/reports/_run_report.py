@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from torchtune.checkpoints import ADAPTER_FILE, complete_directories
 from torchtune.data import BatchLoader
 from torchtune.datasets import num_left_out
-from torchtune.modules.conversion import full_shapes
+from torchtune.estimate import count_parameters
 from torchtune.reports._charts import duration
 from torchtune.reports._judge import judge
 from torchtune.reports._page import write_report
@@ -131,17 +131,11 @@ class RunReport:
             self._write_report("has failed", error=kind.__name__, sentence=str(error).strip().partition("\n")[0])
 
     def _describe_model_and_data(self) -> dict[str, Any]:
-        trained, total = self._count_parameters()
+        total, trained = count_parameters(self._recipe.model)
         loaders = {"dataset": self._recipe.loader, "dataset_val": self._recipe.loader_val}
         tokenizer = getattr(self._recipe, "tokenizer", None)
         data = {name: describe_data(loader, tokenizer) for name, loader in loaders.items() if loader is not None}
         return {"parameters": {"trained": trained, "all": total}, "data": data}
-
-    def _count_parameters(self) -> tuple[int, int]:
-        """Return the number of trained parameters, and of all."""
-        model = self._recipe.model
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        return trained, sum(map(math.prod, full_shapes(model).values()))
 
     def _measure(self, when: str) -> None:
         """Measure the model and record the result; nothing in a simulation. A collective."""
@@ -169,7 +163,7 @@ class RunReport:
 
     def _summary_rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
-        trained, total = self._count_parameters()
+        total, trained = count_parameters(recipe.model)
         yield "model", f"{component_name(cfg.model)}, weights of {cfg.checkpointer.get('checkpoint_dir')}"
         yield "parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"
         dataset = recipe.loader.dataset

@@ -36,7 +36,8 @@ def test_front_matter_is_what_the_hub_expects(tmp_path):
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: other\nlicense_name: mine\nlanguage: en\n---\n# Base\n")
     (base / "original_repo_id.json").write_text(json.dumps({"repo_id": "HuggingFaceTB/SmolLM2-135M"}))
-    mixture = [{"datasets": {"a": {"source": "owner/chats"}, "b": {"source": "json", "data_files": "mine.jsonl"}}}]
+    parts = {"a": {"source": "owner/chats"}, "b": {"source": "json", "data_files": "mine.jsonl"}}
+    mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": parts}
     card = ModelCard(model_card(make(tmp_path / "run", base, dataset=mixture), library="peft"))
     assert card.data.to_dict() == {
         "license": "other",
