@@ -1,7 +1,6 @@
 """``tune eval`` on rows of a file: evaluate one or two models and print a table."""
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torchtune._cli.data import dataset_node
 from torchtune.datasets import format_of, instantiate_dataset, read_rows
 from torchtune.modules import text_decoder
 from torchtune.reports import SETTINGS, RunFolder, compare_rows
-from torchtune.utils import UserError, atomic_write
+from torchtune.utils import UserError, valid_json, write_json
 
 
 def eval_rows(args: argparse.Namespace) -> None:
@@ -36,8 +35,7 @@ def eval_rows(args: argparse.Namespace) -> None:
     found = [_evaluate(*each, args, data, rows, scores, node, length) for each in args.models]
     print("\n".join([*_format_table(found), *_format_remarks(found, args)]))
     results = {"data": str(data), "rows": len(rows), "models": [_result_entry(each, args) for each in found]}
-    with atomic_write(path) as file:
-        file.write((json.dumps(results, indent=2) + "\n").encode())
+    write_json(path, valid_json(results))  # unknown numbers are null
     print(f"results     {path}")
 
 
@@ -103,18 +101,17 @@ def _evaluate(
 
 
 def _result_entry(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return a model's entry of the results file; unknown numbers are null."""
+    """Return a model's entry of the results file."""
     answers, measured = found["answers"], found["perplexity"]
     result: dict[str, Any] = {name: found[name] for name in ("model", "adapter", "dtype")}
     if answers is not None:
         scores = {}
         for name in answers.scores:
-            mean, error = (None if math.isnan(value) else value for value in answers.mean(name))
+            mean, error = answers.mean(name)
             scores[name] = {"mean": mean, "standard_error": error, "unscored": answers.unscored(name)}
         result |= {"answers": str(answers.path), "scores": scores, "ends": answers.ends}
     if measured is not None:
-        value = measured.value if math.isfinite(measured.value) else None
-        result["perplexity"] = {"loss": measured.loss, "perplexity": value, "tokens": measured.tokens}
+        result["perplexity"] = {"loss": measured.loss, "perplexity": measured.value, "tokens": measured.tokens}
     return result
 
 

@@ -290,6 +290,8 @@ class _Checks:
         prompt, _ = self._tokenizer.tokenize_messages(messages[:-1], add_end_tokens=False)
         if tokens[: len(prompt)].tolist() != list(prompt):
             raise CheckFailed("it does not begin with the prompt that generation has for its last answer")
+        if any(not message.masked for message in messages[-2:-1]):  # the config trains prompts, too
+            return 0
         before = np.flatnonzero(~trained[: len(prompt)])
         header = len(prompt) - 1 - int(before[-1]) if len(before) else len(prompt)
         if header > _HEADER:

@@ -135,7 +135,8 @@ def _find_base_model(folder: Path) -> tuple[Path, str | None]:
         return _find_folder(base)
     except UserError as error:
         raise CheckpointError(
-            f"{file} names a base that is not there: load it with adapter={folder}. {error}"
+            f"{file} names a base that is not there: correct its base_model_name_or_path, or load the base with "
+            f"adapter={folder}. {error}"
         ) from error
 
 

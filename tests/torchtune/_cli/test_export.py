@@ -296,7 +296,7 @@ def test_mistakes_are_one_sentence(runs: Path, tmp_path: Path, tune: Tune) -> No
         (full, "--to", "gguf", "--quant=q3"): "--quant q3: gguf has no such quantization: choose out of q8_0,",
         (full, "--to", "hf", f"--output={tmp_path / 'mine'}"): "is there already and is no export: name a new folder",
         (full, "--to", "hf", "--yes"): "--yes uploads, and there is nowhere to: add --push OWNER/NAME",
-        (str(orphan), "--to", "merged"): "names a base that is not there: load it with",
+        (str(orphan), "--to", "merged"): "names a base that is not there: correct its base_model_name_or_path",
     }.items():
         done = tune("export", *command)
         assert (done.code, done.out) == (2, ""), command

@@ -155,6 +155,11 @@ def test_wrong_label_masks(shared, tmp_path, component, said):
         found.labels()
 
 
+def test_prompts_that_the_config_trains_are_no_wrong_labels(shared, tmp_path):
+    found = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
+    assert found.labels() == "24 rows are prompt and answer"
+
+
 def test_an_end_of_turn_that_is_masked(shared, tmp_path):
     with pytest.raises(UserError, match="example 0: no stop token is trained"):
         checks(shared, tmp_path, tokenizer=tokenizer(shared, "MasksEnds")).end_of_turn()

@@ -225,7 +225,7 @@ def test_what_cannot_be_loaded(base, adapter, tmp_path):
     (lost / "adapter_config.json").write_text(
         json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")})
     )
-    refused("names a base that is not there: load it with adapter=", lost)
+    refused("names a base that is not there: correct its base_model_name_or_path", lost)
     quantized = shutil.copytree(base, tmp_path / "quantized")
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
