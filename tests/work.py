@@ -1,5 +1,6 @@
 """Limits of the work that a test allows: the same numbers on every machine, however slow or busy it is."""
 
+import resource
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -34,3 +35,14 @@ def at_most(steps: int, mib: int | None = None) -> Iterator[None]:
         tracemalloc.stop()
     assert next(left, 0), f"more than {steps:,} calls and returns"  # the error above may have been caught
     assert mib is None or peak <= mib, f"{peak:.0f} MiB at a time"
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Refuse writes beyond ``size`` bytes of a file in the block, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

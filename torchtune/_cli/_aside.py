@@ -14,10 +14,10 @@ class CrashedError(UserError):
 
 
 def call_aside(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of a module in another process; its errors are raised here.
+    """Call a function of a module in another process; its user errors are raised here.
 
     Raises:
-        CrashedError: the process crashes, or is killed because memory is short.
+        CrashedError: the process crashes, is killed because memory is short, or raises another error.
     """
     # A fork of a small process that has imported the module: it takes no time, and has no threads to lose.
     context = multiprocessing.get_context("forkserver")
@@ -27,3 +27,7 @@ def call_aside(function: Callable[..., Any], *args: Any) -> Any:
             return pool.submit(function, *args).result()
     except BrokenProcessPool as error:
         raise CrashedError("its process crashed, or the machine has not enough memory") from error
+    except UserError:
+        raise
+    except Exception as error:  # of a library that cannot be imported, for example
+        raise CrashedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error

@@ -23,8 +23,8 @@ def tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """``tune("ls")`` runs the command line and returns its exit code and output."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def run(*arguments: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["tune", *map(str, arguments)])
         code: int | str | None = 0
         try:
             main()

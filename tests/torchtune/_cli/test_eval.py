@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import write_checkpoint, write_conversations
-from torchtune._cli.tune import main
+from tests.torchtune._cli.conftest import Result
 
 COMMON = ["--device", "cpu", "--dtype", "fp32", "--max-new-tokens", "6"]
 
@@ -25,18 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tune(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def evaluate(tune: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """``tune eval`` in an empty folder, with short answers."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: Any) -> str:
-        monkeypatch.setattr("sys.argv", ["tune", "eval", *map(str, args), *COMMON])
-        try:
-            main()
-        except SystemExit:
-            return capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
+    return lambda *arguments: tune("eval", *arguments, *COMMON)
 
 
 def greedy(checkpoint: Path, questions: list[str]) -> list[str]:
@@ -62,7 +55,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_before_and_after(folder, tmp_path, tune):
+def test_before_and_after(folder, tmp_path, evaluate):
     questions = ["the cat sees", "a dog", "why not", "red red red"]
     right = greedy(folder / "trained", questions)
     asked = [{"prompt": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
@@ -70,7 +63,7 @@ def test_before_and_after(folder, tmp_path, tune):
     data = write_rows(tmp_path / "rows.jsonl", asked)
     half = "tests.torchtune.evaluation.scores.half"
     command = [folder / "trained", "--against", folder / "base", "--data", data, "--score", "exact", "--score", half]
-    out = tune(*command)
+    out = evaluate(*command).out
     results = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"]
     assert [each["scores"]["exact"]["mean"] for each in results] == [0.0, 0.75]
     assert results[1]["scores"]["exact"]["standard_error"] == pytest.approx(0.5 / math.sqrt(4))
@@ -89,35 +82,35 @@ def test_before_and_after(folder, tmp_path, tune):
     whole = path.read_bytes().splitlines(keepends=True)
     kept = json.dumps({**answers[0], "answer": "kept"}).encode() + b"\n"
     path.write_bytes(kept + whole[1] + whole[2][:30])
-    tune(*command)
+    evaluate(*command)
     again = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["answer"] for row in again] == ["kept", *right[1:]]
     assert again[0]["scores"]["exact"] == 0.0
     assert len(list((tmp_path / "eval").glob("*.jsonl"))) == 2
 
 
-def test_other_weights_in_the_same_folder_are_noticed(folder, tmp_path, tune):
+def test_other_weights_in_the_same_folder_are_noticed(folder, tmp_path, evaluate):
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the cat", "answer": "x"}])
     model = write_checkpoint(tmp_path / "model")
-    tune(model, "--data", data, "--score", "exact")
+    evaluate(model, "--data", data, "--score", "exact")
     (first,) = (tmp_path / "eval").glob("*.jsonl")
     seconds = os.stat(model / "model.safetensors")
     (model / "model.safetensors").write_bytes((folder / "trained" / "model.safetensors").read_bytes())
     os.utime(model / "model.safetensors", ns=(seconds.st_atime_ns, seconds.st_mtime_ns))
-    tune(model, "--data", data, "--score", "exact")
+    evaluate(model, "--data", data, "--score", "exact")
     second = next(path for path in (tmp_path / "eval").glob("*.jsonl") if path != first)
     found = [json.loads(path.read_text())["answer"] for path in (first, second)]
     assert found == [greedy(folder / name, ["the cat"])[0] for name in ("base", "trained")]
 
 
-def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, tune):
+def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
     from transformers import AutoModelForCausalLM
 
     from torchtune.datasets import chat_dataset
     from torchtune.tokenizers import hf_tokenizer
 
     data = write_conversations(tmp_path / "rows.jsonl", 10)
-    tune(folder / "base", "--data", data, "--perplexity")
+    evaluate(folder / "base", "--data", data, "--perplexity")
     found = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"][0]["perplexity"]
     dataset = chat_dataset(
         hf_tokenizer(folder / "base"),
@@ -138,11 +131,11 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, tune):
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_what_cannot_be_evaluated(folder, tmp_path, tune):
+def test_what_cannot_be_evaluated(folder, tmp_path, evaluate):
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
     model = folder / "base"
     raises = "tests.torchtune.evaluation.scores.raises"
-    error = tune(model, "--data", data, "--score", raises)
+    error = evaluate(model, "--data", data, "--score", raises).err
     assert "score: 'raises' fails for row 2: ZeroDivisionError" in error
     (path,) = (tmp_path / "eval").glob("*.jsonl")
     assert len(path.read_text().splitlines()) == 2  # what was answered is kept
@@ -163,4 +156,4 @@ def test_what_cannot_be_evaluated(folder, tmp_path, tune):
         (model, "--data", data, "--perplexity", "--answer", "b"): "need --score",
         (model, "--data", data, "--score", "exact", "--limit", "0"): "--limit is 0",
     }.items():
-        assert message in tune(*args), args
+        assert message in evaluate(*args).err, args

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torchtune
 from tests.tiny import write_checkpoint
 from tests.torchtune._cli.conftest import Result
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
+from tests.work import largest_file
 from torchtune.checkpoints import _export
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
 from torchtune.checkpoints._save_view import SaveView
@@ -253,16 +253,19 @@ def test_what_is_not_checked_says_so(runs: Path, tmp_path: Path, tune: Tune, mon
     assert (done.code, "cannot be checked, because peft is not installed" in done.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("code", "said"), [("import os\n\nos.abort()\n", "its process crashed"), ("1 / 0\n", "ZeroDivisionError: division")]
+)
 def test_a_library_that_crashes_takes_nothing_with_it(
-    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
+    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch, code: str, said: str
 ) -> None:
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "peft.py").write_text("import os\n\nos.abort()\n")
+    (tmp_path / "broken" / "peft.py").write_text(code)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "broken"), *sys.path])
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
     done = tune(*command)
-    assert (done.code, done.out.count("not checked because peft cannot be asked: its process crashed")) == (0, 1)
+    assert (done.code, done.out.count(f"not checked because peft cannot be asked: {said}")) == (0, 1)
     done = tune(*command, "--check")
     assert (done.code, "cannot be checked, because peft cannot be asked" in done.err) == (2, True)
 
@@ -337,11 +340,7 @@ def test_an_export_that_was_killed_loses_and_leaves_nothing(
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert len(list(tmp_path.iterdir())) > 1
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
-    try:
+    with largest_file(40_000):
         assert "nothing that was saved before is lost" in tune(*command).err
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -188,7 +188,7 @@ def test_checks_that_do_not_apply(shared, tmp_path, name):
     assert found.accumulation()
     assert found.load().startswith("read by transformers")
     if name == "dpo":
-        assert found.end_of_turn() == "48 trained passages end with a stop token"
+        assert found.end_of_turn() == "24 trained passages end with a stop token"
 
 
 def test_the_command(tune, shared, tmp_path, monkeypatch):

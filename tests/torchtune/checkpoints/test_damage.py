@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.torchtune.checkpoints.small import build, load, write_folder
+from tests.work import largest_file
 from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
@@ -131,13 +131,8 @@ def test_verify(run: FullModelHFCheckpointer) -> None:
 def test_a_limit_of_file_sizes(source: Path, model: nn.Module, tmp_path: Path) -> None:
     """`ulimit -f`: the system refuses the write with EFBIG."""
     store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-    try:
-        with pytest.raises(UserError, match=r"larger than a file may be.*ulimit -f.*\.$"):
-            store.save("step_1", model)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest_file(50_000), pytest.raises(UserError, match=r"larger than a file may be.*ulimit -f.*\.$"):
+        store.save("step_1", model)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,11 +2,8 @@
 
 import json
 import os
-import resource
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import yaml
 
 from tests.torchtune.datasets.test_shared import is_mapped
+from tests.work import largest_file
 from torchtune._cli import tune
 from torchtune._recipe_registry import find_config
 from torchtune.data import DataError, collate_documents
@@ -136,16 +134,6 @@ def test_folders_of_the_output_that_are_no_rows_stay(chats: Path, tokenizer: Any
 
 def _template(tokenizer: Any) -> str:
     return tokenizer.chat_templates["default"].source
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:

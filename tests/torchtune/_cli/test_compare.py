@@ -1,32 +1,12 @@
 """``tune compare`` and ``tune report`` on folders of runs."""
 
 import json
-import sys
 
 import pytest
 
 from tests.torchtune.reports.folders import SETTINGS, START, ended, lines, measured, write_run
-from torchtune._cli.tune import main
 
 ROWS = {f"row{i}": 2.0 + i / 10 for i in range(8)}
-
-
-@pytest.fixture
-def tune(monkeypatch, capsys):
-    """Run a command; returns its exit code and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tune", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out + captured.err
-
-    return run
 
 
 def make(folder, *, shift: float = 0.0, noise: float = 0.0, start=None, rate: float = 1.0, **settings):
@@ -49,24 +29,24 @@ def test_only_what_differs_is_said(tune, tmp_path):
     two = make(
         tmp_path / "two", output_dir="b", epochs=2, seed=4, shift=-0.5, rate=2.0, start={"code": {"torch": "2.13"}}
     )
-    code, said = tune("compare", one, two)
-    assert code == 0
+    done = tune("compare", one, two)
+    assert done.code == 0
     listed = {
         line.split()[0]: line.split()[1:]
-        for line in said.partition("what differs")[2].partition("\n\n")[0].splitlines()[1:]
+        for line in done.out.partition("what differs")[2].partition("\n\n")[0].splitlines()[1:]
     }
     assert listed == {"epochs": ["1", "2"], "code.torch": ["2.11", "2.13"]}
-    assert "  two: loss after training -0.5 (95 % interval -0.5 to -0.5), 8 rows: better" in said
-    assert said.split("40 trained tokens")[1].split()[:2] == ["3.0000", "2.5000"]
-    assert said.split("  2 seconds")[1].split()[:2] == ["3.0000", "2.5000"], "the time that both have"
+    assert "  two: loss after training -0.5 (95 % interval -0.5 to -0.5), 8 rows: better" in done.out
+    assert done.out.split("40 trained tokens")[1].split()[:2] == ["3.0000", "2.5000"]
+    assert done.out.split("  2 seconds")[1].split()[:2] == ["3.0000", "2.5000"], "the time that both have"
 
 
 def test_noise_is_called_noise_and_the_page_has_both_curves(tune, tmp_path):
     one, two = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3)
-    code, said = tune("compare", one, two, "--html", tmp_path / "page.html")
-    assert code == 0
-    assert "8 rows: same within noise" in said
-    assert "No setting, data or code differs." in said
+    done = tune("compare", one, two, "--html", tmp_path / "page.html")
+    assert done.code == 0
+    assert "8 rows: same within noise" in done.out
+    assert "No setting, data or code differs." in done.out
     page = (tmp_path / "page.html").read_text()
     assert page.count("<polyline") == 4
     assert "same within noise" in page
@@ -75,10 +55,12 @@ def test_noise_is_called_noise_and_the_page_has_both_curves(tune, tmp_path):
 def test_different_losses_are_not_compared(tune, tmp_path):
     loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
     one, two = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
-    code, said = tune("compare", one, two)
-    assert code == 0
-    assert "their units differ: lora_finetune_single_device with LinearCrossEntropyLoss, dpo with DPOLoss.\n" in said
-    assert "no row was measured in both" in said
+    done = tune("compare", one, two)
+    assert done.code == 0
+    assert (
+        "their units differ: lora_finetune_single_device with LinearCrossEntropyLoss, dpo with DPOLoss.\n" in done.out
+    )
+    assert "no row was measured in both" in done.out
 
 
 def test_scores_of_the_same_rows_are_paired(tune, tmp_path):
@@ -88,8 +70,8 @@ def test_scores_of_the_same_rows_are_paired(tune, tmp_path):
         answers = [{"line": i, "scores": {"exact": float(i < right)}} for i in range(20)]
         (run / "eval" / "held.run.jsonl").write_text(lines(answers))
         (run / "eval" / "held.results.json").write_text(json.dumps({"models": [{"answers": "held.run.jsonl"}]}))
-    _, said = tune("compare", *runs)
-    (line,) = [line for line in said.splitlines() if "exact on held" in line]
+    done = tune("compare", *runs)
+    (line,) = [line for line in done.out.splitlines() if "exact on held" in line]
     assert line.startswith("  two: exact on held +0.7 (95 % interval +0.")
     assert line.endswith("20 rows: better")
 
@@ -106,17 +88,17 @@ def test_scores_of_the_same_rows_are_paired(tune, tmp_path):
 )
 def test_a_mistake_is_one_sentence(arguments, error, tune, tmp_path):
     one = make(tmp_path / "one")
-    code, said = tune(*[word.format(one=one, none=tmp_path / "none") for word in arguments])
-    assert code == 2
-    assert said.startswith("error: ")
-    assert said.endswith(f"{error}\n")
-    assert said.count("\n") == 1
+    done = tune(*[word.format(one=one, none=tmp_path / "none") for word in arguments])
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert done.err.endswith(f"{error}\n")
+    assert done.err.count("\n") == 1
 
 
 def test_report_of_a_run_that_was_killed(tune, tmp_path):
     run = write_run(tmp_path / "run", [START, measured("before", ROWS)], [{"step": 3, "loss": 2.5}], seed=SETTINGS)
-    code, said = tune("report", run)
-    assert code == 0
-    assert "verdict     unfinished: the run was killed at step 3 of 20; the loss went from 2.5 to 2.5; " in said
-    assert "; 8 rows were measured before training, none of them after it\n" in said
+    done = tune("report", run)
+    assert done.code == 0
+    assert "verdict     unfinished: the run was killed at step 3 of 20; the loss went from 2.5 to 2.5; " in done.out
+    assert "; 8 rows were measured before training, none of them after it\n" in done.out
     assert "or is going on on another machine" in (run / "report.html").read_text()
