@@ -1,6 +1,8 @@
 """Call functions in child processes, so that a crash does not end this process."""
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +25,7 @@ def call_aside(function: Callable[..., Any], *args: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     try:
-        with ProcessPoolExecutor(1, context) as pool:
+        with ProcessPoolExecutor(1, context, _end_with_parent) as pool:
             return pool.submit(function, *args).result()
     except BrokenProcessPool as error:
         raise CrashedError("its process crashed, or the machine has not enough memory") from error
@@ -31,3 +33,13 @@ def call_aside(function: Callable[..., Any], *args: Any) -> Any:
         raise
     except Exception as error:  # of a library that cannot be imported, for example
         raise CrashedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _end_with_parent() -> None:
+    """Make this process exit when its parent exits, even if the parent is killed."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

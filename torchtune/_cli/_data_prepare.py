@@ -7,11 +7,11 @@ from typing import Any
 from torchtune.utils import UserError
 
 
-def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
+def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
     """Tokenize the datasets of a recipe's settings into a folder.
 
     Args:
-        settings: settings of a training recipe.
+        cfg: settings of a training recipe.
         output: the folder; matching files in it are reused.
         processes: number of worker processes; by default one per core.
 
@@ -22,11 +22,7 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
     from torchtune.datasets import instantiate_dataset, preparing, workers
     from torchtune.estimate import nodes_of
     from torchtune.supervision import count_tokens
-    from torchtune.training import SettingsView
 
-    cfg = SettingsView.of(settings)
-    if cfg.dataset is None:
-        raise UserError("the config has no dataset: name a config of a recipe that trains.")
     tokenizer = config.instantiate(cfg.tokenizer)
     parts = {"dataset": cfg.dataset, "dataset_val": cfg.dataset_val}
     for name, node in parts.items():

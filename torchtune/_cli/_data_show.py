@@ -170,7 +170,7 @@ def _describe_reasoning(dataset: Any, tokenizer: Any) -> Iterator[str]:
         yield f"reasoning   {tokenizer.reasoning} is set for turns before the last question; of those read, {others}"
 
 
-def show_config(settings: Any, examples: int, everything: bool, sample: int) -> None:
+def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
     """Print statistics of a recipe's training and validation data.
 
     Raises:
@@ -180,11 +180,7 @@ def show_config(settings: Any, examples: int, everything: bool, sample: int) -> 
     from torchtune import config
     from torchtune.estimate import is_mixture, measure, steps_of_epoch
     from torchtune.supervision import count_steps, describe_global_batch
-    from torchtune.training import SettingsView
 
-    cfg = SettingsView.of(settings)
-    if cfg.dataset is None:
-        raise UserError("the config has no dataset: name a config of a recipe that trains.")
     tokenizer = config.instantiate(cfg.tokenizer)
     train = show_dataset("dataset", cfg.dataset, tokenizer, examples, everything, sample)
     if cfg.dataset_val is not None:

@@ -31,7 +31,8 @@ class ForeignConfig:
         covered: keys that need no setting -> reason.
 
     Raises:
-        UserError: the file is not valid, no table has its keys, or it has no model or no datasets.
+        UserError: the file is not valid, no table has its keys, it has no model or no datasets, or a value has a wrong
+            form.
     """
 
     def __init__(self, path: Path, library: str | None = None) -> None:
@@ -53,7 +54,10 @@ class ForeignConfig:
         self.repository = self._settings.pop("@base", None)
         if self.repository is None or "@datasets" not in self._settings:
             raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
-        self.data = self._convert_config()
+        try:
+            self.data = self._convert_config()
+        except (AttributeError, TypeError) as error:  # a list in the place of a text, for example
+            raise UserError(f"{path}: {self.library} reads no value of this form: {error}: correct it.") from error
 
     def _take(self, key: str, value: Any) -> None:
         """Convert one setting, or note why not."""

@@ -50,7 +50,7 @@ class DataShow(Subcommand):
         from torchtune._cli._data_show import show_config
         from torchtune.datasets import SAMPLE
 
-        show_config(read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
+        show_config(_read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
         from torchtune.datasets import SAMPLE, report, scan, shared_rows
@@ -105,7 +105,7 @@ class DataPrepare(Subcommand):
         check_least(args, workers=1)
         from torchtune._cli._data_prepare import prepare_config
 
-        prepare_config(read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+        prepare_config(_read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
 
 
 class Data(Subcommand):
@@ -134,10 +134,14 @@ def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> di
     return document.data
 
 
-def read_settings(name: str, overrides: list[str]) -> Any:
-    """Return the checked settings of a config, for the recipe named in it."""
+def _read_settings(name: str, overrides: list[str]) -> Any:
+    """Return the checked settings of a config with a dataset, for the recipe named in it."""
     from torchtune._cli._target import recipe_named_by, resolve_config
     from torchtune.config import load_and_check
+    from torchtune.training import SettingsView
 
     config = resolve_config(name)
-    return load_and_check(config, overrides, recipe_named_by(config).load_main())
+    cfg = SettingsView.of(load_and_check(config, overrides, recipe_named_by(config).load_main()))
+    if cfg.dataset is None:
+        raise UserError("the config has no dataset: name a config of a recipe that trains.")
+    return cfg

@@ -44,8 +44,9 @@ class Import(Subcommand):
         recipe, rest = yaml.safe_dump(made.data, sort_keys=False, allow_unicode=True).split("\n", 1)
         with atomic_write(output, "w") as file:
             file.write("\n".join([recipe, *(f"# {line}" for line in report), "", rest]))
+        print("\n".join(report), end="\n\n", flush=True)
         load_and_check(output, [], recipe_named_by(output).load_main())
-        print("\n".join([*report, "", f"Written to {output}, which is well-formed."]))
+        print(f"Written to {output}, which is well-formed.")
         folder = made.data["checkpointer"]["checkpoint_dir"]
         if not Path(made.repository).is_dir():
             print(f"  tune download {made.repository} --output-dir {folder}")

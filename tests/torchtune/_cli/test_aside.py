@@ -1,0 +1,19 @@
+"""A function that is called in another process."""
+
+import subprocess
+import sys
+import time
+
+CODE = f"from torchtune._cli._aside import call_aside; from {__name__} import sleep; call_aside(sleep)"
+
+
+def sleep() -> None:
+    print("sleeping", flush=True)
+    time.sleep(600)
+
+
+def test_it_ends_with_a_parent_that_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "sleeping\n"
+    parent.kill()
+    parent.communicate(timeout=120)  # no process has the pipe any more
