@@ -21,13 +21,8 @@ _MAX_EXAMPLE = 3000  # characters
 
 def _row_datasets(dataset: Any) -> list[Any]:
     """Return the datasets with rows: unpacked, and one by one from a list."""
-    if hasattr(dataset, "packs"):
-        return _row_datasets(dataset.ds)
-    return (
-        [part for inner in dataset._datasets for part in _row_datasets(inner)]
-        if hasattr(dataset, "_datasets")
-        else [dataset]
-    )
+    parts = [dataset.ds] if hasattr(dataset, "packs") else getattr(dataset, "_datasets", ())
+    return [found for part in parts for found in _row_datasets(part)] or [dataset]
 
 
 def _iter_rows(dataset: Any, end: int = sys.maxsize) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:

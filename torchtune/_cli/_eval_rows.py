@@ -121,10 +121,9 @@ def _format_table(found: list[dict[str, Any]]) -> list[str]:
     lines = [["", *names, *(["perplexity"] if last["perplexity"] else [])]]
     for each in found:
         cells = [each["model"] + (f" + {each['adapter']}" if each["adapter"] else "")]
-        if each["answers"]:
-            for name in names:
-                mean, error = each["answers"].mean(name)
-                cells.append(f"{mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}"))
+        for name in names:
+            mean, error = each["answers"].mean(name)
+            cells.append(f"{mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}"))
         lines.append([*cells, *([f"{each['perplexity'].value:.4g}"] if each["perplexity"] else [])])
     widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
@@ -141,10 +140,10 @@ def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> li
         if (answers := each["answers"]) is None:
             continue
         lines.append(f"answers     {answers.path}")
-        if cut := answers.ends.get("max_new_tokens", 0):
-            lines.append(f"            {cut:,} were truncated at --max-new-tokens {args.max_new_tokens}, and scored so")
-        if cut := answers.ends.get("context", 0):
-            lines.append(f"            {cut:,} were truncated at the model's context, and scored so")
+        limits = {"max_new_tokens": f"--max-new-tokens {args.max_new_tokens}", "context": "the model's context"}
+        for end, limit in limits.items():
+            if cut := answers.ends.get(end, 0):
+                lines.append(f"            {cut:,} were truncated at {limit}, and scored so")
         for name in answers.scores:
             if count := answers.unscored(name):
                 lines.append(f"            {count:,} could not be scored by {name} and are not in its mean")

@@ -129,15 +129,16 @@ def judge(run: RunFolder) -> Verdict:
     ends = [event for event in run.events if event["event"] == "end"]
     if ends and run.last_step and all(end.get("changed") is False for end in ends):
         return Verdict("nothing trained", f"no trained parameter has changed in {run.last_step:,} steps")
-    before, after = run.measured("before"), run.measured("after") if run.end else {}
-    pairs = pair(before.get("values", {}), after.get("values", {}))
+    after = run.measured("after") if run.end else {}
+    values = [measured.get("values", {}) for measured in (run.measured("before"), after)]
+    pairs = pair(*values)
     if not pairs:
-        count = len(before.get("values", {})) or "no"
+        count = len(values[0]) or "no"
         return Verdict("unfinished", f"{progress}; {count} rows were measured before training, none of them after it")
     old, new = map(fmean, zip(*pairs, strict=True))
     reason = f"{after['what']} of {len(pairs)} rows of {after['on']} {old:.4g} → {new:.4g}"
     if math.isnan(new):
         return Verdict("diverged", reason)
-    interval = paired_interval([new - old for old, new in pairs])
+    interval = compare_rows(*values)
     meaning = interval.meaning(less_is_better=after["what"] != "reward")
     return Verdict({"better": "learned", "worse": "diverged"}.get(meaning, meaning), f"{reason}, {interval}", interval)

@@ -113,7 +113,7 @@ def describe_data(loader: Any, tokenizer: Any) -> dict[str, Any]:
     dataset = loader.dataset
     if getattr(dataset, "is_stream", False):
         return {}
-    rows = _rows_of(dataset)
+    rows = dataset.ds if hasattr(dataset, "packs") else dataset
     facts: dict[str, Any] = {"rows": len(rows), "examples": len(dataset), "samples": []}
     if (fingerprint := getattr(dataset, "fingerprint", None)) is not None:
         facts["digest"] = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
@@ -161,10 +161,6 @@ def _first_rows(recipe: Any, count: int) -> list[Any]:
     except UserError as error:
         get_logger().warning(f"No rows of the stream are measured: {error}")
         return []
-
-
-def _rows_of(dataset: Any) -> Any:
-    return dataset.ds if hasattr(dataset, "packs") else dataset
 
 
 def _first_turn(row: Any) -> Iterator[tuple[list[int], list[int]]]:
