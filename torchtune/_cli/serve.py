@@ -55,10 +55,10 @@ class Serve(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)
         from torchtune._cli._chat_api import ChatServer
-        from torchtune._cli._eval_run import checkpoint_of
+        from torchtune._cli._target import find_checkpoint
         from torchtune.rlhf.environments import detect_format
 
-        path = checkpoint_of(args.model)
+        path = find_checkpoint(args.model)
         models, tokenizer = _load(path, args.name or Path(path).name, args)
         templates = "".join(one.source for one in getattr(tokenizer, "chat_templates", {}).values())
         try:
