@@ -42,10 +42,11 @@ def test_only_what_differs_is_said(tune, tmp_path):
 
 
 def test_noise_is_called_noise_and_the_page_has_both_curves(tune, tmp_path):
-    one, two = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3)
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3, rate=0.25)
     done = tune("compare", one, two, "--html", tmp_path / "page.html")
     assert done.code == 0
     assert "8 rows: same within noise" in done.out
+    assert done.out.split("  2 seconds")[1].split()[:2] == ["3.0000", "\u2013"], "the second has made no step yet"
     assert "No setting, data or code differs." in done.out
     page = (tmp_path / "page.html").read_text()
     assert page.count("<polyline") == 4
