@@ -39,7 +39,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
-    """Write the files aside, check them, and put them in the place of the output folder."""
+    """Write the files aside, check them, and move them to the output folder."""
     with atomic_directory(output) as aside:
         files = aside / "files"
         write_files(trained, args.to, args.quant, files, aside / "merged")

@@ -56,7 +56,7 @@ class ForeignConfig:
             raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
         try:
             self.data = self._convert_config()
-        except (AttributeError, TypeError) as error:  # a list in the place of a text, for example
+        except (AttributeError, TypeError) as error:  # a list instead of a text, for example
             raise UserError(f"{path}: {self.library} reads no value of this form: {error}: correct it.") from error
 
     def _take(self, key: str, value: Any) -> None:

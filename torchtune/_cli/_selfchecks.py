@@ -160,7 +160,7 @@ class _Checks:
         return self._train("whole", **_PLAIN, batch_size=self._rows)
 
     def _compare(self, other: dict[int, dict[str, float]], how: str) -> str:
-        """Compare two steps of a run with those of the plain one: losses, and the norm of the gradient."""
+        """Compare two steps of a run with the plain run's: losses, and the norm of the gradient."""
         one, seen = self._whole, []
         if one.keys() != other.keys() or len(one) != 2:
             raise CheckFailed(f"{len(one)} and {len(other)} steps instead of 2 with {how}: rows are left out")
@@ -219,7 +219,7 @@ class _Checks:
             check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu")
         except EvaluationError as error:  # an architecture that transformers does not have
             check = Check(reason=str(error))
-        # Pairs have a loss that needs another model, and prompts for generation have no labels of their own.
+        # Pairs have a loss that needs another model, and prompts for generation have placeholders as labels.
         rows = [row for row in self._examples(_ROWS) if "labels" in row and "number" not in row]
         if not rows and check.measured is None:
             raise NotChecked(check.reason)

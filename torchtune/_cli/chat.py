@@ -129,7 +129,7 @@ class _Conversation:
             self._messages.append({"role": "system", "content": self._system})
 
     def show(self, file: str) -> None:
-        """Show an image with the next line; say why if it cannot be read."""
+        """Show an image with the next line; say why if reading fails."""
         from torchtune.data import DataError, open_image
 
         try:

@@ -8,7 +8,7 @@ from torchtune._cli.subcommand import Subcommand
 
 
 class Doctor(Subcommand):
-    """Subcommand that reports what this machine can train with, and what will be slow."""
+    """Subcommand that reports devices, packages and disks of this machine, and names slow ones."""
 
     name = "doctor"
     help = "Check devices, packages, disks and the hub, and name what will be slow"

@@ -28,7 +28,7 @@ class Comparison:
         verdicts: the verdict on each.
 
     Raises:
-        UserError: there are fewer than two runs, or one is given twice.
+        UserError: there are fewer than two runs, or a run occurs twice.
 
     Example:
         >>> runs = [torchtune.reports.RunFolder(path) for path in ("/tmp/a", "/tmp/b")]  # doctest: +SKIP
@@ -79,9 +79,9 @@ class Comparison:
 
     @property
     def scores(self) -> Iterator[tuple[str, str, Interval, str]]:
-        """(Run, score, difference from the first run, what it means) of rows that both were measured on.
+        """(Run, score, difference from the first run, its meaning) of rows that both were measured on.
 
-        Scores are the measured loss or reward after training, and those of ``tune eval --output RUN/eval``.
+        Scores are the measured loss or reward after training, and the results of ``tune eval --output RUN/eval``.
         """
         first, *others = (_scores(run) for run in self.runs)
         for run, scores in zip(self.names[1:], others, strict=True):

@@ -21,8 +21,8 @@ _LICENCE = ("license", "license_name", "license_link")
 def model_card(run: RunFolder | str | Path, *, check: str | None = None, library: str = "transformers") -> str:
     """Return the README.md of an export: base, licence, data, results, settings that differ, and how to repeat it.
 
-    The licence is that of the base's own README.md; without one, the field is missing and the card says so. Secrets are
-    redacted.
+    The licence comes from the base's own README.md; without one, the field is missing, with a note in the card. Secrets
+    are redacted.
 
     Args:
         run: the run, or its folder.

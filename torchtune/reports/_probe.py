@@ -179,7 +179,7 @@ def _as_texts(tokenizer: Any, prompt: list[int], expected: list[int]) -> dict[st
 
 
 def _digest(row: Any) -> str:
-    """Return a name of a row by its tokens and labels; of a pack, by those of all documents."""
+    """Return a name of a row by its tokens and labels; a pack's name covers all documents."""
     found = hashlib.sha256()
     for document in row if isinstance(row, list) else [row]:
         for name in sorted(document):
