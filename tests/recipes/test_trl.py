@@ -1,4 +1,4 @@
-"""Twenty steps of the preference recipes are those of TRL's trainers on the same token ids; skipped without TRL.
+"""Steps of the preference recipes, and of GRPO, are those of TRL's trainers on the same token ids; skipped without TRL.
 
 With an environment of its own: ``pip install --target DIR --no-deps trl==1.16.0 accelerate==1.15.0``, then
 ``PYTHONPATH=DIR pytest tests/recipes/test_trl.py``.
@@ -14,8 +14,12 @@ import pytest
 import torch
 
 from tests.recipes.runs import Run, start
-from tests.tiny import write_pairs
+from tests.tiny import write_checkpoint, write_pairs
 from torchtune.data import Batch, collate_preference
+from torchtune.models import from_hf_config
+from torchtune.rlhf import GroupAdvantages, Rollout, collate_rollouts
+from torchtune.rlhf.loss import GRPOLoss, setup_loss
+from torchtune.training import FullModelHFCheckpointer
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -249,3 +253,76 @@ def test_kto(tmp_path):
     model = causal(tmp_path)
     config = trl.KTOConfig(**options(tmp_path, beta=0.3, max_length=None))
     agree(mine, theirs(trl.KTOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
+
+
+@pytest.mark.parametrize("has_replies", [False, True])
+def test_answers_of_a_policy(has_replies, tmp_path):
+    """Two updates on each of three steps of fixed answers, with and without tokens that were not sampled."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    write_checkpoint(tmp_path / "checkpoint")
+    rng, size = random.Random(0), 4
+
+    def tokens(longest: int) -> list[int]:
+        return [rng.randrange(20, 90) for _ in range(rng.randrange(3, longest))]
+
+    prompts = [[tokens(8), tokens(8)] for _ in range(3)]
+    steps = [[(prompt, tokens(12)) for prompt in step for _ in range(size)] for step in prompts]
+    masks = [[[not has_replies or i % 3 != 1 for i in range(len(answer))] for _, answer in step] for step in steps]
+
+    def score(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [sum(answer) % 7 / 7 for answer in completion_ids]
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        number = trainer.state.global_step // 2
+        prompt_ids, completion_ids = zip(*steps[number], strict=True)
+        found = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "logprobs": None}
+        return found | ({"env_mask": [list(map(int, mask)) for mask in masks[number]]} if has_replies else {})
+
+    theirs = causal(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, eps=EPS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    more = {"num_generations": size, "num_iterations": 2, "beta": 0.0, "epsilon_high": 0.28, "loss_type": "dapo"}
+    more |= {"scale_rewards": "none", "per_device_train_batch_size": 2 * size, "max_steps": 6, "shuffle_dataset": False}
+    trainer = trl.GRPOTrainer(
+        model=theirs,
+        reward_funcs=score,
+        args=trl.GRPOConfig(**options(tmp_path, **more)),
+        train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(6)]),
+        processing_class=tokenizer,
+        optimizers=(optimizer, schedule),
+        rollout_func=rollout,
+    )
+    trainer.train()
+    expected = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+    with torch.device("meta"):
+        model = from_hf_config(str(tmp_path / "checkpoint"))
+    FullModelHFCheckpointer(str(tmp_path / "checkpoint")).load_model(model, device=torch.device("cpu"))
+    loss_fn, losses = setup_loss(GRPOLoss(), model), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    for step, step_masks in zip(steps, masks, strict=True):
+        rewards = torch.tensor(score([answer for _, answer in step]), dtype=torch.float64)
+        advantages = GroupAdvantages()(rewards.view(-1, size)).flatten().tolist()
+        rollouts = [
+            Rollout(torch.tensor(prompt + answer), len(prompt), None, True, torch.tensor(mask))
+            for (prompt, answer), mask in zip(step, step_masks, strict=True)
+        ]
+        batch = collate_rollouts(rollouts, advantages)
+        for _ in range(2):
+            scores = loss_fn.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+            total, _ = loss_fn.sum_and_metrics(batch, scores)
+            loss = total / batch.num_terms
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, losses)) > 1e-2
+    text = torch.tensor([tokens(40)])
+    with torch.no_grad():
+        ours, wanted = model(text), theirs(text).logits
+    torch.testing.assert_close(ours.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4, rtol=0)

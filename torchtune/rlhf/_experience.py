@@ -195,7 +195,7 @@ class ScoredRollouts:
             }
             sums |= {name: (float(count), len(episodes)) for name, count in counts.items()}
         return sums | {
-            "answers/tokens": (float(sum(one.num_sampled for one in answers)), len(answers)),
+            "answers/tokens": (float(sum(_num_sampled(one) for one in answers)), len(answers)),
             "answers/unfinished": (float(sum(not one.finished for one in answers)), len(answers)),
             "answers/dropped": (float(len(real) - _count_finite(found["rewards/total"])), len(answers)),
         }
@@ -228,9 +228,10 @@ class ScoredRollouts:
             counts = counts & has_variance(self.rewards)[:, None]
         found = counts.flatten().nonzero().flatten().tolist()
         kept = [i for i in found if self.rollouts[i].finished or not drop_unfinished]
+        parts = [(part, advantages.flatten()[i].item()) for i in kept for part in self.rollouts[i].parts]
         batches, terms, labels = rollout_batches(
-            [self.rollouts[i] for i in kept],
-            advantages.flatten()[kept].tolist(),
+            [part for part, _ in parts],
+            [advantage for _, advantage in parts],
             tokens_per_batch=tokens_per_batch,
             dims=dims,
             blank=self.prompts[0].tokens,
@@ -245,6 +246,10 @@ class ScoredRollouts:
             for batch, one in zip(batches, good, strict=True):
                 batch["ce"] = one * (terms / max(count, 1))
         return batches, terms, labels
+
+
+def _num_sampled(rollout: Rollout) -> int:
+    return sum(part.num_sampled for part in rollout.parts)
 
 
 def _count_finite(values: Sequence[float]) -> int:
@@ -362,14 +367,20 @@ class RolloutRecord:
                 "reward": _json_number(scored.rewards[group, sample].item()),
                 "rewards": {name: _json_number(part[i]) for name, part in scored.parts.items()},
                 "advantage": _json_number(advantages[group, sample].item()),
-                "tokens": rollout.num_sampled,
+                "tokens": _num_sampled(rollout),
                 "finished": rollout.finished,
                 **(self._of_episode(rollout) if isinstance(rollout, Episode) else {}),
             }
 
     def _of_episode(self, episode: Episode) -> dict[str, Any]:
         found = {name: getattr(episode, name) for name in ("end", "turns", "calls", "errors", "failure")}
-        return {**found, "episode": self._tokenizer.decode(episode.answer, skip_special_tokens=False)}
+        found["episode"] = self._tokenizer.decode(episode.answer, skip_special_tokens=False)
+        if episode.earlier:
+            parts = [
+                self._tokenizer.decode(part.tokens.tolist(), skip_special_tokens=False) for part in episode.earlier
+            ]
+            found["earlier"] = parts
+        return found
 
 
 def _describe_signal(scored: ScoredRollouts) -> str:

@@ -85,6 +85,11 @@ class Rollout:
         return answer[others[-1] + 1 :] if others else answer
 
     @property
+    def parts(self) -> list["Rollout"]:
+        """Samples to train on, with the same advantage: the rollout, and those that an episode has before it."""
+        return [self]
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return len(self.tokens) - self.prompt_len if self.mask is None else int(self.mask.sum())
@@ -102,6 +107,7 @@ class Episode(Rollout):
         calls: number of tool calls that ran.
         errors: number of turns with calls that could not run; the model was told why.
         failure: message of the environment's error.
+        earlier: samples of earlier turns, if the chat template omits their reasoning in the prompt of later ones.
 
     Example:
         >>> mask = torch.tensor([True, False, True])
@@ -117,6 +123,11 @@ class Episode(Rollout):
     calls: int = 0
     errors: int = 0
     failure: str | None = None
+    earlier: tuple[Rollout, ...] = ()
+
+    @property
+    def parts(self) -> list[Rollout]:
+        return [*self.earlier, self]
 
     @property
     def is_valid(self) -> bool:

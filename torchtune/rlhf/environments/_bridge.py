@@ -1,19 +1,36 @@
 """Tokens between two turns of the assistant, without rendering what was sampled a second time."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torchtune.data import DataError, Message
 from torchtune.rlhf._rollouts import RolloutError
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._calls import ToolCall, after_reasoning
+
+# Of rendered conversations.
+_QUESTION = Message(role="user", content="Question", masked=True)
+_THOUGHT = "Thought"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the assistant: sampled tokens, calls (none if it could not be parsed), and the replies to them."""
+
+    tokens: list[int]
+    calls: Sequence[ToolCall]
+    replies: Sequence[str]
 
 
 class Bridge:
     """Tokens that a chat template puts between the end of an assistant's turn and the start of the next.
 
-    The sampled tokens of a conversation stay as they are: decoding and rendering them again could change the tokens,
-    and drop the reasoning of earlier turns. Only the replies are rendered, in a short conversation with a call of the
-    same tools.
+    The sampled tokens of a conversation stay as they are: decoding and rendering them again could change the tokens.
+    Only the replies are rendered, in a short conversation with a call of the same tools.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -48,44 +65,114 @@ class Bridge:
         Raises:
             RolloutError: the chat template has no place for the replies.
         """
-        errors = []
-        for has_calls in (True, False) if calls else (False,):
-            try:
-                return self._between([*_turns(calls, replies, has_calls), *others], closes)
-            except DataError as error:
-                errors.append(str(error))
-        raise RolloutError(f"environment: the chat template takes no replies of tools: {errors[0]}")
+        try:
+            *_, turn, after = self._pieces([(calls, replies, False)], others)
+        except DataError as error:
+            raise RolloutError(f"environment: the chat template takes no replies of tools: {error}") from error
+        return turn[-1:] + after if closes else after
 
-    def _between(self, turns: list[Message], closes: bool) -> list[int]:
-        tokens, mask = self._tokenizer.tokenize_messages(turns, **self._options)
+    def _pieces(
+        self, turns: Sequence[tuple[Sequence[ToolCall], Sequence[str], bool]], others: Sequence[Message] = ()
+    ) -> list[list[int]]:
+        """Render a question, then turns (calls, replies, and whether there is reasoning), then other messages.
+
+        Returns:
+            the tokens before the first turn, of the turn, between it and the next one, and so on.
+        """
+        errors = []
+        for has_calls in (True, False):
+            messages = [_turns(calls, replies, has_calls, thinks) for calls, replies, thinks in turns]
+            try:
+                return self._split([messages[0][0], *chain.from_iterable(one[1:] for one in messages), *others])
+            except DataError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _split(self, messages: list[Message]) -> list[list[int]]:
+        """Return the tokens up to the next turn, split at the start and the end of each turn with labels."""
+        tokens, mask = self._tokenizer.tokenize_messages(messages, **self._options)
         end = max(place for place, masked in enumerate(mask) if not masked) + 1
-        whole = self.prompt([*turns, Message(role="assistant", content="")])
+        whole = self.prompt([*messages, Message(role="assistant", content="")])
         if whole[:end] != tokens[:end]:
             raise DataError("it changes a turn that replies follow")
-        return whole[end - closes :]
+        edges = [0, *(place for place in range(1, end) if mask[place] != mask[place - 1]), end]
+        return [whole[start:stop] for start, stop in zip(edges, [*edges[1:], len(whole)], strict=True)]
+
+    def context(self, prompt: Sequence[int], turns: Sequence[Turn]) -> list[int] | None:
+        """Return a conversation up to the next turn, with the reasoning that the chat template leaves in earlier turns.
+
+        Args:
+            prompt: tokens before the first turn.
+            turns: the turns.
+
+        Returns:
+            ``None`` if there is no reasoning to omit.
+        """
+        if not self._may_omit_reasoning:
+            return None
+        texts = [self._tokenizer.decode(turn.tokens, skip_special_tokens=False) for turn in turns]
+        thinks = [after_reasoning(text) != text for text in texts]
+        if turns[-1].calls and not any(thinks):
+            return None
+        asked = [(turn.calls, turn.replies, one) for turn, one in zip(turns, thinks, strict=True)]
+        first, *pieces = self._pieces(asked)
+        opening = self.prompt([_QUESTION])  # the prompt may open the reasoning of the first turn
+        same = min(len(opening), len(first))
+        same = next((place for place in range(same) if opening[place] != first[place]), same)
+        tokens = [*prompt[: len(prompt) - len(opening) + same], *first[same:]]
+        for turn, text, thought, written, between in zip(turns, texts, thinks, pieces[::2], pieces[1::2], strict=True):
+            rendered = self._tokenizer.decode(written, skip_special_tokens=False)
+            if thought and _THOUGHT not in rendered:
+                answer = self._last(written, after_reasoning(rendered))
+                tokens += written[: len(written) - len(answer)] + self._last(turn.tokens, after_reasoning(text))[:-1]
+                tokens += answer[-1:]
+            else:
+                tokens += turn.tokens
+            tokens += between
+        return tokens
+
+    @cached_property
+    def _may_omit_reasoning(self) -> bool:
+        """Whether the chat template writes reasoning, in an answer or before a call, and need not keep it."""
+        if getattr(self._tokenizer, "reasoning", "keep") == "keep":
+            return False
+        for calls, replies in (([], []), ([ToolCall("f")], ["Result"])):
+            with suppress(DataError):
+                pieces = self._pieces([(calls, replies, True)])
+                if _THOUGHT in self._tokenizer.decode(list(chain.from_iterable(pieces))):
+                    return True
+        return False
+
+    def _last(self, tokens: list[int], text: str) -> list[int]:
+        """Return the last tokens, which decode to a text."""
+
+        def length(count: int) -> int:
+            return len(self._tokenizer.decode(tokens[:count], skip_special_tokens=False))
+
+        return tokens[bisect_left(range(len(tokens)), length(len(tokens)) - len(text), key=length) :]
 
 
-def _turns(calls: Sequence[ToolCall], replies: Sequence[str], has_calls: bool) -> list[Message]:
+def _turns(calls: Sequence[ToolCall], replies: Sequence[str], has_calls: bool, thinks: bool = False) -> list[Message]:
     """Return a question, an assistant's turn, the only one with labels, and replies to it.
 
     Without ``has_calls``, the turn is a text, for templates that know no calls.
     """
-    user = Message(role="user", content="Question", masked=True)
+    thought = {"reasoning_content": _THOUGHT} if thinks else {}
     if not calls:
-        answer = Message(role="assistant", content="Answer")
-        return [user, answer, *(Message(role="user", content=reply, masked=True) for reply in replies)]
+        answer = Message(role="assistant", content="Answer", extra=thought)
+        return [_QUESTION, answer, *(Message(role="user", content=reply, masked=True) for reply in replies)]
     ids = [f"call{number:05d}" for number in range(len(calls))]
     called = [
         {"type": "function", "id": one, "function": {"name": call.name, "arguments": {}}}
         for one, call in zip(ids, calls, strict=True)
     ]
     answer = (
-        Message(role="assistant", content="", extra={"tool_calls": called})
+        Message(role="assistant", content="", extra={"tool_calls": called, **thought})
         if has_calls
-        else Message(role="assistant", content="Answer")
+        else Message(role="assistant", content="Answer", extra=thought)
     )
     results = [
         Message(role="tool", content=reply, masked=True, extra={"tool_call_id": one, "name": call.name})
         for one, call, reply in zip(ids, calls, replies, strict=True)
     ]
-    return [user, answer, *results]
+    return [_QUESTION, answer, *results]

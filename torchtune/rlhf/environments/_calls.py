@@ -52,9 +52,15 @@ def parse_calls(text: str, tool_format: str, schemas: Schemas) -> list[ToolCall]
         >>> torchtune.rlhf.environments.parse_calls(text, "hermes", {})[0].arguments
         {'a': 1}
     """
-    for end in ("</think>", "<channel|>"):
-        text = text.rpartition(end)[2]
-    return list(FORMATS[tool_format](text, schemas))
+    return list(FORMATS[tool_format](after_reasoning(text), schemas))
+
+
+def after_reasoning(text: str) -> str:
+    """Return the text of a turn after its reasoning."""
+    for end in ("</think>", "<channel|>", "<|end|><|start|>assistant"):
+        _, found, rest = text.rpartition(end)
+        text = rest.lstrip("\n") if found else rest
+    return text
 
 
 def _call(found: Any, arguments: str = "arguments") -> ToolCall:

@@ -1,133 +1,37 @@
 """Episodes: conversations of a model with environments, in one continuous batch."""
 
-import asyncio
-import concurrent.futures
-import inspect
+import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from torchtune import config
-from torchtune.data import Message
 from torchtune.generation import Batch, Request, finite_steps, seeded_draws, stream_tokens
 from torchtune.rlhf._experience import Prompt
 from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
-from torchtune.rlhf.environments._bridge import Bridge
+from torchtune.rlhf.environments._bridge import Bridge, Turn
 from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
-from torchtune.rlhf.environments._tools import check_call, parameters_of, reply_text, tools_of
+from torchtune.rlhf.environments._conversation import (
+    Conversation,
+    Kind,
+    Task,
+    close,
+    reset,
+    run_tools,
+    with_observation,
+)
+from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+from torchtune.utils import get_logger, log_once
 
 # Steps of the batch between the end of a turn and the next turn of the episode. Its tools run meanwhile. A number of
 # steps, and not the time that they need, decides when an episode goes on, so that a resumed run computes the same.
 _STEPS_FOR_TOOLS = 8
-
-
-@dataclass(eq=False)
-class _Kind:
-    """An environment: how to build it, its tools, and the tokens of their replies."""
-
-    name: str
-    build: Callable[[], Any]
-    schemas: Mapping[str, Mapping[str, Any]]
-    bridge: Bridge
-    has_reward: bool
-
-
-@dataclass(eq=False)
-class _Conversation:
-    """State of an episode.
-
-    Attributes:
-        number: index of the episode.
-        prompt: its prompt.
-        kind: its kind of environment.
-        tokens: prompt, turns and replies.
-        prompt_len: number of tokens of the prompt.
-        turn_start: number of tokens before the current turn.
-        limit: maximum number of tokens of the current turn.
-        past: keys and values of the tokens, while tools run.
-    """
-
-    number: int
-    prompt: Prompt
-    kind: _Kind
-    tokens: list[int]
-    prompt_len: int = 0
-    turn_start: int = 0
-    limit: int = 1
-    past: Any = None
-    environment: Any = None
-    mask: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    turns: int = 0
-    calls: int = 0
-    errors: int = 0
-    end: str | None = None
-    reward: float | None = None
-    failure: str | None = None
-
-    def append(self, tokens: list[int], log_probs: list[float], *, is_sampled: bool) -> None:
-        """Append tokens; a turn starts after tokens that are not sampled."""
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.mask += [is_sampled] * len(tokens)
-        if not is_sampled:
-            self.turn_start = len(self.tokens)
-
-    def fail(self, end: str, failure: str) -> None:
-        """End the episode as an invalid one."""
-        self.end, self.failure, self.reward = end, failure, math.nan
-
-    def episode(self) -> Episode:
-        return Episode(
-            torch.tensor(self.tokens),
-            self.prompt_len,
-            torch.tensor(self.log_probs, dtype=torch.float32),
-            self.end == "completed",
-            torch.tensor(self.mask, dtype=torch.bool),
-            end=self.end,
-            reward=self.reward,
-            environment=self.kind.name,
-            turns=self.turns,
-            calls=self.calls,
-            errors=self.errors,
-            failure=self.failure,
-        )
-
-
-class _Task:
-    """Call of a user's function in a thread of its own, with a time limit."""
-
-    def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
-        self._future: concurrent.futures.Future = concurrent.futures.Future()
-        self._deadline, self._timeout = time.monotonic() + timeout, timeout
-        self.seconds = 0.0
-
-        def run() -> None:
-            started = time.monotonic()
-            try:
-                self._future.set_result(_call(function, *arguments))
-            except BaseException as error:  # noqa: BLE001 - raised by a user's environment
-                self._future.set_exception(error)
-            self.seconds = time.monotonic() - started
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def result(self) -> tuple[Any, tuple[str, str] | None]:
-        """Wait; return the result, or ``None`` and (end of the episode, message)."""
-        concurrent.futures.wait([self._future], max(self._deadline - time.monotonic(), 0.0))
-        if not self._future.done():
-            return None, ("timeout", f"no result within {self._timeout:g} s")
-        if (error := self._future.exception()) is not None:
-            return None, ("environment_failed", f"{type(error).__name__}: {error}")
-        return self._future.result(), None
 
 
 class Environments:
@@ -193,8 +97,10 @@ class Environments:
                 f"{', '.join(FORMATS)}."
             )
         self.seconds = dict.fromkeys(("generate", "tools", "idle", "score"), 0.0)
+        self._closing: list[Task] = []
+        self._num_unclosed = 0
 
-    def _kind(self, build: Callable[[], Any]) -> _Kind:
+    def _kind(self, build: Callable[[], Any]) -> Kind:
         """Build an environment once, to read and check its tools."""
         try:
             sample = build()
@@ -207,17 +113,21 @@ class Environments:
         if missing := [tool for tool in parameters_of(tools) if not callable(getattr(sample, tool, None))]:
             raise RolloutError(f"environment: {name} has no method '{missing[0]}', which its tools() describe.")
         has_reward = callable(getattr(sample, "get_reward", None))
-        kind = _Kind(name, build, parameters_of(tools), Bridge(self._tokenizer, tools), has_reward)
+        kind = Kind(name, build, parameters_of(tools), Bridge(self._tokenizer, tools), has_reward)
         if tools:
             kind.bridge([ToolCall(next(iter(kind.schemas)))], ["Result"])
-        _, failure = _Task(self._timeout, _close, sample).result()
+        _, failure = Task(self._timeout, close, sample).result()
         if failure is not None:
             raise RolloutError(f"environment: {name} cannot be closed ({failure[1]}).")
         return kind
 
     def figures(self) -> dict[str, tuple[float, int]]:
-        """Return metrics of the last call: seconds of decoding, tools, waiting for them, and rewards."""
-        return {f"seconds/{name}": (value, 1) for name, value in self.seconds.items()}
+        """Return metrics of the last call: seconds of decoding, tools, waiting for them, and rewards.
+
+        ``tools/unclosed`` counts environments of the call before whose ``close()`` failed or has not ended.
+        """
+        seconds = {f"seconds/{name}": (value, 1) for name, value in self.seconds.items()}
+        return {**seconds, "tools/unclosed": (self._num_unclosed, 1)}
 
     def __call__(
         self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int] | None = None
@@ -225,6 +135,10 @@ class Environments:
         """Sample ``num_samples`` episodes per prompt, sorted by prompt; without seeds decoding is greedy."""
         started = time.monotonic()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
+        failures = [failure[1] for _, failure in (task.result(wait=False) for task in self._closing) if failure]
+        self._num_unclosed = len(failures)
+        if failures:
+            log_once(get_logger(), f"environment: close() failed: {failures[0]}.", logging.WARNING)
         every = [prompt for prompt in prompts for _ in range(num_samples)]
         conversations = [self._conversation(number, prompt) for number, prompt in enumerate(every)]
         self._begin(conversations, [None] * len(prompts) if seeds is None else seeds, num_samples)
@@ -237,7 +151,7 @@ class Environments:
         self.seconds["score"] = time.monotonic() - begun
         return [conversation.episode() for conversation in conversations]
 
-    def _conversation(self, number: int, prompt: Prompt) -> _Conversation:
+    def _conversation(self, number: int, prompt: Prompt) -> Conversation:
         name = prompt.row.get("environment") if None not in self._kinds else None
         if prompt.is_blank:
             name = next(iter(self._kinds))
@@ -246,9 +160,9 @@ class Environments:
                 f"dataset: row {prompt.number} names the environment {name!r}: the column 'environment' must be one of "
                 f"{', '.join(map(str, self._kinds))}."
             )
-        return _Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
+        return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
 
-    def _begin(self, conversations: list[_Conversation], seeds: Sequence[int | None], num_samples: int) -> None:
+    def _begin(self, conversations: list[Conversation], seeds: Sequence[int | None], num_samples: int) -> None:
         """Reset an environment for each conversation, at the same time, and render the prompts."""
         tasks = []
         for place, one in enumerate(conversations):
@@ -256,29 +170,28 @@ class Environments:
                 one.end = "completed"
             else:
                 seed = seeds[place // num_samples]
-                tasks.append((one, _Task(self._timeout, _reset, one, seed or 0)))
+                tasks.append((one, Task(self._timeout, reset, one, seed or 0)))
         rendered: dict[Any, list[int]] = {}
         for one, task in tasks:
             observation = self._wait(one, task)
-            if one.end is None and not isinstance(observation, str | None):
-                one.fail("environment_failed", f"reset returned a {type(observation).__name__}, not a text or None")
             if one.end is None:
                 key = (id(one.prompt), observation)
                 if key not in rendered:
-                    rendered[key] = one.kind.bridge.prompt(_with_observation(one.prompt, observation))
+                    rendered[key] = one.kind.bridge.prompt(with_observation(one.prompt, observation))
                 one.tokens = list(rendered[key])
-                self._limit(one)
+                self._limit(one, one.tokens)
         for one in conversations:
+            one.start = list(one.tokens)
             one.prompt_len = one.turn_start = len(one.tokens)
 
-    def _limit(self, conversation: _Conversation, num_more: int = 0) -> None:
-        """Set the maximum length of a turn after ``num_more`` more tokens; without room, the episode ends."""
-        room = self._sampler.model.max_seq_len + 1 - len(conversation.tokens) - num_more
+    def _limit(self, conversation: Conversation, context: list[int]) -> None:
+        """Set the maximum length of a turn after a context; without room, the episode ends."""
+        room = self._sampler.model.max_seq_len + 1 - len(context)
         conversation.limit = min(self._sampler.max_new_tokens, room)
         if room < 1:
             conversation.end, conversation.limit = "context", 1
 
-    def _wait(self, conversation: _Conversation, task: _Task) -> Any:
+    def _wait(self, conversation: Conversation, task: Task) -> Any:
         """Return the result of a task; a failure ends the episode."""
         found, failure = task.result()
         self.seconds["tools"] += task.seconds
@@ -286,7 +199,7 @@ class Environments:
             conversation.fail(*failure)
         return found
 
-    def _converse(self, conversations: list[_Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
+    def _converse(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
         """Sample all turns, and run the tools between them."""
         sampler, count = self._sampler, len(conversations)
         device = sampler.model.tok_embeddings.weight.device
@@ -301,11 +214,11 @@ class Environments:
             ]
             draws = seeded_draws(keys, sampler.max_new_tokens, device)
         stop = set(sampler.stop_tokens)
-        pending: deque[tuple[int, _Conversation, Callable[[], list[int] | None]]] = deque()
+        pending: deque[tuple[int, Conversation, Callable[[], bool]]] = deque()
         step = 0
 
         def more(batch: Batch) -> list[Request]:
-            """Return the next turns of episodes whose tools have had their steps, or of the first, if all wait."""
+            """Return the next turns of episodes whose tools have had their steps; if all wait, time goes on."""
             nonlocal step
             for due, one, _ in pending:
                 if due == step + _STEPS_FOR_TOOLS:
@@ -314,11 +227,12 @@ class Environments:
             found: list[Request] = []
             started = time.monotonic()
             while pending and (pending[0][0] <= step or not (batch.is_unfinished or found)):
-                _, one, reply = pending.popleft()
-                tokens, past, one.past = reply(), one.past, None
-                if tokens is not None:
-                    one.append(tokens, [0.0] * len(tokens), is_sampled=False)
-                    found.append(Request(one.turns * count + one.number, list(one.tokens), one.limit, past=past))
+                due, one, reply = pending.popleft()
+                step = max(step, due)
+                if reply():
+                    request = Request(one.turns * count + one.number, list(one.tokens), one.limit, past=one.past)
+                    found.append(request)
+                one.past = None
             self.seconds["idle"] += time.monotonic() - started
             return found
 
@@ -350,15 +264,15 @@ class Environments:
                     if reply is not None:
                         pending.append((step + _STEPS_FOR_TOOLS, one, reply))
 
-    def _end_turn(self, one: _Conversation, is_stopped: bool) -> Callable[[], list[int] | None] | None:
+    def _end_turn(self, one: Conversation, is_stopped: bool) -> Callable[[], bool] | None:
         """Start the tools that a turn calls.
 
         Returns:
-            a function that waits for the results and returns the tokens before the next turn, or ``None`` if there is
-            no next turn; ``None`` if the episode has ended.
+            a function that waits for the results, appends them, and returns whether there is a next turn; ``None`` if
+            the episode has ended.
         """
-        one.turns += 1
         turn = one.tokens[one.turn_start :]
+        one.history.append(Turn(turn, [], []))
         if not is_stopped:
             one.end = "max_tokens" if len(turn) == self._sampler.max_new_tokens else "context"
             return None
@@ -380,30 +294,39 @@ class Environments:
             one.end = "completed"
             return None
         one.calls += len(calls)
-        task = _Task(self._timeout, _run_tools, one.environment, calls)
+        task = Task(self._timeout, run_tools, one.environment, calls)
         return partial(self._next_turn, one, calls, partial(self._wait, one, task))
 
     def _next_turn(
-        self, one: _Conversation, calls: list[ToolCall], results: Callable[[], tuple[list[str], bool]]
-    ) -> list[int] | None:
-        """Return the tokens before the next turn, or ``None`` if the episode has ended."""
+        self, one: Conversation, calls: list[ToolCall], results: Callable[[], tuple[list[str], bool]]
+    ) -> bool:
+        """Append the tokens before the next turn; return False if the episode has ended."""
         found = results()
         if one.end is not None:
-            return None
+            return False
         replies, is_done = found
         if is_done or one.turns == self._max_turns:
             one.end = "completed" if is_done else "max_turns"
-            return None
-        tokens = one.kind.bridge(calls, replies)
-        self._limit(one, len(tokens))
-        return tokens if one.end is None else None
+            return False
+        one.history[-1] = Turn(one.history[-1].tokens, calls, replies)
+        context = one.kind.bridge.context(one.start, one.history)
+        is_restart = context is not None and context[: len(one.tokens)] != one.tokens
+        new = [] if is_restart else one.kind.bridge(calls, replies)
+        self._limit(one, context if is_restart else one.tokens + new)
+        if one.end is not None:
+            return False
+        if is_restart:
+            one.restart(context)
+        else:
+            one.append(new, [0.0] * len(new), is_sampled=False)
+        return True
 
-    def _score(self, conversations: list[_Conversation]) -> None:
+    def _score(self, conversations: list[Conversation]) -> None:
         """Ask the environments for rewards, at the same time, and close them."""
         tasks = []
         for one in conversations:
             if one.end not in INVALID_ENDS and callable(getattr(one.environment, "get_reward", None)):
-                tasks.append((one, _Task(self._timeout, one.environment.get_reward)))
+                tasks.append((one, Task(self._timeout, one.environment.get_reward)))
         for one, task in tasks:
             reward = self._wait(one, task)
             if one.end in INVALID_ENDS:
@@ -411,59 +334,12 @@ class Environments:
             try:
                 one.reward = math.nan if reward is None else float(reward)
                 if reward is not None and not math.isfinite(one.reward):
-                    raise ValueError
-            except (TypeError, ValueError):
-                one.fail("environment_failed", f"get_reward returned {reward!r:.80}, not a finite number or None")
-        for one in conversations:
-            if one.environment is not None:
-                _Task(self._timeout, _close, one.environment)
-                one.environment = None
-
-
-def _call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Call a function; run a coroutine to its end."""
-    found = function(*arguments, **named)
-    return asyncio.run(found) if inspect.iscoroutine(found) else found
-
-
-def _reset(conversation: _Conversation, seed: int) -> Any:
-    """Build and reset an environment; return its observation."""
-    environment = conversation.kind.build()
-    conversation.environment = environment
-    known = inspect.signature(environment.reset).parameters
-    values = {"seed": seed, **conversation.prompt.row} if "seed" in known else dict(conversation.prompt.row)
-    if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-        values = {name: value for name, value in values.items() if name in known}
-    return environment.reset(**values)
-
-
-def _run_tools(environment: Any, calls: list[ToolCall]) -> tuple[list[str], bool]:
-    """Call tools one after another; return their results as texts, and whether the episode is done."""
-    replies = [reply_text(_call(getattr(environment, call.name), **call.arguments)) for call in calls]
-    done = getattr(environment, "done", False)
-    return replies, bool(done() if callable(done) else done)
-
-
-def _close(environment: Any) -> Any:
-    return environment.close() if callable(getattr(environment, "close", None)) else None
-
-
-def _with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
-    """Append an observation to the last message of the user."""
-    messages = list(prompt.messages)
-    if not messages:
-        raise RolloutError(
-            f"dataset: row {prompt.number} has no messages, to which environments add: use "
-            "torchtune.datasets.prompt_dataset."
-        )
-    if not observation:
-        return messages
-    place = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
-    if place is None:
-        return [*messages, Message(role="user", content=observation)]
-    last = messages[place]
-    messages[place] = Message(role="user", content=last.text_content + observation, extra=last.extra)
-    return messages
+                    raise ValueError("it is not finite")
+            except Exception as error:  # noqa: BLE001 - raised by a user's object
+                kind = type(reward).__name__
+                one.fail("environment_failed", f"get_reward returned a {kind}, not a finite number or None: {error}")
+        begun = [one.environment for one in conversations if one.environment is not None]
+        self._closing = [Task(self._timeout, close, environment) for environment in begun]
 
 
 def setup_environments(

@@ -12,24 +12,9 @@ from torchtune.rlhf.environments._calls import ToolCall
 
 # Methods of an environment that are no tools.
 _OTHERS = {"reset", "get_reward", "close", "tools", "done"}
-_TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    tuple: "array",
-    dict: "object",
-}
-_VALUES = {
-    "string": str,
-    "integer": int,
-    "number": int | float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_TYPES |= {tuple: "array", list: "array"}
+_VALUES = {name: kind for kind, name in _TYPES.items()} | {"number": int | float, "null": type(None)}
 
 
 def tools_of(environment: Any) -> list[dict[str, Any]]:
@@ -149,5 +134,8 @@ def reply_text(value: Any) -> str:
 
     Raises:
         TypeError: it is not representable in JSON.
+        UnicodeEncodeError: the text is no Unicode.
     """
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text.encode()
+    return text

@@ -1,5 +1,6 @@
 """The bridge between two turns, and the calls in a turn, against what published chat templates render themselves."""
 
+import itertools
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
 from torchtune.data import Message
 from torchtune.rlhf import RolloutError
 from torchtune.rlhf.environments import Bridge, ToolCall, detect_format, parameters_of, parse_calls
+from torchtune.rlhf.environments._bridge import Turn
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 
 PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
@@ -103,6 +105,52 @@ def test_a_turn_that_could_not_be_parsed_is_answered_in_every_template(name: str
     whole = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
     assert "Error: no JSON." in text
     assert whole.endswith(text)
+
+
+SHAPES = ("tool", "error", "tool error", "error tool", "error error")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_earlier_turns_are_what_the_template_leaves_of_them(name: str, tmp_path: Path) -> None:
+    """Sampled turns with reasoning, then replies of tools, or of the user to a turn that could not be parsed."""
+    tokenizer = make(name, tmp_path)
+    bridge, omitted = Bridge(tokenizer, TOOLS), 0
+    for shape, reasons in itertools.product(SHAPES, (False, True)):
+        messages, turns = [Message("user", "Say the weather now", masked=True)], []
+        for number, kind in enumerate(shape.split()):
+            extra = {"reasoning_content": f"Think {number} first"} if reasons else {}
+            if kind == "tool":
+                turn, call, reply = *conversation(1, False)[1:2], CALL, conversation(1, False)[2]
+                turn.extra.update(extra)
+            else:
+                turn, call, reply = (
+                    Message("assistant", f"So {number}", extra=extra),
+                    None,
+                    Message("user", "Error: no"),
+                )
+            reply.masked = True
+            tokens, mask = tokenizer.tokenize_messages([*messages, turn], tools=TOOLS)
+            sampled = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+            turns.append(Turn(sampled, [call] if call else [], [reply.text_content]))
+            turn.masked = True
+            messages += [turn, reply]
+        if "</think>" in tokenizer.decode(turns[-1].tokens) and (not reasons or name == "qwen3_5_nothink"):
+            continue  # the template writes that nothing was thought, or the prompt has ended reasoning before
+        found = prompt = bridge.prompt(messages[:1])
+        for count, turn in enumerate(turns, 1):
+            kept = found + turn.tokens
+            context = bridge.context(prompt, turns[:count])
+            if context is None or context[: len(kept)] == kept:
+                found = kept + bridge(turn.calls, turn.replies)
+            else:
+                found, omitted = context, omitted + 1
+        text = tokenizer.decode(found, skip_special_tokens=False).replace("<|return|>", "<|end|>")  # of a last turn
+        assert text == tokenizer.render_template(messages, add_generation_prompt=True, tools=TOOLS), shape
+        tokenizer.reasoning = "keep"
+        assert Bridge(tokenizer, TOOLS).context(prompt, turns) is None
+        tokenizer.reasoning = "strip"
+    keeps = name.startswith(("llama3", "qwen2_5", "qwen3_8", "qwen3_vl", "qwen3_instruct"))
+    assert omitted == 0 if keeps else omitted > 0, omitted
 
 
 def test_special_tokens_in_a_reply_are_plain_text(tmp_path: Path) -> None:

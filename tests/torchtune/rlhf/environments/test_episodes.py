@@ -1,6 +1,7 @@
 """Episodes of a random model, which calls a tool by chance: what is sampled, replied, trained on and left out."""
 
 import asyncio
+import itertools
 import math
 import threading
 from collections import Counter
@@ -25,17 +26,17 @@ SEEDS = [11, 22, 33]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any, str]:
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
     with torch.device("meta"):
         model = from_hf_config(str(folder))
     FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
-    return model, hf_tokenizer(str(folder))
+    return model, hf_tokenizer(str(folder)), str(folder)
 
 
 @pytest.fixture
 def make(tiny):
-    model, tokenizer = tiny
+    model, tokenizer, _ = tiny
 
     def build(factory: Any = Notes, max_sequences: int | None = None, **options: Any) -> Environments:
         sampler = LocalSampler(model, tokenizer, max_new_tokens=9, stop_tokens=STOP, max_sequences=max_sequences)
@@ -61,7 +62,7 @@ def same(one: Episode, other: Episode) -> bool:
 
 
 def test_turns_are_bridged_masked_and_scored_by_the_trainer_alike(make, prompts, tiny):
-    model, tokenizer = tiny
+    model, tokenizer, _ = tiny
     environments = make()
     episodes = environments(prompts, 16, SEEDS)
     assert len({(one.turns, one.calls, one.errors) for one in episodes}) > 4
@@ -92,6 +93,44 @@ def test_turns_are_bridged_masked_and_scored_by_the_trainer_alike(make, prompts,
     ]
     assert all(not one.log_probs[~one.mask].any() for one in episodes)
     assert [one.reward for one in episodes] == [1.0 + one.calls for one in episodes]
+
+
+# After a user's turn, earlier turns have no reasoning, nor the mark of its absence that a prompt ends with.
+STRIPS = """{%- set found = namespace(last=0) -%}
+{%- for m in messages if m.role == "user" %}{% set found.last = messages.index(m) %}{% endfor -%}
+{%- for m in messages %}{{ "<|im_start|>" + m.role + "\n" }}
+{%- if m.reasoning_content and loop.index0 > found.last %}{{ "<think>" + m.reasoning_content + "</think>" }}{% endif -%}
+{{ m.content + "<|im_end|>\n" }}{% endfor -%}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think></think>" }}{% endif %}"""
+
+
+@pytest.mark.parametrize("reasoning", ["strip", "keep"])
+def test_turns_whose_prompt_the_template_changes_are_samples_of_their_own(make, prompts, tiny, reasoning):
+    model, _, folder = tiny
+    other = hf_tokenizer(folder, chat_template=STRIPS, reasoning=reasoning)
+    sampler = LocalSampler(model, other, max_new_tokens=9, stop_tokens=STOP)
+    environments = Environments(Notes, sampler, other, max_turns=4, tool_format="by_length")
+    episodes = environments(prompts, 16, SEEDS)
+    corrected = [one for one in episodes if one.errors > (one.end == "parse_error")]
+    assert corrected
+    assert all(bool(one.earlier) == (reasoning == "strip") for one in corrected)
+    assert not any(one.earlier for one in episodes if not one.errors)
+    scored = score_rollouts(prompts, episodes, RewardSum([]), other)
+    advantages = rlhf.GroupAdvantages()(scored.rewards)
+    batches, _, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 10_000)
+    assert labels == sum(part.num_sampled for one in episodes for part in one.parts)
+    assert scored.figures()["answers/tokens"] == (labels, len(episodes))
+    loss = setup_loss(GRPOLoss(), model)
+    for batch in batches:
+        scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+        labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        torch.testing.assert_close(scores[labelled], batch.per_token["sampled"][labelled], atol=1e-5, rtol=0)
+    for one in corrected:
+        text = other.decode(one.tokens.tolist(), skip_special_tokens=False)
+        # A prompt ends with the mark, and so does one after replies of tools.
+        assert text.count("<think></think>") == (one.turns if reasoning == "keep" else text.count("<think></think>"))
+        for part in one.earlier:
+            assert other.decode(part.tokens[: part.prompt_len].tolist()).endswith("<think></think>")
 
 
 def test_the_time_that_tools_take_changes_nothing(make, prompts):
@@ -130,64 +169,84 @@ def test_without_tools_an_episode_is_an_answer_bit_for_bit(make, prompts):
     assert greedy == [one.answer for one in environments._sampler([prompt.tokens for prompt in prompts], 1)]
 
 
-FAULTS = ["raise", "exit", "nonsense", "hang", "reset", "observation", "reward", "nan"]
-
-
 class Faulty(Notes):
-    """Fails in one of many ways, for some of the episodes."""
+    """Fails in one of many ways, if the episode gets there; one in sixteen works."""
 
-    count = 0
-    lock = threading.Lock()
+    FAULTS = ("build", "raise", "exit", "object", "no Unicode", "hang", "reset", "observation", "reward", "nan", "huge")
+    numbers, injected = itertools.count(), []
+    is_over = threading.Event()
 
     def __init__(self) -> None:
         super().__init__()
-        with Faulty.lock:
-            Faulty.count += 1
-            self.fault = FAULTS[Faulty.count // 2 % len(FAULTS)] if Faulty.count % 2 else None
+        number = next(Faulty.numbers)
+        self.fault = Faulty.FAULTS[number % len(Faulty.FAULTS)] if number % 16 else None
+        self.cannot_close = number % 5 == 1
+        if self._has("build"):
+            raise MemoryError("no room")
+
+    def _has(self, fault: str) -> bool:
+        if self.fault == fault:
+            Faulty.injected.append(fault)
+        return self.fault == fault
 
     def reset(self, start: str, seed: int) -> Any:
-        if self.fault == "reset":
+        if self._has("reset"):
             raise RuntimeError("no start")
-        return 7 if self.fault == "observation" else super().reset(start, seed)
+        return 7 if self._has("observation") else super().reset(start, seed)
 
     def note(self, text: str) -> Any:
         """Note a text."""
-        if self.fault == "raise":
+        if self._has("raise"):
             raise ValueError("broken")
-        if self.fault == "exit":
+        if self._has("exit"):
             raise SystemExit(3)
-        if self.fault == "hang":
-            threading.Event().wait(3.0)
-        return object() if self.fault == "nonsense" else super().note(text)
+        if self._has("hang"):
+            Faulty.is_over.wait(60.0)
+        if self._has("no Unicode"):
+            return "\ud800"
+        return object() if self._has("object") else super().note(text)
 
     def get_reward(self) -> Any:
-        if self.fault == "reward":
+        if self._has("reward"):
             raise KeyError("score")
-        return math.nan if self.fault == "nan" else super().get_reward()
+        return math.nan if self._has("nan") else 10**400 if self._has("huge") else super().get_reward()
+
+    def close(self) -> None:
+        if self.cannot_close:
+            Faulty.injected.append("close")
+            raise OSError("it is busy")
 
 
-def test_hundreds_of_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
-    environments = make(Faulty, timeout=0.3)
-    Faulty.count, injected, number = 0, 0, 0
-    for step in range(8):
-        episodes = environments(prompts, 32, [seed + step for seed in SEEDS])
-        assert len(episodes) == 96
-        number += len(episodes)
-        failed = [one for one in episodes if not one.is_valid]
-        injected += len(failed)
-        assert all(one.failure and math.isnan(one.reward) for one in failed)
-        scored = score_rollouts(prompts, episodes, RewardSum([]), tiny[1])
-        valid = torch.tensor([one.is_valid for one in episodes]).view(3, 32)
-        assert torch.equal(~scored.rewards.isnan(), valid)
-        advantages = rlhf.GroupAdvantages()(scored.rewards)
-        assert advantages[valid].view(-1).sum().abs() < 1e-9, "the mean is that of valid episodes"
-        _, terms, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 4096)
-        assert terms == labels == sum(one.num_sampled for one in episodes if one.is_valid)
-        figures = scored.figures()
-        assert figures["ends/timeout"][0] + figures["ends/environment_failed"][0] == len(failed)
-        assert sum(figures[f"ends/{end}"][0] for end in ENDS) == 96
-    assert injected > 200, f"{injected} of {number}"
-    assert {one.end for one in failed} == {"timeout", "environment_failed"}
+def test_a_thousand_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
+    environments, size = make(Faulty, timeout=3.0, max_turns=2), 480
+    Faulty.injected.clear()
+    episodes = environments(prompts, size, SEEDS)
+    Faulty.is_over.set()
+    injected = Counter(Faulty.injected)
+    unclosed = injected.pop("close")
+    failed = [one for one in episodes if not one.is_valid]
+    assert len(episodes) == 3 * size
+    assert len(failed) == injected.total() > 1000
+    assert set(injected) == set(Faulty.FAULTS)
+    assert min(injected.values()) > 40
+    assert Counter(one.end for one in failed)["timeout"] == injected["hang"]
+    assert all(one.failure and math.isnan(one.reward) for one in failed)
+    scored = score_rollouts(prompts, episodes, RewardSum([]), tiny[1])
+    valid = torch.tensor([one.is_valid for one in episodes]).view(3, size)
+    assert torch.equal(~scored.rewards.isnan(), valid)
+    advantages = rlhf.GroupAdvantages()(scored.rewards)
+    assert advantages[valid].view(-1).sum().abs() < 1e-9, "the mean is that of valid episodes"
+    batches, terms, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 4096)
+    assert terms == labels == sum(one.num_sampled for one in episodes if one.is_valid)
+    trained = torch.cat([batch.labels[batch.labels >= 0] for batch in batches])
+    expected = torch.cat([one.tokens[one.prompt_len :][one.mask] for one in episodes if one.is_valid])
+    assert torch.equal(trained, expected)
+    figures = scored.figures()
+    assert figures["ends/timeout"][0] + figures["ends/environment_failed"][0] == len(failed)
+    assert sum(figures[f"ends/{end}"][0] for end in ENDS) == 3 * size
+    blank = Prompt(prompts[0].tokens, {}, 0, is_blank=True)
+    environments([blank], 1, [1])
+    assert environments.figures()["tools/unclosed"] == (unclosed, 1)
 
 
 class Unclosable(Notes):

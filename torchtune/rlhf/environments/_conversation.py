@@ -1,0 +1,186 @@
+"""Conversations with environments, and calls of the environments' methods."""
+
+import asyncio
+import concurrent.futures
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtune.data import Message
+from torchtune.rlhf._experience import Prompt
+from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
+from torchtune.rlhf.environments._bridge import Bridge, Turn
+from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tools import reply_text
+
+
+@dataclass(eq=False)
+class Kind:
+    """An environment: how to build it, its tools, and the tokens of their replies."""
+
+    name: str
+    build: Callable[[], Any]
+    schemas: Mapping[str, Mapping[str, Any]]
+    bridge: Bridge
+    has_reward: bool
+
+
+@dataclass(eq=False)
+class Conversation:
+    """State of an episode.
+
+    Attributes:
+        number: index of the episode.
+        prompt: its prompt.
+        kind: its kind of environment.
+        tokens: prompt, turns and replies.
+        prompt_len: number of tokens of the prompt.
+        turn_start: number of tokens before the current turn.
+        limit: maximum number of tokens of the current turn.
+        past: keys and values of the tokens, while tools run.
+        earlier: turns before the chat template omitted their reasoning.
+        history: turns since the prompt of the episode, whose tokens are ``start``.
+    """
+
+    number: int
+    prompt: Prompt
+    kind: Kind
+    tokens: list[int]
+    prompt_len: int = 0
+    turn_start: int = 0
+    limit: int = 1
+    past: Any = None
+    earlier: list[Rollout] = field(default_factory=list)
+    history: list[Turn] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)
+    environment: Any = None
+    mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    calls: int = 0
+    errors: int = 0
+    end: str | None = None
+    reward: float | None = None
+    failure: str | None = None
+
+    def append(self, tokens: list[int], log_probs: list[float], *, is_sampled: bool) -> None:
+        """Append tokens; a turn starts after tokens that are not sampled."""
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self.mask += [is_sampled] * len(tokens)
+        if not is_sampled:
+            self.turn_start = len(self.tokens)
+
+    def restart(self, context: list[int]) -> None:
+        """Replace the tokens by a context without the reasoning of earlier turns; what was sampled is kept."""
+        self.earlier.append(Rollout(*self._sampled(), True, torch.tensor(self.mask)))
+        self.tokens, self.log_probs, self.mask, self.past = context, [], [], None
+        self.prompt_len = self.turn_start = len(context)
+
+    def _sampled(self) -> tuple[torch.Tensor, int, torch.Tensor]:
+        return torch.tensor(self.tokens), self.prompt_len, torch.tensor(self.log_probs, dtype=torch.float32)
+
+    @property
+    def turns(self) -> int:
+        return len(self.history)
+
+    def fail(self, end: str, failure: str) -> None:
+        """End the episode as an invalid one."""
+        self.end, self.failure, self.reward = end, failure, math.nan
+
+    def episode(self) -> Episode:
+        return Episode(
+            *self._sampled(),
+            self.end == "completed",
+            torch.tensor(self.mask, dtype=torch.bool),
+            end=self.end,
+            reward=self.reward,
+            environment=self.kind.name,
+            turns=self.turns,
+            calls=self.calls,
+            errors=self.errors,
+            failure=self.failure,
+            earlier=tuple(self.earlier),
+        )
+
+
+class Task:
+    """Call of a user's function in a thread of its own, with a time limit."""
+
+    def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
+        self._future: concurrent.futures.Future = concurrent.futures.Future()
+        self._deadline, self._timeout = time.monotonic() + timeout, timeout
+        self.seconds = 0.0
+
+        def run() -> None:
+            started = time.monotonic()
+            try:
+                self._future.set_result(_call(function, *arguments))
+            except BaseException as error:  # noqa: BLE001 - raised by a user's environment
+                self._future.set_exception(error)
+            self.seconds = time.monotonic() - started
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def result(self, *, wait: bool = True) -> tuple[Any, tuple[str, str] | None]:
+        """Wait; return the result, or ``None`` and (end of the episode, message)."""
+        concurrent.futures.wait([self._future], wait * max(self._deadline - time.monotonic(), 0.0))
+        if not self._future.done():
+            return None, ("timeout", f"no result within {self._timeout:g} s")
+        if (error := self._future.exception()) is not None:
+            return None, ("environment_failed", f"{type(error).__name__}: {error}")
+        return self._future.result(), None
+
+
+def _call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call a function; run a coroutine to its end."""
+    found = function(*arguments, **named)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
+def reset(conversation: Conversation, seed: int) -> Any:
+    """Build and reset an environment; return its observation."""
+    environment = conversation.kind.build()
+    conversation.environment = environment
+    known = inspect.signature(environment.reset).parameters
+    values = {"seed": seed, **conversation.prompt.row} if "seed" in known else dict(conversation.prompt.row)
+    if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        values = {name: value for name, value in values.items() if name in known}
+    observation = _call(environment.reset, **values)
+    if not isinstance(observation, str | None):
+        raise TypeError(f"reset returned a {type(observation).__name__}, not a text or None")
+    return observation if observation is None else reply_text(observation)
+
+
+def run_tools(environment: Any, calls: list[ToolCall]) -> tuple[list[str], bool]:
+    """Call tools one after another; return their results as texts, and whether the episode is done."""
+    replies = [reply_text(_call(getattr(environment, call.name), **call.arguments)) for call in calls]
+    done = getattr(environment, "done", False)
+    return replies, bool(done() if callable(done) else done)
+
+
+def close(environment: Any) -> Any:
+    return environment.close() if callable(getattr(environment, "close", None)) else None
+
+
+def with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
+    """Append an observation to the last message of the user."""
+    messages = list(prompt.messages)
+    if not messages:
+        raise RolloutError(
+            f"dataset: row {prompt.number} has no messages, to which environments add: use "
+            "torchtune.datasets.prompt_dataset."
+        )
+    if not observation:
+        return messages
+    place = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
+    if place is None:
+        return [*messages, Message(role="user", content=observation)]
+    last = messages[place]
+    messages[place] = Message(role="user", content=last.text_content + observation, extra=last.extra)
+    return messages
