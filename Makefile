@@ -9,7 +9,7 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart dpo grpo agent test lint format docs bench cuda gpu configs clean
+.PHONY: help quickstart dpo grpo agent vision test lint format docs bench cuda gpu configs clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its 
 
 agent: $(BIN)/.quickstart  ## Let a small model learn to use a calculator, by rewards
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/agent.py
+
+vision: $(BIN)/.quickstart  ## Let a small model learn to read pictures, ten minutes on two cores
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/vision.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.
 test: $(BIN)/.test  ## Lint, import contracts, docs and tests; ALL=1: every row of the long tables
@@ -60,7 +63,7 @@ clean:  ## Remove what the other verbs made
 	rm -rf .venv build dist docs/_build quickstart *.egg-info
 
 $(BIN)/.quickstart: pyproject.toml constraints.txt
-	$(INSTALL) '.[gguf]' && touch $@
+	$(INSTALL) '.[gguf,vision]' && touch $@
 
 $(BIN)/.test: pyproject.toml constraints.txt
 	$(INSTALL) '.[test]' && touch $@

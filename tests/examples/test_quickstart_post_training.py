@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.docs import tiny_models
 from tests.tiny import write_checkpoint
@@ -17,7 +18,7 @@ from torchtune.reports import RunFolder
 from torchtune.training.metric_logging import DiskLogger
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
-NAMES = ("steps", "score", "dpo", "grpo", "calculator", "agent")
+NAMES = ("steps", "score", "dpo", "grpo", "calculator", "agent", "vision")
 TINY = [
     "model._component_=tests.docs.tiny_models.lora_smollm2_135m",
     "dtype=fp32",
@@ -47,7 +48,8 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
     def in_process(arguments: list[str]) -> int:
         more = ["run_val_every_n_steps=2"] if any("dataset_val" in word for word in arguments) else []
         steps = [] if any("max_steps" in word for word in arguments) else ["max_steps_per_epoch=1"]
-        monkeypatch.setattr(sys, "argv", ["tune", *arguments, *TINY, *more, *steps])
+        tiny = [word for word in TINY if not ("model." in word and any("image_text_model" in one for one in arguments))]
+        monkeypatch.setattr(sys, "argv", ["tune", *arguments, *tiny, *more, *steps])
         with pytest.raises(SystemExit) as end:
             tune.main()
         return end.value.code or 0
@@ -112,6 +114,25 @@ def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, 
     lines = [json.loads(line) for line in (folder / "agent" / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 48
     assert all("calculate" in line["prompt"] or line["end"] for line in lines)
+
+
+def test_the_example_with_pictures_runs_and_shows_them(examples, tmp_path, monkeypatch):
+    vision, folder = examples["vision"], tmp_path / "quickstart"
+    sizes = {"TRAIN": 8, "HELD_OUT": 2, "ALIGN_STEPS": 2, "ALIGN_SIZE": 4, "WIDTH": 24, "WORDS": ("cat", "red")}
+    tokens = {"TOKENS": {"<|endoftext|>": "[IMG]"}}
+    for name, value in {**sizes, **tokens}.items():
+        monkeypatch.setattr(vision, name, value)
+    write_checkpoint(folder / "SmolLM2-135M-Instruct", vocab_size=330)
+    rows = [[index % 17] * 64 + [index % 10] for index in range(20)]
+    (folder / "digits.csv").write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+    run(vision.main, tmp_path, monkeypatch)
+    report = json.loads((folder / "vision.json").read_text())
+    assert report.keys() == {"before", "after"}
+    assert (folder / "vision.html").read_text().count("<img") == 4
+    first, last = (load_file(folder / at / "model.safetensors") for at in ("SmolLM2-135M-vision", "vision/epoch_0"))
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    assert any(name.startswith("vision_tower.") for name in changed)
+    assert any(name.startswith("language_model.") for name in changed)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,10 @@ def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt
         if not messages or messages[-1].role == "assistant":
             raise GenerationError(f"prompt {number}: nothing is to be answered there: end with a turn of the user.")
         if any(message.contains_media for message in messages) and not getattr(tokenizer, "takes_images", False):
-            raise GenerationError(f"prompt {number}: it has an image, but the tokenizer reads text only: remove it.")
+            raise GenerationError(
+                f"prompt {number}: it has an image, but model and tokenizer read text only: torchtune.load(folder, "
+                "images=True) loads the vision tower of a checkpoint that has one."
+            )
         row = prompt_row(tokenizer, messages, f"prompt {number}")
     if len(row["tokens"]) >= decoder.max_seq_len:
         raise GenerationError(
