@@ -54,6 +54,11 @@ NOT_RUN = {
     "tune run eleuther_eval --config llama3_2_vision/11B_evaluation tasks=[mmmu_val_science] limit=10": "needs the hub",
     "tune eval /tmp/run": "needs a run; tests/recipes/test_best_validation.py has one",
     'tune run generate --config llama3_2_vision/11B_generation_v2 prompt.image=cat.png prompt.user="Who is it?"': "",
+    "tune chat --model /tmp/Qwen3-VL-2B-Instruct --image cat.png": "needs a vision model, as the next two",
+    "tune run generate --config generation checkpointer.checkpoint_dir=/tmp/Qwen3-VL-2B-Instruct "
+    'prompt.user="Who is this?" prompt.image=cat.png': "tests/recipes/test_image_text.py has a small one",
+    "tune eval /tmp/Qwen3-VL-2B-Instruct --data asked.jsonl --score exact": "",
+    "make vision": "makes an environment of its own; tests/examples runs it with a tiny model",
     "make test": "runs this test",
     "make gpu": "needs a GPU; tests/benchmarks tries it on a CPU",
     "python benchmarks/bench_gpu.py llama-8b-lora ours --steps 20": "the same",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import torchtune
-from tests.recipes.runs import Run, start
+from tests.recipes.runs import Run, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny_images import (
     gemma4_config,
@@ -34,6 +34,7 @@ from tests.tiny_images import (
     write_pictures,
 )
 from torchtune._cli.tune import main
+from torchtune.config import instantiate
 from torchtune.data import Message
 from torchtune.generation import images_of_row, stream
 from torchtune.training import RunReport
@@ -255,3 +256,27 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsy
     data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "answer": wanted[1]}]))
     table = tune("eval", checkpoint, "--data", data, "--score", "exact", "--output", tmp_path / "eval")
     assert "0.667" in table
+
+
+def test_data_are_shown_with_sizes_and_tokens_of_images(folder, monkeypatch, capsys):
+    settings = write_pictures(folder, count=2)
+    config = write_config("full_finetune_single_device", folder, folder / "output", **settings)
+    monkeypatch.setattr("sys.argv", ["tune", "data", "show", str(config), "--examples", "1"])
+    main()
+    out = capsys.readouterr().out
+    transform = instantiate(settings["tokenizer"])
+    tokens = transform.processor.plan((20, 50)).tokens
+    assert f"images: 20x50 ({tokens} tokens)" in out
+    assert out.count("<|image_pad|>") == 1
+
+
+def test_compiled_and_recomputed_layers_of_text_and_tower_train_alike(folder, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
+    counters.clear()
+    parts, settings = {"vision_tower": "full"}, {"max_steps_per_epoch": 2, "epochs": 1}
+    plain = run("full", folder, parts, **settings)
+    other = run("full", folder, parts, **settings, compile=True, enable_activation_checkpointing=True)
+    assert other.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] >= 2  # layers of the text, and of the tower

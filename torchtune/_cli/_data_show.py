@@ -41,6 +41,12 @@ def _images_of_row(dataset: Any, index: int) -> list[Any]:
     return dataset.images(index) if getattr(dataset, "on_reading", False) else []
 
 
+def _one_of_each_run(tokens: np.ndarray, image_tokens: Sequence[int]) -> np.ndarray:
+    """Return which tokens to show: of a run of equal image tokens the first."""
+    repeated = np.isin(tokens[1:], list(image_tokens)) & (tokens[1:] == tokens[:-1])
+    return np.concatenate([[True], ~repeated])[: len(tokens)]
+
+
 def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
     """Decode a row, with the trained tokens between marks, and with image sizes instead of image tokens."""
     opening, closing = _COLOR if _has_color() else _BRACKETS
@@ -92,11 +98,18 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
     first = _row_datasets(dataset)[0]
     for number, row in enumerate(_iter_rows(first, end=examples)):
         sizes = [size_of(image) for image in _images_of_row(first, number)]
+        plan = getattr(getattr(tokenizer, "processor", None), "plan", None)
         for side, ids, targets in row:
             summary = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
             marks = "in color" if _has_color() else "between [[ and ]]"
             print(f"\n--- row {number}{f', {side}' if side else ''}: {summary}, {marks}")
-            print(_decode_row(ids, targets, tokenizer, sizes))
+            if plan is not None and sizes:
+                shown = ", ".join(
+                    f"{width}x{height} ({plan((width, height)).tokens:,} tokens)" for width, height in sizes
+                )
+                print(f"images: {shown}")
+            kept = _one_of_each_run(ids, getattr(tokenizer, "image_tokens", ()))
+            print(_decode_row(ids[kept], targets[kept], tokenizer, sizes))
     return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
 
 

@@ -26,6 +26,7 @@ class Images:
             found by their token id.
         positions: int64 ``[3, b, s]``, position of each token in time, rows and columns, for models that rotate by
             them; by default they are computed.
+        features: int64 ``[n]``, index of the vision tower's output for each of the ``places``; by default in order.
 
     Example:
         >>> images = torchtune.data.Images(torch.zeros(4 + 16, 12), ((1, 2, 2), (1, 4, 4)))
@@ -37,6 +38,7 @@ class Images:
     grids: tuple[Grid, ...]
     places: Tensor | None = None
     positions: Tensor | None = None
+    features: Tensor | None = None
 
     def __post_init__(self) -> None:
         if (count := sum(self.frame_lengths)) != len(self.patches):
@@ -61,27 +63,33 @@ class Images:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Any) -> "Images":
-        values = {name: getattr(self, name) for name in ("patches", "places", "positions")}
+        values = {name: getattr(self, name) for name in ("patches", "places", "positions", "features")}
         return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
 
 
 def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> Images | None:
     """Join the images of documents that are concatenated; None if there are none.
 
+    Documents with the same patches, such as answers to one prompt, share them: the vision tower sees them once.
+
     Args:
         documents: images of each document, as :class:`torchtune.models.ImageTextTransform` gives them.
         lengths: length of each document; text that the images do not know of may follow.
     """
-    found = [images for images in documents if images is not None]
+    found = {id(images.patches): images for images in documents if images is not None}
     if not found:
         return None
     starts = [0, *accumulate(lengths)]
     places = [images.places + start for images, start in zip(documents, starts, strict=False) if images is not None]
+    first = dict(zip(found, accumulate((len(one.places) for one in found.values()), initial=0), strict=False))
+    features = [torch.arange(len(one.places)) + first[id(one.patches)] for one in documents if one is not None]
     positions = None
-    if found[0].positions is not None:
+    if next(iter(found.values())).positions is not None:
         positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
-    grids = tuple(grid for images in found for grid in images.grids)
-    return Images(torch.cat([images.patches for images in found]), grids, torch.cat(places), positions)
+    grids = tuple(grid for images in found.values() for grid in images.grids)
+    patches = torch.cat([images.patches for images in found.values()])
+    repeated = torch.cat(features) if len(features) > len(found) else None
+    return Images(patches, grids, torch.cat(places), positions, repeated)
 
 
 def _positions(images: Images | None, length: int) -> Tensor:

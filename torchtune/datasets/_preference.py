@@ -1,7 +1,10 @@
 """Preference datasets: pairs of a chosen and a rejected answer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
+
+import torch
 
 from torchtune.data import (
     ChosenRejectedToMessages,
@@ -114,6 +117,10 @@ class PreferenceDataset(TokenizedDataset):
             row = store.lists(index)
             item |= {f"{side}_input_ids": row["tokens"], f"{side}_labels": row["labels"]}
             item |= {f"{side}_{name}": value for name, value in self._images(index, side, row["tokens"]).items()}
+        if inputs := [item[f"{side}_encoder_input"] for side in _SIDES if f"{side}_encoder_input" in item]:
+            one, other = inputs[0]["images"], inputs[-1]["images"]
+            if torch.equal(one.patches, other.patches):  # the vision tower shall see them once
+                inputs[-1]["images"] = replace(other, patches=one.patches)
         return item
 
     def _images(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:

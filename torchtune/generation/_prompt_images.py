@@ -27,7 +27,7 @@ def images_of_row(row: Mapping[str, Any], device: torch.device) -> dict[str, Any
     if not images:
         return {}
     if isinstance(images, Images):
-        return {"encoder_input": {"images": images.to(device)}}
+        return {"encoder_input": {"images": images}}  # images_of_batch copies them
     batch = padded_collate_tiled_images_and_mask([dict(row)], pad_direction="left")
     return Batch.from_dict(batch).to(device).inputs
 
@@ -56,4 +56,4 @@ def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int],
         return {}
     if found.positions is not None:
         found = replace(found, positions=found.positions.view(3, *positions.shape))
-    return {"encoder_input": {"images": found}}
+    return {"encoder_input": {"images": found.to(positions.device)}}

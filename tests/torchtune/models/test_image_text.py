@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.tiny_images import (
     smolvlm_config,
     write_image_checkpoint,
 )
-from torchtune.data import DataError, Documents, Images, grid_positions
+from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
 from torchtune.training import ModelSource
 
@@ -207,6 +208,22 @@ def test_decoding_a_batch_is_decoding_every_prompt_alone(ours, use_cache):
 
 def _images(given):
     return given.get("encoder_input", {}).items()
+
+
+def test_answers_to_a_prompt_share_the_features_of_its_images(ours):
+    tokens, sizes = fitting(ours, FIRST)
+    images = ours._placed(Images(*patches_of(ours, sizes)), torch.tensor([tokens]), None)
+    documents = [{"tokens": [*tokens, *answer]} for answer in ([7], [8, 9, 3])]
+    found = []
+    for copies in (True, False):
+        for document in documents:
+            own = replace(images, patches=images.patches.clone()) if copies else images
+            document |= {"labels": [-100] * len(document["tokens"]), "encoder_input": {"images": own}}
+        batch = collate_documents(documents)
+        found.append((ours(**batch.model_inputs()), len(batch.inputs["encoder_input"]["images"].patches)))
+    (wanted, many), (shared, once) = found
+    assert many == 2 * once == 2 * len(images.patches)
+    torch.testing.assert_close(shared, wanted, atol=1e-5, rtol=1e-4)
 
 
 def packed(ours, rows):

@@ -105,6 +105,8 @@ class ImageTextModel(FusionModel):
         else:
             images = self._placed(images, tokens, documents)
             features, *deep = self.encoder(images)
+            if images.features is not None:
+                features, *deep = (each[images.features] for each in (features, *deep))
             h = h.flatten(0, 1).index_copy(0, images.places, features.to(h.dtype)).view_as(h)
             deep = (images.places, deep) if deep else None
             positions = images.positions
