@@ -261,13 +261,14 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsy
 def test_data_are_shown_with_sizes_and_tokens_of_images(folder, monkeypatch, capsys):
     settings = write_pictures(folder, count=2)
     config = write_config("full_finetune_single_device", folder, folder / "output", **settings)
-    monkeypatch.setattr("sys.argv", ["tune", "data", "show", str(config), "--examples", "1"])
-    main()
-    out = capsys.readouterr().out
-    transform = instantiate(settings["tokenizer"])
-    tokens = transform.processor.plan((20, 50)).tokens
-    assert f"images: 20x50 ({tokens} tokens)" in out
-    assert out.count("<|image_pad|>") == 1
+    tokens = instantiate(settings["tokenizer"]).processor.plan((20, 50)).tokens
+    rows = [folder / "pictures.jsonl", "--tokenizer", folder / "checkpoint", f"image_dir={folder}"]
+    for arguments in ([config], rows):
+        monkeypatch.setattr("sys.argv", ["tune", "data", "show", *map(str, arguments), "--examples", "1"])
+        main()
+        out = capsys.readouterr().out
+        assert f"images: 20x50 ({tokens} tokens)" in out
+        assert out.count("<|image_pad|>") == 1
 
 
 def test_compiled_and_recomputed_layers_of_text_and_tower_train_alike(folder, monkeypatch):

@@ -69,12 +69,14 @@ class DataShow(Subcommand):
             print("Add --tokenizer <checkpoint> to see tokens, trained tokens and packs.")
             return
         from torchtune._cli._data_show import show_dataset
+        from torchtune.models import image_text_transform
         from torchtune.tokenizers import hf_tokenizer
 
         node = dataset_node(
             path, facts.formats.most_common(1)[0][0] if facts.formats else ("unknown", ""), args.overrides
         )
-        tokenizer = hf_tokenizer(args.tokenizer, max_seq_len=args.max_seq_len)
+        load = image_text_transform if ".multimodal." in node["_component_"] else hf_tokenizer
+        tokenizer = load(args.tokenizer, max_seq_len=args.max_seq_len)
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE)
 
 

@@ -221,12 +221,12 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         messages = as_messages(messages)
         if self.reasoning != "split":
             return [messages]
-        return split_turns(messages, [_as_turn(message) for message in messages])
+        return split_turns(messages, [self._turn(message) for message in messages])
 
     def changing_policies(self, messages: Sequence[MessageLike]) -> list[ReasoningPolicy]:
         """Return the policies of ``reasoning`` that change the rows of a conversation, compared with this one."""
         messages = as_messages(messages)
-        if not earlier_reasoning([_as_turn(message) for message in messages]):
+        if not earlier_reasoning([self._turn(message) for message in messages]):
             return []
         rows: dict[str, Any] = {}
         for policy in get_args(ReasoningPolicy):
