@@ -58,6 +58,8 @@ def builder(model: str) -> str:
 def size_and_kind(model: str) -> tuple[int, bool]:
     """The number of parameters, counted on the meta device, and whether it is a mixture of experts."""
     family, row = model.partition("/")[0], models()["models"][model]
+    if "parameters" in row:
+        return int(float(row["parameters"])), bool(row.get("experts"))
     package = importlib.import_module(f"torchtune.models.{family}")
     description = getattr(package._model_builders, "SIZES", {}).get(builder(model))
     if description is not None:
@@ -134,6 +136,10 @@ def render(name: str, model: str, method: str, teacher: str | None = None, **cha
     values = values_of(model, method) | changes
     row, shared = models()["models"][model], common(model)
     parts = {*values.get("is", []), *row.get("is", [])} | ({"experts"} if size_and_kind(model)[1] else set())
+    if values.get("adapter") == "qlora":
+        parts.add("qlora")
+    if "image_tokens" in parts and "tensor" in values:
+        values |= {"tensor": 1}
     devices = "devices" in parts
     values |= {
         "name": name,

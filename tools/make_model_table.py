@@ -82,7 +82,7 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
     known = tokenizers[module.__name__] | {
         name for name in module.__all__ if name.endswith(("_tokenizer", "_transform"))
     }
-    known = known or {"hf_tokenizer"}
+    known = known or {"hf_tokenizer" if spec.image_processor is None else "image_text_transform"}
     described = (module.__doc__ or name).strip().rstrip(".")
     lines = [
         described,
@@ -94,7 +94,12 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
         "",
     ]
     if not sizes:
-        return "\n".join([*lines, "Any size, from its ``config.json``: ``torchtune.models.from_hf_config``."]) + "\n"
+        builder = "from_hf_config" if spec.image_processor is None else "image_text_model"
+        used = [config for found in configs.values() for config in found if config.startswith(f"{name}/")]
+        listed = f"; configs {', '.join(f'``{config}``' for config in used)}" if used else ""
+        return (
+            "\n".join([*lines, f"Any size, from its ``config.json``: ``torchtune.models.{builder}``{listed}."]) + "\n"
+        )
     lines += [
         ".. list-table::",
         "   :header-rows: 1",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import torchtune
-from tests.recipes.runs import Run, start, write_config
+from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny_images import (
     gemma4_config,
@@ -33,9 +33,11 @@ from tests.tiny_images import (
     write_image_checkpoint,
     write_pictures,
 )
+from torchtune import _recipe_registry
 from torchtune._cli.tune import main
-from torchtune.config import instantiate
+from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message
+from torchtune.estimate import find_problems
 from torchtune.generation import images_of_row, stream
 from torchtune.training import RunReport
 
@@ -156,6 +158,23 @@ def test_frozen_parts_stay_as_they_were(part, folder):
     wanted = {name for name in before if name.startswith(PARTS[part])}
     wanted = wanted & of_projector if part == "projector" else wanted - of_projector
     assert changed == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("2B_lora_single_device", 1), ("32B_qlora_single_device", 1), ("4B_full_single_device", 1), ("8B_full", 2),
+     ("32B_lora", 2)],
+)  # fmt: skip
+def test_a_shipped_config_can_start(name, processes, folder):
+    config = _recipe_registry.find_config(f"qwen3_vl/{name}")
+    checkpoint = folder / "checkpoint"
+    overrides = [f"checkpointer.checkpoint_dir={checkpoint}", f"tokenizer.path={checkpoint}", f"output_dir={folder}/o"]
+    cfg = load_and_check(
+        config,
+        [*overrides, "device=cpu", "dtype=fp32"],
+        load_recipe(_recipe_registry.recipe_of(config), folder).recipe_main,
+    )
+    assert find_problems(cfg, processes, thorough=True) == []
 
 
 def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_images(folder):

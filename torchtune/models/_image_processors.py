@@ -1,11 +1,12 @@
 """Shared parts of image processors: sizes and token counts as integers, patches as arrays, without torch.
 
-The processor of a family has ``plan(size) -> Plan``, ``patches(image) -> array``, and ``layout(plan)``, the token ids
-or the text that replace an image's placeholder.
+The processor of a family, an :class:`ImageProcessor`, has ``plan(size) -> Plan``, ``patches(image) -> array``, and
+``layout(plan)``, the token ids or the text that replace an image's placeholder.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -62,17 +63,60 @@ def resize(image: Any, width: int, height: int, resample: int = BICUBIC) -> Any:
     return image.resize((width, height), resampling(resample))
 
 
-def normalized(image: Any, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Return the pixels of a Pillow image in RGB, float32 ``[rows, columns, 3]``."""
-    mean, std = (np.asarray(value, np.float32) for value in (mean, std))
-    return (np.asarray(image, np.float32) / 255 - mean) / std
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessor:
+    """Base of the image processors of model families.
 
-
-def by_block(pixels: np.ndarray, patch_size: int, merge: int) -> np.ndarray:
-    """Cut pixels ``[rows, columns, 3]`` into patches ``[p, patch_size, patch_size, 3]``, ordered by block.
-
-    Blocks of ``merge`` x ``merge`` patches that become one token are consecutive.
+    Attributes:
+        patch_size: rows and columns of pixels of a patch.
+        merge: rows and columns of patches that become one token.
+        mean: mean of red, green and blue.
+        std: standard deviation of red, green and blue.
+        frames: frames of a patch; an image is repeated.
+        channels_last: whether the values of a patch are ordered by row, column and color, instead of by color first.
     """
-    rows, columns = (side // patch_size // merge for side in pixels.shape[:2])
-    cut = pixels.reshape(rows, merge, patch_size, columns, merge, patch_size, 3)
-    return cut.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, patch_size, patch_size, 3)
+
+    patch_size: int
+    merge: int
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    frames: int = 1
+    channels_last: ClassVar[bool] = False
+
+    def plan(self, size: tuple[int, int]) -> Plan:
+        """Return size, grids and number of tokens of an image, from its (width, height) in pixels.
+
+        Raises:
+            DataError: the sides of the image are too different.
+        """
+        raise NotImplementedError
+
+    def layout(self, plan: Plan) -> list[int] | str:
+        """Return the tokens, or the text, that replace the placeholder of an image."""
+        raise NotImplementedError
+
+    def patches(self, image: Any) -> np.ndarray:
+        """Return the patches of a Pillow image in RGB, float32 ``[p, values]``, ordered by part and by block."""
+        plan = self.plan(image.size)
+        return self.cut(resize(image, plan.width, plan.height))
+
+    def plan_of(self, height: int, width: int) -> Plan:
+        """Return the plan of an image that is resized to ``height`` and ``width``."""
+        rows, columns = height // self.patch_size, width // self.patch_size
+        return Plan(height, width, ((1, rows, columns),), rows * columns // self.merge**2)
+
+    def cut(self, image: Any) -> np.ndarray:
+        """Return the patches ``[p, values]`` of a resized image; pixels beyond the last block are dropped.
+
+        Blocks of ``merge`` x ``merge`` patches that become one token are consecutive.
+        """
+        mean, std = (np.asarray(value, np.float32) for value in (self.mean, self.std))
+        pixels = (np.asarray(image, np.float32) / 255 - mean) / std
+        side, merge = self.patch_size, self.merge
+        rows, columns = (length // side // merge for length in pixels.shape[:2])
+        pixels = pixels[: rows * merge * side, : columns * merge * side]
+        cut = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+        patches = cut.reshape(-1, side, side, 3)
+        if not self.channels_last:
+            patches = np.repeat(patches.transpose(0, 3, 1, 2)[:, :, None], self.frames, axis=2)
+        return patches.reshape(len(patches), -1)

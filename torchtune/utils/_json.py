@@ -30,6 +30,8 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
             what = f"has {size:,} bytes" if path.is_file() else "is no file"
             raise error(f"{path} {what}, where a few lines of JSON are expected: download it again.")
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as caught:
+        raise error(f"There is no file {path}: download it, or correct the path.") from caught
     except (OSError, ValueError, RecursionError) as caught:
         reason = "it is nested too deeply" if isinstance(caught, RecursionError) else str(caught).rstrip(".")
         if isinstance(caught, error):

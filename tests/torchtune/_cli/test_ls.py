@@ -80,7 +80,9 @@ def test_families_have_headings_and_sizes_their_order(tune):
         "qwen2_5",
         "qwen3",
         "qwen3_5",
+        "qwen3_5_vl",
         "qwen3_moe",
+        "qwen3_vl",
     ]
     every = sum(len(recipe.configs) for recipe in get_all_recipes())
     assert lines[-1] == f"{len(listed(chr(10).join(lines)))} of {every} configs. To run one: tune run --config NAME"

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from tests.tiny import write_conversations, write_tokenizer
+from tests.tiny_images import image_text_model, qwen3_vl_config, write_image_checkpoint
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
 from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
 from torchtune.config import instantiate, load_and_check
@@ -29,6 +30,7 @@ FILES: dict[str, dict[str, str]] = {
     "torchtune.models.qwen2.qwen2_tokenizer": _MERGES,
     "torchtune.models.qwen2_5.qwen2_5_tokenizer": _MERGES,
     "torchtune.models.qwen3.qwen3_tokenizer": _MERGES,
+    "torchtune.models.image_text_transform": {"path": "{}/images"},
     HF: {"path": "{}"},
 }
 
@@ -52,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tekken(folder / "tekken.json", CONTROL, pattern=CL100K_PATTERN)
     write_sentencepiece(folder / "tokenizer.model")
     write_tokenizer(folder)
+    write_image_checkpoint(image_text_model(qwen3_vl_config()), folder / "images")
     write_conversations(folder / "chats.jsonl", count=6)
     return folder
 

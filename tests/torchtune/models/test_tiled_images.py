@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
@@ -9,9 +10,9 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from tests.tiny_images import pixels_of, squares
 from tests.torchtune.models.test_image_transform import picture, sizes
 from torchtune.data import DataError
-from torchtune.models._image_processors import by_block
 from torchtune.models.mistral3._processor import PixtralImages
 from torchtune.models.smolvlm._processor import TiledImages
 
@@ -60,10 +61,9 @@ def test_patches_and_text_of_tiles_are_those_of_transformers(size):
     image, processor = picture(*size), tiled("small")
     wanted = theirs_of("small")([image], return_tensors="np")
     plan = processor.plan(size)
-    pixels = wanted["pixel_values"][0].transpose(0, 2, 3, 1)
-    assert len(pixels) == len(plan.grids)
-    blocks = np.concatenate([by_block(tile, 4, 2) for tile in pixels]).transpose(0, 3, 1, 2)
-    assert np.abs(processor.patches(image) - blocks.reshape(len(blocks), -1)).max() * 0.5 <= 2 / 255
+    assert len(wanted["pixel_values"][0]) == len(plan.grids)
+    found = squares(torch.from_numpy(processor.patches(image)), 4).numpy()
+    assert np.abs(found - wanted["pixel_values"][0]).max() * 0.5 <= 2 / 255
     rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
     marks = ("<fake_token_around_image>", "<image>", "<global-img>")
     assert processor.layout(plan) == get_image_prompt_string(rows, columns, 4, *marks)
@@ -90,12 +90,11 @@ def test_plan_of_pixtral_is_that_of_transformers(longest):
 def test_patches_of_pixtral_are_those_of_transformers(size):
     image = picture(*size)
     theirs = PixtralImageProcessorPil(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64})
-    wanted = theirs([image], return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    wanted = theirs([image], return_tensors="np")["pixel_values"][0]
     processor = PixtralImages.from_config({"patch_size": 4, "size": {"longest_edge": 64}}, {"spatial_merge_size": 2})
-    blocks = by_block(wanted, 4, 2).transpose(0, 3, 1, 2)
-    found = processor.patches(image)
-    assert np.abs(found - blocks.reshape(len(blocks), -1)).max() * min(processor.std) <= 2 / 255
     plan = processor.plan(size)
+    found = pixels_of(torch.from_numpy(processor.patches(image)), *plan.grids[0][1:]).numpy()
+    assert np.abs(found - wanted).max() * min(processor.std) <= 2 / 255
     rows, columns = plan.height // 8, plan.width // 8
     text = processor.layout(plan)
     assert text == ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"

@@ -3,27 +3,26 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import Any, ClassVar
 
 from torchtune.data import DataError
-from torchtune.models._image_processors import Plan, by_block, check_settings, given_numbers, resize
+from torchtune.models._image_processors import ImageProcessor, Plan, check_settings, given_numbers
 
 
-@dataclass(frozen=True)
-class GemmaImages:
+@dataclass(frozen=True, kw_only=True)
+class GemmaImages(ImageProcessor):
     """Image processor of Gemma 4: every image gets about as many tokens.
 
     Attributes:
-        patch_size: rows and columns of pixels of a patch.
-        merge: rows and columns of patches that become one token.
         max_tokens: maximum number of tokens of an image.
         around: ids of the tokens before, in and after an image.
     """
 
     patch_size: int = 16
     merge: int = 3
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    channels_last: ClassVar[bool] = True
     max_tokens: int = 280
     around: tuple[int, int, int] = (255_999, 258_880, 258_882)
 
@@ -62,17 +61,7 @@ class GemmaImages:
             rows, columns = factor, min(width // height, self.max_tokens) * factor
         elif not columns:
             rows, columns = min(height // width, self.max_tokens) * factor, factor
-        grid = (1, rows // self.patch_size, columns // self.patch_size)
-        return Plan(rows, columns, (grid,), grid[1] * grid[2] // self.merge**2)
-
-    def patches(self, image: Any) -> np.ndarray:
-        """Return the patches of a Pillow image in RGB, float32 ``[p, patch_size² * 3]`` from -1 to 1, by block."""
-        plan = self.plan(image.size)
-        if image.size != (plan.width, plan.height):
-            image = resize(image, plan.width, plan.height)
-        pixels = np.asarray(image, np.float32) / 255
-        blocks = by_block(2 * (pixels - 0.5), self.patch_size, self.merge)
-        return blocks.reshape(len(blocks), -1)
+        return self.plan_of(rows, columns)
 
     def layout(self, plan: Plan) -> list[int]:
         """Return the tokens that replace the placeholder of an image."""

@@ -5,39 +5,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchtune.data import DataError
 from torchtune.models._image_processors import (
-    CLIP_MEAN,
-    CLIP_STD,
+    ImageProcessor,
     Plan,
-    by_block,
     check_settings,
     given_colors,
     given_numbers,
-    normalized,
-    resize,
 )
 
 
-@dataclass(frozen=True)
-class PixtralImages:
+@dataclass(frozen=True, kw_only=True)
+class PixtralImages(ImageProcessor):
     """Image processor of Mistral 3 and Ministral 3.
 
     Attributes:
-        patch_size: rows and columns of pixels of a patch.
-        merge: rows and columns of patches that become one token.
         longest: largest side of an image; larger ones are reduced.
-        mean: mean of red, green and blue.
-        std: standard deviation of red, green and blue.
     """
 
     patch_size: int = 16
     merge: int = 2
     longest: int = 1024
-    mean: tuple[float, ...] = CLIP_MEAN
-    std: tuple[float, ...] = CLIP_STD
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "PixtralImages":
@@ -69,15 +57,7 @@ class PixtralImages:
         if not height or not width:
             raise DataError(f"an image of {size[0]} x {size[1]} pixels is too long: reduced, it has no pixel left")
         rows, columns = ((side - 1) // factor + 1 for side in (height, width))
-        grid = (1, rows * self.merge, columns * self.merge)
-        return Plan(rows * factor, columns * factor, (grid,), rows * columns)
-
-    def patches(self, image: Any) -> np.ndarray:
-        """Return the patches of a Pillow image in RGB, float32 ``[p, 3 * patch_size²]``, ordered by block."""
-        plan = self.plan(image.size)
-        pixels = normalized(resize(image, plan.width, plan.height), self.mean, self.std)
-        blocks = by_block(pixels, self.patch_size, self.merge)
-        return blocks.transpose(0, 3, 1, 2).reshape(len(blocks), -1)
+        return self.plan_of(rows * factor, columns * factor)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

@@ -5,36 +5,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchtune.data import DataError
 from torchtune.models._image_processors import (
-    CLIP_MEAN,
-    CLIP_STD,
+    ImageProcessor,
     Plan,
-    by_block,
     check_settings,
     given_colors,
     given_numbers,
-    normalized,
-    resize,
 )
 
 _MOST_ASPECT = 200
 
 
-@dataclass(frozen=True)
-class QwenImages:
+@dataclass(frozen=True, kw_only=True)
+class QwenImages(ImageProcessor):
     """Image processor of Qwen 2.5-VL, Qwen 3-VL and Qwen 3.5.
 
     Attributes:
-        patch_size: rows and columns of pixels of a patch.
-        merge: rows and columns of patches that become one token.
-        frames: frames of a patch; an image is repeated.
         min_pixels: images with fewer pixels are enlarged.
         max_pixels: images with more pixels are reduced.
-        mean: mean of red, green and blue.
-        std: standard deviation of red, green and blue.
         token: id of the placeholder, one for each token of an image.
     """
 
@@ -43,8 +32,6 @@ class QwenImages:
     frames: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    mean: tuple[float, ...] = CLIP_MEAN
-    std: tuple[float, ...] = CLIP_STD
     token: int = 0
 
     @classmethod
@@ -82,15 +69,7 @@ class QwenImages:
         elif rows * columns < self.min_pixels:
             scale = math.sqrt(self.min_pixels / (height * width))
             rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
-        grid = (1, rows // self.patch_size, columns // self.patch_size)
-        return Plan(rows, columns, (grid,), grid[1] * grid[2] // self.merge**2)
-
-    def patches(self, image: Any) -> np.ndarray:
-        """Return the patches of a Pillow image in RGB, float32 ``[p, 3 * frames * patch_size²]``, ordered by block."""
-        plan = self.plan(image.size)
-        pixels = normalized(resize(image, plan.width, plan.height), self.mean, self.std)
-        blocks = by_block(pixels, self.patch_size, self.merge).transpose(0, 3, 1, 2)
-        return np.repeat(blocks[:, :, None], self.frames, axis=2).reshape(len(blocks), -1)
+        return self.plan_of(rows, columns)
 
     def layout(self, plan: Plan) -> list[int]:
         """Return the tokens that replace the placeholder of an image."""

@@ -10,12 +10,11 @@ import numpy as np
 from torchtune.data import DataError
 from torchtune.models._image_processors import (
     LANCZOS,
+    ImageProcessor,
     Plan,
-    by_block,
     check_settings,
     given_colors,
     given_numbers,
-    normalized,
     resize,
 )
 
@@ -23,22 +22,16 @@ _LARGEST = 4096
 _AROUND, _IMAGE, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
-@dataclass(frozen=True)
-class TiledImages:
+@dataclass(frozen=True, kw_only=True)
+class TiledImages(ImageProcessor):
     """Image processor of SmolVLM 2 and Idefics 3: tiles of a large image, then the whole image as a tile.
 
     Attributes:
-        patch_size: rows and columns of pixels of a patch.
-        merge: rows and columns of patches that become one token.
         tile: rows and columns of pixels of a tile.
         longest: longer side of an image after resizing.
         splits: whether images are split into tiles.
-        mean: mean of red, green and blue.
-        std: standard deviation of red, green and blue.
     """
 
-    patch_size: int
-    merge: int
     tile: int = 364
     longest: int = 4 * 364
     splits: bool = True
@@ -105,10 +98,7 @@ class TiledImages:
         tiles = [whole.crop((left, top, left + tile, top + tile)) for top in rows for left in columns]
         if len(tiles) > 1:
             tiles.append(resize(whole, tile, tile, LANCZOS))
-        used = tile // self.patch_size * self.patch_size
-        pixels = [normalized(one, self.mean, self.std)[:used, :used] for one in tiles]
-        blocks = np.concatenate([by_block(one, self.patch_size, self.merge) for one in pixels])
-        return blocks.transpose(0, 3, 1, 2).reshape(len(blocks), -1)
+        return np.concatenate([self.cut(one) for one in tiles])
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
