@@ -308,6 +308,11 @@ def gemma(patches: torch.Tensor, grids: Any) -> tuple[torch.Tensor, torch.Tensor
     return pixels, places
 
 
+def patches_by(processor: Any, image: Any) -> torch.Tensor:
+    """The patches of a Pillow image, as the tower gets them."""
+    return processor.colors.values(torch.from_numpy(processor.pixels(image)))
+
+
 TILED = ("smolvlm", "idefics3")
 
 

@@ -51,6 +51,7 @@ __getattr__, __dir__, __all__ = attach(
         "TemplateType": "_prompt_templates",
         "read_pixels": "_images",
         "copy_sample": "_common",
+        "Colors": "_ragged_images",
         "Grid": "_ragged_images",
         "check_placeholders": "_ragged_images",
         "grid_positions": "_ragged_images",

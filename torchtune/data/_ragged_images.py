@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,19 +14,45 @@ from torchtune.data._common import DataError
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
+class Colors(NamedTuple):
+    """Conversion of pixels to the values of patches.
+
+    Attributes:
+        mean: mean of red, green and blue, for values from 0 to 1.
+        std: standard deviation of red, green and blue.
+        frames: frames of a patch; an image is repeated.
+        last: whether a patch is ordered by row, column and color, instead of by color, frame, row and column.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    frames: int = 1
+    last: bool = False
+
+    def values(self, pixels: Tensor) -> Tensor:
+        """Convert uint8 ``[p, pixels * 3]`` to float32 ``[p, patch values]``."""
+        mean, std = (torch.tensor(value, device=pixels.device)[:, None] for value in (self.mean, self.std))
+        if self.last:
+            return ((pixels.float().unflatten(1, (-1, 3)) / 255 - mean.T) / std.T).flatten(1)
+        colors = (pixels.float().unflatten(1, (3, -1)) / 255 - mean) / std
+        return colors[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
+
+
 @dataclass(frozen=True)
 class Images:
     """Images of a batch, for models with image tokens among those of the text.
 
     Attributes:
-        patches: ``[p, patch values]``, all patches. Those of an image are ordered by block: ``merge`` x ``merge``
-            patches that become one token are consecutive.
+        pixels: all patches, ``[p, patch values]``, or uint8 ``[p, pixels * 3]`` with ``colors``. Those of an image are
+            ordered by block: ``merge`` x ``merge`` patches that become one token are consecutive.
         grids: frames, rows and columns of patches of every image, on the host.
         places: int64 ``[n]``, indices of the image tokens in the flattened ``b * s`` positions; by default they are
             found by their token id.
         positions: int64 ``[3, b, s]``, position of each token in time, rows and columns, for models that rotate by
             them; by default they are computed.
         features: int64 ``[n]``, index of the vision tower's output for each of the ``places``; by default in order.
+        colors: conversion of ``pixels`` to the values of patches; by default they are these. Pixels take an eighth of
+            the memory of Qwen's patches.
 
     Example:
         >>> images = torchtune.data.Images(torch.zeros(4 + 16, 12), ((1, 2, 2), (1, 4, 4)))
@@ -34,15 +60,21 @@ class Images:
         [4, 16]
     """
 
-    patches: Tensor
+    pixels: Tensor
     grids: tuple[Grid, ...]
     places: Tensor | None = None
     positions: Tensor | None = None
     features: Tensor | None = None
+    colors: Colors | None = None
 
     def __post_init__(self) -> None:
-        if (count := sum(self.frame_lengths)) != len(self.patches):
-            raise DataError(f"Images have {len(self.patches)} patches, but their grids have {count}.")
+        if (count := sum(self.frame_lengths)) != len(self.pixels):
+            raise DataError(f"Images have {len(self.pixels)} patches, but their grids have {count}.")
+
+    @property
+    def patches(self) -> Tensor:
+        """Values of all patches, ``[p, patch values]``."""
+        return self.pixels if self.colors is None else self.colors.values(self.pixels)
 
     @property
     def frame_lengths(self) -> list[int]:
@@ -63,33 +95,33 @@ class Images:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Any) -> "Images":
-        values = {name: getattr(self, name) for name in ("patches", "places", "positions", "features")}
+        values = {name: getattr(self, name) for name in ("pixels", "places", "positions", "features")}
         return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
 
 
 def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> Images | None:
     """Join the images of documents that are concatenated; None if there are none.
 
-    Documents with the same patches, such as answers to one prompt, share them: the vision tower sees them once.
+    Documents with the same pixels, such as answers to one prompt, share them: the vision tower sees them once.
 
     Args:
         documents: images of each document, as :class:`torchtune.models.ImageTextTransform` gives them.
         lengths: length of each document; text that the images do not know of may follow.
     """
-    found = {id(images.patches): images for images in documents if images is not None}
+    found = {id(images.pixels): images for images in documents if images is not None}
     if not found:
         return None
     starts = [0, *accumulate(lengths)]
     places = [images.places + start for images, start in zip(documents, starts, strict=False) if images is not None]
     first = dict(zip(found, accumulate((len(one.places) for one in found.values()), initial=0), strict=False))
-    features = [torch.arange(len(one.places)) + first[id(one.patches)] for one in documents if one is not None]
+    features = [torch.arange(len(one.places)) + first[id(one.pixels)] for one in documents if one is not None]
     positions = None
     if next(iter(found.values())).positions is not None:
         positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
     grids = tuple(grid for images in found.values() for grid in images.grids)
-    patches = torch.cat([images.patches for images in found.values()])
+    pixels = torch.cat([images.pixels for images in found.values()])
     repeated = torch.cat(features) if len(features) > len(found) else None
-    return Images(patches, grids, torch.cat(places), positions, repeated)
+    return Images(pixels, grids, torch.cat(places), positions, repeated, next(iter(found.values())).colors)
 
 
 def _positions(images: Images | None, length: int) -> Tensor:

@@ -119,7 +119,7 @@ class PreferenceDataset(TokenizedDataset):
             item |= {f"{side}_{name}": value for name, value in self._images(index, side, row["tokens"]).items()}
         if inputs := [item[f"{side}_encoder_input"] for side in _SIDES if f"{side}_encoder_input" in item]:
             one, other = inputs[0]["images"], inputs[-1]["images"]
-            if torch.equal(one.patches, other.patches):  # the vision tower shall see them once
+            if torch.equal(one.pixels, other.pixels):  # the vision tower shall see them once
                 inputs[-1]["images"] = replace(other, patches=one.patches)
         return item
 

@@ -1,6 +1,6 @@
-"""Shared parts of image processors: sizes and token counts as integers, patches as arrays, without torch.
+"""Shared parts of image processors: sizes and token counts as integers, and the pixels of patches as arrays.
 
-The processor of a family, an :class:`ImageProcessor`, has ``plan(size) -> Plan``, ``patches(image) -> array``, and
+The processor of a family, an :class:`ImageProcessor`, has ``plan(size) -> Plan``, ``pixels(image) -> array``, and
 ``layout(plan)``, the token ids or the text that replace an image's placeholder.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from torchtune.data import DataError, Grid
+from torchtune.data import Colors, DataError, Grid
 from torchtune.utils import require
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -95,10 +95,15 @@ class ImageProcessor:
         """Return the tokens, or the text, that replace the placeholder of an image."""
         raise NotImplementedError
 
-    def patches(self, image: Any) -> np.ndarray:
-        """Return the patches of a Pillow image in RGB, float32 ``[p, values]``, ordered by part and by block."""
+    def pixels(self, image: Any) -> np.ndarray:
+        """Return the patches of a Pillow image in RGB, uint8 ``[p, pixels * 3]``, ordered by part and by block."""
         plan = self.plan(image.size)
         return self.cut(resize(image, plan.width, plan.height))
+
+    @property
+    def colors(self) -> Colors:
+        """Conversion of the pixels to the values of patches."""
+        return Colors(self.mean, self.std, self.frames, self.channels_last)
 
     def plan_of(self, height: int, width: int) -> Plan:
         """Return the plan of an image that is resized to ``height`` and ``width``."""
@@ -106,17 +111,14 @@ class ImageProcessor:
         return Plan(height, width, ((1, rows, columns),), rows * columns // self.merge**2)
 
     def cut(self, image: Any) -> np.ndarray:
-        """Return the patches ``[p, values]`` of a resized image; pixels beyond the last block are dropped.
+        """Return the patches of a resized image; pixels beyond the last block are dropped.
 
         Blocks of ``merge`` x ``merge`` patches that become one token are consecutive.
         """
-        mean, std = (np.asarray(value, np.float32) for value in (self.mean, self.std))
-        pixels = (np.asarray(image, np.float32) / 255 - mean) / std
         side, merge = self.patch_size, self.merge
-        rows, columns = (length // side // merge for length in pixels.shape[:2])
-        pixels = pixels[: rows * merge * side, : columns * merge * side]
-        cut = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 2, 5, 6)
-        patches = cut.reshape(-1, side, side, 3)
-        if not self.channels_last:
-            patches = np.repeat(patches.transpose(0, 3, 1, 2)[:, :, None], self.frames, axis=2)
+        rows, columns = image.height // side // merge, image.width // side // merge
+        pixels = np.asarray(image)[: rows * merge * side, : columns * merge * side]
+        blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+        patches = blocks.reshape(-1, side, side, 3)
+        patches = patches if self.channels_last else patches.transpose(0, 3, 1, 2)
         return patches.reshape(len(patches), -1)

@@ -102,14 +102,15 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         if not pictures:
             return {}
         grids = tuple(grid for picture in pictures for grid in self.processor.plan(picture.size).grids)
-        patches = torch.from_numpy(np.concatenate([self.processor.patches(picture) for picture in pictures]))
+        pixels = torch.from_numpy(np.concatenate([self.processor.pixels(picture) for picture in pictures]))
         check_placeholders(tokens, self.image_tokens, grids, self._merge)
         places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
         positions = None
         if self._has_grid_positions:
             found = grid_positions(tokens, self.image_tokens, grids, self._merge)
             positions = torch.from_numpy(found)[:, None]
-        return {"encoder_input": {"images": Images(patches, grids, places, positions)}}
+        images = Images(pixels, grids, places, positions, colors=self.processor.colors)
+        return {"encoder_input": {"images": images}}
 
     def _turn(self, message: Message) -> dict[str, Any]:
         if not message.contains_media:

@@ -7,6 +7,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
     get_aspect_ratio_preserving_size,
 )
 
+from tests.tiny_images import patches_by
 from tests.torchtune.models.test_image_transform import picture, sizes
 from torchtune.data import DataError
 from torchtune.models.gemma4_vl._processor import GemmaImages
@@ -36,7 +37,7 @@ def test_patches_are_those_of_transformers(size):
     image = picture(*size)
     wanted = Gemma4ImageProcessorPil(max_soft_tokens=70)([image], return_tensors="np")
     processor = GemmaImages.from_config({"max_soft_tokens": 70}, {})
-    plan, found = processor.plan(size), processor.patches(image)
+    plan, found = processor.plan(size), patches_by(processor, image).numpy()
     assert plan.tokens == wanted["num_soft_tokens_per_image"][0]
     columns = plan.grids[0][2]
     row, column = patch_places(plan.grids, 3)[:2]

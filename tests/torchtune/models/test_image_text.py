@@ -217,7 +217,7 @@ def test_answers_to_a_prompt_share_the_features_of_its_images(ours):
     found = []
     for copies in (True, False):
         for document in documents:
-            own = replace(images, patches=images.patches.clone()) if copies else images
+            own = replace(images, pixels=images.pixels.clone()) if copies else images
             document |= {"labels": [-100] * len(document["tokens"]), "encoder_input": {"images": own}}
         batch = collate_documents(documents)
         found.append((ours(**batch.model_inputs()), len(batch.inputs["encoder_input"]["images"].patches)))

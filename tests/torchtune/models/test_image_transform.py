@@ -10,7 +10,16 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 import torchtune
-from tests.tiny_images import END, IMAGE, PROCESSOR, START, image_text_model, qwen3_vl_config, write_image_checkpoint
+from tests.tiny_images import (
+    END,
+    IMAGE,
+    PROCESSOR,
+    START,
+    image_text_model,
+    patches_by,
+    qwen3_vl_config,
+    write_image_checkpoint,
+)
 from torchtune.data import DataError, collate_documents, image_size, open_image
 from torchtune.models import image_text_transform
 from torchtune.models.qwen3_vl._processor import QwenImages
@@ -75,7 +84,7 @@ def test_patches_are_those_of_transformers(name, size):
     )
     processor = QwenImages.from_config(PROCESSORS[name], {})
     assert [list(grid) for grid in processor.plan(size).grids] == wanted["image_grid_thw"].tolist()
-    found = processor.patches(image)
+    found = patches_by(processor, image).numpy()
     assert found.dtype == np.float32
     assert np.abs((found - wanted["pixel_values"]) * min(processor.std)).max() <= 2 / 255
 

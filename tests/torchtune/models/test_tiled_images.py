@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
@@ -10,7 +9,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.tiny_images import pixels_of, squares
+from tests.tiny_images import patches_by, pixels_of, squares
 from tests.torchtune.models.test_image_transform import picture, sizes
 from torchtune.data import DataError
 from torchtune.models.mistral3._processor import PixtralImages
@@ -62,7 +61,7 @@ def test_patches_and_text_of_tiles_are_those_of_transformers(size):
     wanted = theirs_of("small")([image], return_tensors="np")
     plan = processor.plan(size)
     assert len(wanted["pixel_values"][0]) == len(plan.grids)
-    found = squares(torch.from_numpy(processor.patches(image)), 4).numpy()
+    found = squares(patches_by(processor, image), 4).numpy()
     assert np.abs(found - wanted["pixel_values"][0]).max() * 0.5 <= 2 / 255
     rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
     marks = ("<fake_token_around_image>", "<image>", "<global-img>")
@@ -93,7 +92,7 @@ def test_patches_of_pixtral_are_those_of_transformers(size):
     wanted = theirs([image], return_tensors="np")["pixel_values"][0]
     processor = PixtralImages.from_config({"patch_size": 4, "size": {"longest_edge": 64}}, {"spatial_merge_size": 2})
     plan = processor.plan(size)
-    found = pixels_of(torch.from_numpy(processor.patches(image)), *plan.grids[0][1:]).numpy()
+    found = pixels_of(patches_by(processor, image), *plan.grids[0][1:]).numpy()
     assert np.abs(found - wanted).max() * min(processor.std) <= 2 / 255
     rows, columns = plan.height // 8, plan.width // 8
     text = processor.layout(plan)

@@ -89,8 +89,8 @@ class TiledImages(ImageProcessor):
         height = math.ceil(height / tile) * tile
         return math.ceil(int(height * ratio) / tile) * tile, height
 
-    def patches(self, image: Any) -> np.ndarray:
-        """Return the patches of a Pillow image in RGB, float32 ``[p, 3 * patch_size²]``, by tile and by block."""
+    def pixels(self, image: Any) -> np.ndarray:
+        """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
         plan, tile = self.plan(image.size), self.tile
         whole = resize(image, *self._first(image.size), LANCZOS)
         whole = resize(whole, plan.width, plan.height, LANCZOS)
