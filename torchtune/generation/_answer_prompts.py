@@ -182,7 +182,7 @@ def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -
 
 def _pixel_digest(images: Sequence[Tensor] | Images) -> str:
     found = hashlib.sha256()
-    for image in [images.patches] if isinstance(images, Images) else images:
+    for image in [images.pixels] if isinstance(images, Images) else images:
         found.update(repr(list(image.shape)).encode() + image.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
