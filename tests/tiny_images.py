@@ -258,6 +258,16 @@ def ministral3_config() -> Any:
     return config
 
 
+def pixtral_config() -> Any:
+    """As Pixtral 12B: a token for each patch."""
+    from transformers import LlavaConfig
+
+    parts = mistral3_config().to_dict()
+    parts = {name: parts[name] for name in ("text_config", "vision_config", "tie_word_embeddings")}
+    whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": IMAGE}
+    return LlavaConfig(**parts, **whole)
+
+
 def image_text_model(config: Any, seed: int = 0) -> Any:
     """A random model with weights that are large enough for errors to show."""
     from transformers import AutoModelForImageTextToText
@@ -286,8 +296,8 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
         return {"mm_token_type_ids": kinds, "pixel_values": pixels, "image_position_ids": places}
     if theirs.config.model_type in TILED:
         return {"pixel_values": squares(patches, 4)[None]}
-    if theirs.config.model_type == "mistral3":
-        pixels, sizes = padded_pixels(patches, grids)
+    if theirs.config.model_type in ("mistral3", "llava"):
+        pixels, sizes = padded_pixels(patches, grids, getattr(theirs.config, "spatial_merge_size", 1))
         return {"pixel_values": pixels, "image_sizes": sizes}
     video = grids[0][0] > 1
     names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
@@ -316,9 +326,9 @@ def patches_by(processor: Any, image: Any) -> torch.Tensor:
 TILED = ("smolvlm", "idefics3")
 
 
-def pixels_of(patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The pixels [3, h, w] of an image from its patches of 3 x 4 x 4, in blocks of 2 x 2."""
-    blocks = patches.view(rows // 2, columns // 2, 2, 2, 3, 4, 4)
+def pixels_of(patches: torch.Tensor, rows: int, columns: int, merge: int = 2) -> torch.Tensor:
+    """The pixels [3, h, w] of an image from its patches of 3 x 4 x 4, in blocks of ``merge`` x ``merge``."""
+    blocks = patches.view(rows // merge, columns // merge, merge, merge, 3, 4, 4)
     return blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * 4, columns * 4)
 
 
@@ -326,9 +336,9 @@ def squares(patches: torch.Tensor, side: int) -> torch.Tensor:
     return torch.stack([pixels_of(part, side, side) for part in patches.split(side * side)])
 
 
-def padded_pixels(patches: torch.Tensor, grids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_pixels(patches: torch.Tensor, grids: Any, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
     parts = patches.split([rows * columns for _, rows, columns in grids])
-    images = [pixels_of(part, *grid[1:]) for part, grid in zip(parts, grids, strict=True)]
+    images = [pixels_of(part, *grid[1:], merge) for part, grid in zip(parts, grids, strict=True)]
     sizes = torch.tensor([image.shape[1:] for image in images])
     pixels = torch.zeros(len(images), 3, *sizes.amax(0).tolist())
     for whole, image in zip(pixels, images, strict=True):
@@ -341,7 +351,7 @@ def features_of(theirs: Any, patches: torch.Tensor, grids: Any) -> list[torch.Te
     if theirs.config.model_type == "gemma4":
         found = theirs.model.get_image_features(*gemma(patches, grids))
         return [torch.cat(list(found.pooler_output))]
-    if theirs.config.model_type in (*TILED, "mistral3"):
+    if theirs.config.model_type in (*TILED, "mistral3", "llava"):
         found = theirs.model.get_image_features(**inputs_of(theirs, torch.tensor([[IMAGE]]), patches, grids))
         return [torch.cat(list(found.pooler_output))]
     found = theirs.model.visual(patches, grid_thw=torch.tensor(grids), return_dict=True)
@@ -383,6 +393,7 @@ PROCESSORS = {
     "smolvlm": TILES,
     "idefics3": TILES,
     "mistral3": {"patch_size": 4, "size": {"longest_edge": 32}},
+    "llava": {"patch_size": 4, "size": {"longest_edge": 16}},
 }
 # The tokens behind those of the text: the image token first.
 QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -392,6 +403,7 @@ SPECIAL = {
     "smolvlm": TILED_SPECIAL,
     "idefics3": TILED_SPECIAL,
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
+    "llava": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
 }
 
 

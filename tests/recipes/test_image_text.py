@@ -24,6 +24,7 @@ from tests.tiny_images import (
     inputs_of,
     ministral3_config,
     mistral3_config,
+    pixtral_config,
     qwen2_5_vl_config,
     qwen3_5_config,
     qwen3_5_moe_config,
@@ -57,6 +58,7 @@ CONFIGS = {
     "smolvlm": smolvlm_config,
     "mistral_vl": mistral3_config,
     "ministral_vl": ministral3_config,
+    "pixtral": pixtral_config,
 }
 
 
@@ -73,9 +75,9 @@ TOWERS = {"gemma4_vl": "vision_tower.encoder.layers.0.self_attn.q_proj.linear"}
 PROJECTORS = {"qwen2_5_vl": "merger.mlp.2", "gemma4_vl": "embed_vision.embedding_projection"}
 TOWERS["gemma4_vl_small"], PROJECTORS["gemma4_vl_small"] = TOWERS["gemma4_vl"], PROJECTORS["gemma4_vl"]
 TOWERS |= {"smolvlm": "vision_model.encoder.layers.0.self_attn.q_proj"}
-TOWERS |= dict.fromkeys(("mistral_vl", "ministral_vl"), "vision_tower.transformer.layers.0.attention.q_proj")
+TOWERS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "vision_tower.transformer.layers.0.attention.q_proj")
 PROJECTORS |= {"smolvlm": "connector.modality_projection.proj"}
-PROJECTORS |= dict.fromkeys(("mistral_vl", "ministral_vl"), "multi_modal_projector.linear_2")
+PROJECTORS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "multi_modal_projector.linear_2")
 CONSTANTS = ("_min", "_max", "std_bias", "std_scale", "layer_scalar")
 every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
 

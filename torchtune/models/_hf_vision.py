@@ -157,21 +157,26 @@ class ImageTextFormat:
         return config
 
 
-@dataclass(frozen=True)
-class DenseOrMoE:
-    """Formats of a family's dense models and of its mixtures of experts."""
+def _has_experts(d: ImageTextDescription) -> bool:
+    return bool(d.num_experts)
 
-    dense: ImageTextFormat
-    moe: ImageTextFormat
+
+@dataclass(frozen=True)
+class TwoFormats:
+    """Formats of a family's two architectures; ``is_other(description)`` chooses the second for writing."""
+
+    one: ImageTextFormat
+    other: ImageTextFormat
+    is_other: Callable[[ImageTextDescription], bool] = _has_experts
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Read a ``config.json`` with the format of its architecture."""
-        chosen = self.moe if architecture_of(config) == self.moe.architecture else self.dense
+        chosen = self.other if architecture_of(config) == self.other.architecture else self.one
         return chosen.read(config, ignore_fields)
 
     def write(self, d: ImageTextDescription) -> dict[str, Any]:
         """Write the ``config.json`` of a description."""
-        return (self.moe if d.num_experts else self.dense).write(d)
+        return (self.other if self.is_other(d) else self.one).write(d)
 
 
 def read_whole(fields: Fields, name: str, default: int) -> int:

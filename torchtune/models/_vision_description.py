@@ -171,6 +171,11 @@ class ImageTextDescription(Description):
         return self.vision.merge_standardized
 
     @property
+    def reduces(self) -> bool:
+        """Whether the projector normalizes patches and reduces merged ones."""
+        return self.vision.merge_reduces
+
+    @property
     def projects_with_bias(self) -> bool:
         """Whether linear layers of the projector have biases."""
         return self.vision.projector_bias

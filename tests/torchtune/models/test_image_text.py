@@ -23,6 +23,7 @@ from tests.tiny_images import (
     inputs_of,
     ministral3_config,
     mistral3_config,
+    pixtral_config,
     qwen2_5_vl_config,
     qwen3_5_config,
     qwen3_5_moe_config,
@@ -47,6 +48,7 @@ FAMILIES = {
     "idefics3": idefics3_config,
     "mistral3": mistral3_config,
     "ministral3": ministral3_config,
+    "pixtral": pixtral_config,
 }
 
 

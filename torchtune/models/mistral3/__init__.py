@@ -1,4 +1,4 @@
-"""Mistral 3 and Ministral 3 with Pixtral's vision tower: text and images."""
+"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B: text and images."""
 
 from torchtune._lazy import attach
 

@@ -1,4 +1,4 @@
-"""Mistral 3 and Ministral 3 with Pixtral's vision tower."""
+"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B, whose patches are not merged."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from torchtune.models._build_vision import build_image_text
 from torchtune.models._description import ModelError
 from torchtune.models._hf_config import MISTRAL
 from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_activation
+from torchtune.models._hf_vision import ImageTextFormat, TwoFormats, activation_name, read_activation
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 from torchtune.models._vision_names import FlatPatches, image_text_names, renamed_modules
@@ -16,27 +16,44 @@ from torchtune.models._weight_rows import Row
 from torchtune.models.ministral3._model_builders import FORMAT as MINISTRAL
 from torchtune.models.mistral3._processor import PixtralImages
 
-_ARCHITECTURE = "Mistral3ForConditionalGeneration"
+_ARCHITECTURE, _LLAVA = "Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+def _read_tower(fields: Fields, values: dict[str, Any], whole: Fields, last_layer: int) -> dict[str, Any]:
+    if fields.peek("model_type") not in (None, "pixtral"):
+        raise fields.refusal("model_type", fields.peek("model_type"))
     fields.take("image_size", None)  # rotary embeddings have no largest size
     if fields.take("head_dim", values["embed_dim"] // values["num_heads"]) * values["num_heads"] != values["embed_dim"]:
         raise fields.refusal("head_dim", fields.peek("head_dim"))
-    for name, only in (("projector_hidden_act", "gelu"), ("vision_feature_layer", -1)):
-        if whole.take(name, only) != only:
-            raise whole.refusal(name, whole.peek(name))
+    for name, default, only in (("projector_hidden_act", "gelu", "gelu"), ("vision_feature_layer", last_layer, -1)):
+        if (found := whole.take(name, default)) != only:
+            raise whole.refusal(name, found)
     return {
         **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias"), False),
-        **dict.fromkeys(("mlp_gated", "first_norm", "merge_channels_first", "merge_reduces"), True),
+        **dict.fromkeys(("mlp_gated", "first_norm"), True),
         "activation": read_activation(fields, "gelu"),
         "norm": "rms",
         "norm_eps": 1e-5,
         "rope": "alternating",
-        "merge_norm": "rms",
         "projector_dim": values["output_dim"],
+    }
+
+
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+    return {
+        **_read_tower(fields, values, whole, last_layer=-1),
+        **dict.fromkeys(("merge_channels_first", "merge_reduces"), True),
+        "merge_norm": "rms",
         "projector_bias": bool(whole.take("multimodal_projector_bias", False)),
     }
+
+
+def _read_llava(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+    whole.take("image_seq_length", None)
+    if (strategy := whole.take("vision_feature_select_strategy", "default")) != "full":
+        raise whole.refusal("vision_feature_select_strategy", strategy)
+    bias = bool(whole.take("multimodal_projector_bias", True))
+    return {**_read_tower(fields, values, whole, last_layer=-2), "projector_bias": bias}
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
@@ -47,6 +64,14 @@ def _write_more(d: ImageTextDescription) -> dict[str, Any]:
     if d.vision.merge_norm_eps != d.norm_eps:
         raise ModelError("vision: the norm of the projector has the eps of the text (norm_eps).")
     return {"multimodal_projector_bias": d.vision.projector_bias}
+
+
+def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
+    return {**_write_more(d), "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+
+
+def _is_llava(d: ImageTextDescription) -> bool:
+    return not d.vision.merge_reduces
 
 
 _TEXT_DEFAULTS = (
@@ -76,6 +101,16 @@ _FORMAT = ImageTextFormat(
     ignored=("image_token_id",),
     write_more=_write_more,
 )
+_LLAVA_FORMAT = replace(
+    _FORMAT,
+    architecture=_LLAVA,
+    model_type="llava",
+    texts=(MISTRAL,),
+    whole_sizes=(),
+    read_vision=_read_llava,
+    write_more=_write_llava,
+)
+_FORMATS = TwoFormats(_FORMAT, _LLAVA_FORMAT, _is_llava)
 _LAYER = (
     ("attn.q_proj", "attention.q_proj"),
     ("attn.k_proj", "attention.k_proj"),
@@ -97,8 +132,8 @@ def _tower_names(start: str) -> list[Row]:
         *renamed_modules(layer, ours, _LAYER, ["weight"]),
         Row(f"{layer}attention_norm.weight", f"{ours}sa_norm.scale"),
         Row(f"{layer}ffn_norm.weight", f"{ours}mlp_norm.scale"),
-        Row(f"{projector}norm.weight", "encoder.projector.norm.scale"),
-        Row(f"{projector}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight"),
+        Row(f"{projector}norm.weight", "encoder.projector.norm.scale", when="reduces"),
+        Row(f"{projector}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when="reduces"),
         *renamed_modules(projector, "encoder.projector.", linears, ["weight"]),
         *(
             Row(f"{projector}{theirs}.bias", f"encoder.projector.{name}.bias", when="projects_with_bias")
@@ -120,9 +155,9 @@ _MODULES = (
 )
 SPEC = ModelSpec(
     name="mistral3",
-    architectures=(_ARCHITECTURE,),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
+    architectures=(_ARCHITECTURE, _LLAVA),
+    from_hf_config=_FORMATS.read,
+    to_hf_config=_FORMATS.write,
     weight_maps={"hf": replace(_NAMES, modules=_MODULES), "hf_modules": _NESTED},
     builder=build_image_text,
     image_processor=PixtralImages.from_config,

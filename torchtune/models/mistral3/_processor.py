@@ -1,4 +1,4 @@
-"""Image processor of Mistral 3 and Ministral 3."""
+"""Image processor of Mistral 3, Ministral 3 and Pixtral."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from torchtune.models._image_processors import (
 
 @dataclass(frozen=True, kw_only=True)
 class PixtralImages(ImageProcessor):
-    """Image processor of Mistral 3 and Ministral 3.
+    """Image processor of Mistral 3, Ministral 3 and Pixtral.
 
     Attributes:
         longest: largest side of an image; larger ones are reduced.
@@ -38,7 +38,7 @@ class PixtralImages(ImageProcessor):
         patch = config.get("patch_size")
         numbers = given_numbers(
             patch_size=patch.get("height") if isinstance(patch, Mapping) else patch,
-            merge=model.get("spatial_merge_size"),
+            merge=model.get("spatial_merge_size", 1 if model.get("model_type") == "llava" else None),
             longest=(config.get("size") or {}).get("longest_edge"),
         )
         return cls(**numbers, **given_colors(config))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from torchtune.models._build_vision import build_image_text
-from torchtune.models._hf_vision import DenseOrMoE
+from torchtune.models._hf_vision import TwoFormats
 from torchtune.models._vision_names import image_text_names
 from torchtune.models.qwen3_5._model_builders import FORMAT
 from torchtune.models.qwen3_5._model_builders import SPEC as TEXT
@@ -18,7 +18,7 @@ _QWEN3_5 = {
     "tokens": (("image_token_id", 248_056), ("video_token_id", 248_057)),
     "sections": (11, 11, 10),
 }
-_FORMATS = DenseOrMoE(
+_FORMATS = TwoFormats(
     qwen_format(_DENSE, "qwen3_5", FORMAT, **_QWEN3_5),
     qwen_format(_MOE, "qwen3_5_moe", MOE_FORMAT, **_QWEN3_5),
 )

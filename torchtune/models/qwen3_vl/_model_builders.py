@@ -7,7 +7,7 @@ from torchtune.models._build_vision import build_image_text
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, layers_without_experts
-from torchtune.models._hf_vision import DenseOrMoE
+from torchtune.models._hf_vision import TwoFormats
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_names import image_text_names
 from torchtune.models._weight_names import HF_HALF, experts, with_fused_experts
@@ -64,7 +64,7 @@ _MOE = replace(
     defaults=(("num_key_value_heads", 16), ("max_position_embeddings", 128_000), ("rope_theta", 500_000.0)),
 )
 _QWEN3_VL = {"deep_layers": [8, 16, 24], "tokens": _TOKENS, "sections": (24, 20, 20)}
-_FORMATS = DenseOrMoE(
+_FORMATS = TwoFormats(
     qwen_format(_DENSE.architecture, "qwen3_vl", _DENSE, **_QWEN3_VL),
     qwen_format(_MOE.architecture, "qwen3_vl_moe", _MOE, **_QWEN3_VL),
 )
