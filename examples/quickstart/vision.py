@@ -150,6 +150,7 @@ def align() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=ALIGN_STEPS)
     for step in range(ALIGN_STEPS):
         some = [rows[(step * ALIGN_SIZE + index) % len(rows)] for index in range(ALIGN_SIZE)]
+        some.sort(key=lambda row: row["kind"])  # attention runs once for pictures of a size
         pictures = [open_image(row["image"]) for row in some]
         plans = [processor.plan(picture.size) for picture in pictures]
         patches = torch.from_numpy(np.concatenate([processor.patches(picture) for picture in pictures]))

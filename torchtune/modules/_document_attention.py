@@ -94,17 +94,16 @@ def _split_by_length(
     each run of consecutive documents with equal numbers of queries and of keys."""
     queries = cu_seqlens.diff().tolist()
     keys = queries if cu_keys is None else cu_keys.diff().tolist()
-    start = [0, 0]
-    for lengths, run in groupby(zip(queries, keys, strict=True)):
-        count = sum(1 for _ in run)
-        views = []
-        for side, (length, tensors) in enumerate(zip(lengths, (of_queries, of_keys), strict=True)):
-            end = start[side] + count * length
-            views.append(tuple(t[start[side] : end].unflatten(0, (count, length)) for t in tensors))
-            start[side] = end
-        yield tuple(views)
-    if start != [of_queries[0].shape[0], of_keys[0].shape[0]]:
-        raise ValueError(f"The documents cover {start[0]} positions, the batch has {of_queries[0].shape[0]}.")
+    if [sum(queries), sum(keys)] != [of_queries[0].shape[0], of_keys[0].shape[0]]:
+        raise ValueError(f"The documents cover {sum(queries)} positions, the batch has {of_queries[0].shape[0]}.")
+    runs = [(*pair, sum(1 for _ in run)) for pair, run in groupby(zip(queries, keys, strict=True))]
+
+    def views(tensor: Tensor, side: int) -> list[Tensor]:
+        parts = tensor.split([run[side] * run[2] for run in runs])  # slices would have a gradient of the whole size
+        return [part.unflatten(0, (run[2], run[side])) for part, run in zip(parts, runs, strict=True)]
+
+    sides = [zip(*(views(tensor, side) for tensor in of), strict=True) for side, of in enumerate((of_queries, of_keys))]
+    return zip(*sides, strict=True)
 
 
 def _empty_lse(q: Tensor) -> Tensor:
