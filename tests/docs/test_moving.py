@@ -5,15 +5,11 @@ import inspect
 import re
 
 import pytest
-from peft import LoraConfig
-from transformers import BitsAndBytesConfig
-from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
 
 from tests.docs.pages import ROOT
 from torchtune._cli._target import resolve_recipe
 from torchtune._recipe_registry import get_all_recipes
 
-CLASSES = (SFTConfig, DPOConfig, GRPOConfig, LoraConfig)
 _ROW = re.compile(r"^   \* - (.*)\n     - ((?:.*\n)(?:       .*\n)*)", re.MULTILINE)
 _NAME = re.compile(r"``([a-z][\w.]*)(?:: [^`]*)?``")
 
@@ -40,7 +36,12 @@ def test_settings_exist(page):
 
 
 def test_names_of_trl_exist():
-    known = {item.name for each in CLASSES for item in dataclasses.fields(each)}
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+    from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
+
+    classes = (SFTConfig, DPOConfig, GRPOConfig, LoraConfig)
+    known = {item.name for each in classes for item in dataclasses.fields(each)}
     known |= {*inspect.signature(GRPOTrainer).parameters, *inspect.signature(BitsAndBytesConfig).parameters}
     named = [name for left, _ in rows("moving_trl.rst") for name in left]
     assert len(named) > 30
