@@ -17,6 +17,7 @@ import pytest
 
 from torchtune.utils import FolderLock, UserError, get_logger
 
+PATIENCE = "torchtune.utils._folder_lock._PATIENCE"
 HOLD = """if True:
     import os, sys, time
     from pathlib import Path
@@ -67,9 +68,10 @@ def refusal(lock: FolderLock) -> str:
     return text
 
 
-def test_two_runs(hold: Callable, tmp_path: Path) -> None:
+def test_two_runs(hold: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = hold()
     text = refusal(FolderLock(tmp_path / "run"))
+    monkeypatch.setattr(PATIENCE, 0.1)
     with pytest.raises(UserError) as caught:
         FolderLock(tmp_path / "run").check_unused()
     assert str(caught.value) == text
@@ -102,8 +104,9 @@ def test_killed(hold: Callable, tmp_path: Path, children: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "machine": 3, "lives": 4}', "[" * 100_000])
-def test_a_file_that_says_nothing(tmp_path: Path, content: str) -> None:
+def test_a_file_that_says_nothing(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was left by an earlier release or by a kill; in the hands of a process, the refusal has no name."""
+    monkeypatch.setattr(PATIENCE, 0.1)
     path = tmp_path / ".run.lock"
     path.write_text(content)
     with path.open() as file:
