@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PINS := $(BIN)/constraints.txt
 CREATE = $(PYTHON) -m venv $(VENV) && sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
 INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e
-# Threads that spin while they wait slow down everything else on a shared machine.
-ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+# Threads that spin while they wait slow down everything else on a shared machine; a hundred processes of the tests
+# compile the library anew, half a second each, where Python is told to keep no bytecode.
+ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help quickstart dpo grpo agent vision test lint format docs bench cuda gpu configs clean
 

@@ -46,7 +46,7 @@ def load_recipe(name: str, folder: Path, changes: dict[str, str] | None = None) 
         for old, new in changes.items():
             assert text.count(old) == 1, f"'{old}' stands {text.count(old)} times in {path.name}, not once"
             text = text.replace(old, new)
-        path = folder / f"{name}_changed.py"
+        path = folder / f"{next(_count)}_{name}_changed.py"  # another one each time: bytecode is kept by name
         path.write_text(text)
     module_name = f"{name}_{next(_count)}"
     spec = importlib.util.spec_from_file_location(module_name, path)
