@@ -197,7 +197,11 @@ class Page:
 
 @pytest.fixture
 def page_folder(
-    checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    imported_aside: None,
+    checkpoint: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Page]:
     import datasets
 
@@ -219,7 +223,6 @@ def page_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_what_a_page_shows_runs(path, page_folder):
     for block in blocks_of(path):
