@@ -30,7 +30,7 @@ from torchtune._recipe_registry import current_name
 
 Condition = Callable[[Path], bool]
 SETTINGS: dict[str, Any] = {
-    "epochs": 4,
+    "epochs": 3,
     "batch_size": 2,
     "save_every_n_steps": 2,
     "dtype": "bf16",

@@ -17,7 +17,7 @@ from tests.recipes.runs import RECIPES, TRAINING, read_log, write_config
 
 ALONE = [name for name in TRAINING if name.endswith("single_device")]
 SEVERAL = [name for name in TRAINING if name.endswith("distributed")]
-STEPS = 48
+STEPS = 36
 
 
 @pytest.fixture(scope="module", params=ALONE)
