@@ -1,6 +1,6 @@
-"""Saves and is killed, again and again: run as a program, prints what it found.
+"""Saves and is killed, again and again, and writes down what it found.
 
-One process imports everything, and forks the children that save: a kill then costs milliseconds, not an import.
+The children that save are forked: a kill then costs milliseconds, not an import.
 """
 
 import json
@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from tests.torchtune.checkpoints.ranks import shard
 from tests.torchtune.checkpoints.small import build, stored
 from torchtune.training import FullModelHFCheckpointer
+
+KILLS = {1: 6, 2: 8}  # by the number of ranks
 
 
 class Fill(torch.optim.SGD):
@@ -87,8 +90,8 @@ def is_saving(output: Path) -> bool:
     return any(path.name.startswith(".step_") for path in output.iterdir())
 
 
-def main(folder: Path, output: Path, kills: int, size: int) -> None:
-    """Print the number of ranks, the step found after every kill, and whether the kill fell into a save.
+def lives(folder: Path, output: Path, kills: int, size: int) -> Iterator[tuple[int, bool]]:
+    """Yield the step found after every kill, and whether the kill fell into a save.
 
     Where a kill falls is the machine's mood: lives go on past ``kills`` until a quarter of that many fell into a save,
     and those more are killed as soon as a save is seen.
@@ -114,10 +117,12 @@ def main(folder: Path, output: Path, kills: int, size: int) -> None:
         found = [os.waitpid(pid, 0)[1] for pid in pids]
         assert signal.SIGKILL in map(os.WTERMSIG, found), "the saving processes ended by themselves"
         hit = is_saving(output)
-        print(size, check(store, folder), int(hit), flush=True)
+        yield check(store, folder), hit
         hits, life = hits + hit, life + 1
 
 
-if __name__ == "__main__":
-    for size, kills in json.loads(sys.argv[3]).items():
-        main(Path(sys.argv[1]), Path(sys.argv[2]) / f"output_{size}", kills, int(size))
+def main(folder: Path) -> None:
+    """Live and be killed with one rank, and with two."""
+    for size, kills in KILLS.items():
+        found = list(lives(folder / "source", folder / f"output_{size}", kills, size))
+        (folder / f"lives_{size}.json").write_text(json.dumps(found))

@@ -1,18 +1,13 @@
 """Run a recipe for two steps on fake or on real tensors, and report what the observer counted.
 
-``python -m tests.torchtune.estimate.measured FOLDER`` measures the cases of several processes with real ones,
-and writes what rank 0 counted to ``FOLDER/measured_<processes>.json``.
+Each of several ranks calls ``main(folder)``, and rank 0 writes what it counted to ``folder/measured_<processes>.json``.
 """
 
 import json
 import os
-import signal
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.forker import fork, import_rooms
 from tests.recipes.runs import load_recipe, write_config
 from tests.tiny_images import qwen3_vl_config
 from torchtune.config import load_and_check
@@ -91,51 +86,18 @@ def measure(name: str, folder: Path, *, fake: bool) -> dict[str, Any]:
     return {"peaks": peaks, "flops": flops, "traffic": traffic}
 
 
-def measure_rank(rank: int, processes: int, names: list[str], folder: Path) -> None:
-    """Be one rank of every case; rank 0 writes what it counted."""
+def main(folder: Path) -> None:
+    """Be one rank of every case of so many; rank 0 writes what it counted."""
     import torch.distributed as dist
 
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own = folder / f"rank_{rank}_of_{processes}"  # ranks write their configs, and must not read half of another's
     own.mkdir()
     prepare(own)
-    told = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "-", "MASTER_PORT": 0}
-    os.environ.update({key: str(value) for key, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    os.environ.update(MASTER_ADDR="-", MASTER_PORT="0")
     found = {}
-    for number, name in enumerate(names):
-        meeting = f"file://{folder}/meeting_{processes}_{number}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+    for name in [name for name, case in CASES.items() if case[0] == processes]:
+        dist.init_process_group("gloo", f"file://{folder}/{processes} {name}", rank=rank, world_size=processes)
         found[name] = measure(name, own, fake=False)
     if rank == 0:
         (folder / f"measured_{processes}.json").write_text(json.dumps(found))
-
-
-def main(folder: Path) -> None:
-    """Fork as many ranks as each case has; this process runs no tensor operation, so that a fork is safe."""
-    import_rooms()
-    for processes in (2, 4):
-        names = [name for name, case in CASES.items() if case[0] == processes]
-        pids = set()
-        for rank in range(processes):
-            pid = fork()
-            if pid == 0:
-                status = 1
-                try:
-                    measure_rank(rank, processes, names, folder)
-                    status = 0
-                except BaseException:  # noqa: BLE001  (whatever it is, the child must end here and say so)
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(status)
-            pids.add(pid)
-        while pids:
-            pid, status = os.wait()
-            pids.remove(pid)
-            if status:  # the others would wait for it
-                for other in pids:
-                    os.kill(other, signal.SIGKILL)
-                raise SystemExit(f"a rank of {names} failed")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -2,16 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.recipes.killing import launch
 from tests.torchtune.estimate.measured import CASES, measure, prepare
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +24,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def measure_processes(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.torchtune.estimate.measured", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
+    for processes in (2, 4):
+        launch("estimate.measured", processes, folder)
     return {
         name: found for path in folder.glob("measured_*.json") for name, found in json.loads(path.read_text()).items()
     }
