@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+from tests.torchtune.checkpoints.small import load, write_folder
 
 DISK = 4 * 2**20
 
@@ -20,3 +23,15 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting a small file system is not permitted here: {mounted.stderr.strip()}")
     yield path
     subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small model."""
+    return write_folder(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> nn.Module:
+    """The model of that folder."""
+    return load(source)

@@ -13,21 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.torchtune.checkpoints.small import build, load, write_folder
+from tests.torchtune.checkpoints.small import build, load
 from tests.work import largest_file
+from torchtune._cli import tune
 from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def model(source: Path) -> nn.Module:
-    return load(source)
 
 
 @pytest.fixture
@@ -103,22 +94,22 @@ def test_what_a_user_may_change(run: FullModelHFCheckpointer) -> None:
         verify_checkpoint(run.output_dir / "step_2")
 
 
-def tune(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torchtune._cli.tune", "checkpoint", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_verify(run: FullModelHFCheckpointer) -> None:
+def test_verify(
+    run: FullModelHFCheckpointer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All of a run: one is whole, one has two damaged files."""
     folder = run.output_dir
     flip(folder / "step_2" / "model.safetensors")
     (folder / "step_2" / "tokenizer.json").unlink()
-    done = tune("verify", folder)
-    assert done.returncode == 2
+    monkeypatch.setattr(sys, "argv", ["tune", "checkpoint", "verify", str(folder)])
+    with pytest.raises(SystemExit) as stop:
+        tune.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 2
     whole = [path for path in (folder / "step_1").rglob("*") if path.is_file() and path.name != ".complete"]
     size = sum(path.stat().st_size for path in whole)
-    assert done.stdout == f"{folder / 'step_1'} is whole: {len(whole)} files, {size:,} bytes.\n"
-    damaged, last = done.stderr.splitlines()
+    assert said.out == f"{folder / 'step_1'} is whole: {len(whole)} files, {size:,} bytes.\n"
+    damaged, last = said.err.splitlines()
     assert damaged.startswith(
         f"error: {folder / 'step_2'} is damaged: {folder / 'step_2'}/model.safetensors was changed"
     )

@@ -8,19 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.torchtune.checkpoints.small import build, load, write_folder
+from tests.torchtune.checkpoints.small import build
 from torchtune.checkpoints import CheckpointError
 from torchtune.training import FullModelHFCheckpointer
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def model(source: Path) -> nn.Module:
-    return load(source)
 
 
 def checkpointer(source: Path, output: Path, **options) -> FullModelHFCheckpointer:

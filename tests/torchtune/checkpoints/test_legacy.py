@@ -44,11 +44,6 @@ STATE = {
 }
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("source"))
-
-
 def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheckpointer:
     """As official YAML of older releases builds it."""
     return FullModelHFCheckpointer(
@@ -125,7 +120,6 @@ def lora_state(source: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]
     return model, merged, {"adapter": adapter, "adapter_config": config}
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_adapter(source: Path, tmp_path: Path) -> None:
     model, merged, adapter = lora_state(source)
     store = checkpointer(source, tmp_path)
