@@ -121,7 +121,7 @@ class _Answer:
         session: name of its session; the answer is recorded at its end.
 
     Attributes:
-        job: what the server has to sample.
+        job: the job of the batch server.
     """
 
     def __init__(self, server: ChatServer, body: Any, session: str | None) -> None:
@@ -252,7 +252,7 @@ class _Held:
     """Text that is held back, because it may be the beginning of a mark, or follows one.
 
     Attributes:
-        text: the text that is held back.
+        text: held text.
         before: its part before the mark.
         found: the mark, if it has appeared.
     """
@@ -263,7 +263,7 @@ class _Held:
         self.found: str | None = None
 
     def put(self, text: str, raw: str) -> str:
-        """Add text, without and with special tokens; return what can be sent."""
+        """Add text, without and with special tokens; return the text that can be sent."""
         self.text += text
         self._raw += raw
         if self.found is not None and self.found != self._start:

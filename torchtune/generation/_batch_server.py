@@ -168,6 +168,6 @@ class BatchServer:
                     if ends(index, token) or counts[index] == jobs[index].limit:
                         running.discard(index)
                         jobs[index].found.put(GenerationError("The server is closed.") if self._is_closed else None)
-        except Exception as error:  # noqa: BLE001 - of one batch, whose jobs get it; others go on
+        except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
             for index in running:
-                jobs[index].found.put(error)
+                jobs[index].found.put(GenerationError(f"The model failed: {error}"))

@@ -304,6 +304,11 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name: str, streams: boo
         ({"messages": [{"role": "judge", "content": "a"}]}, 400, "'judge' is not a role"),
         ({"messages": [*CAT, {"role": "assistant", "content": "so"}]}, 400, "end with the assistant's turn"),
         ({"messages": [{"role": "user", "content": "cat " * 5000}]}, 400, "fill the model's context"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            400,
+            "an image",
+        ),
         ({"top_p": 0.9}, 400, "samples without top_p other than 1"),
         ({"best_of": 2}, 400, "samples without best_of: leave it out"),
         ({"temperature": "hot"}, 400, 'temperature is "hot": it must be a number of at least 0'),
@@ -319,8 +324,12 @@ def test_errors_name_what_is_wrong(body, status, said, server):
     assert said in reply["error"]["message"]
 
 
-def test_other_errors_of_requests(server):
+def test_other_errors_of_requests(server, loaded):
     port = server.server_port
+    handle = loaded[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    status, reply = ask(port, {"model": "tiny", "messages": CAT})
+    handle.remove()
+    assert (status, reply["error"]["message"]) == (503, "The model failed: division by zero")
     assert ask(port, {}, "/v1/embeddings")[0] == 404
     assert ask(port, None, "/v1/nothing", "GET")[0] == 404
     assert ask(port, None, "/v1/models", "GET", Host="localhost.example")[0] == 403

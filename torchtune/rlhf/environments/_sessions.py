@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtune.data import Message, as_messages
+from torchtune.data import DataError, Message, as_messages
 from torchtune.rlhf._rollouts import Episode, RolloutError
 from torchtune.rlhf.environments._bridge import Bridge
 from torchtune.rlhf.environments._calls import ToolCall
@@ -114,11 +114,13 @@ class Sessions:
             tools: tool definitions.
 
         Raises:
-            DataError: a message is invalid, or the chat template does not take the messages.
+            DataError: a message is invalid or has an image, or the chat template does not take the messages.
             RolloutError: the chat template has no place for replies of tools.
         """
         bridge, key = Bridge(self._tokenizer, tools), (model, json.dumps(list(tools)))
         turns, given = as_messages([_rendered(message) for message in messages]), [_compared(one) for one in messages]
+        if any(turn.contains_media for turn in turns):
+            raise DataError("a message has an image, and only text is read")
         with self._lock:
             known = [
                 turn
