@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
@@ -118,6 +119,8 @@ class ServerSampler:
             _make_server(server, one, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer)
             for one in ([url] if isinstance(url, str) else url)
         ]
+        if not self._servers:
+            raise RolloutError("sampler.url is empty: give the url of a server, or of several.")
         self._urls = ", ".join(one.url for one in self._servers)
         self.gives_log_probs = self._servers[0].gives_log_probs
         self._ranks = Ranks(RolloutError)
@@ -130,7 +133,7 @@ class ServerSampler:
             finalize(self, shutil.rmtree, root, ignore_errors=True)
         self._loaded_fingerprint: list[int] | None = None
         self._num_saves, self._num_dropped = 0, 0
-        self._lock, self._is_compared = threading.Lock(), max_difference is None
+        self._lock, self._restarts, self._is_compared = threading.Lock(), Counter(), max_difference is None
         self._send_weights()
 
     def _send_weights(self) -> None:
@@ -175,12 +178,15 @@ class ServerSampler:
 
     def _sample(self, server: Server, *request: Any) -> list[Rollout]:
         """Sample answers to a prompt; once more if the server was restarted."""
+        known = self._restarts[server.url]
         try:
             return server.sample(*request)
         except NoReplyError as error:
             with self._lock:
-                get_logger().warning(f"{error} Waiting for {server.url}.")
-                self._wait_for(server)
+                if self._restarts[server.url] == known:  # the first of several requests that failed
+                    get_logger().warning(f"{error} Waiting for {server.url}.")
+                    self._wait_for(server)
+                    self._restarts[server.url] += 1
             return server.sample(*request)
 
     def __call__(
@@ -234,10 +240,10 @@ class ServerSampler:
         The mean log-prob of draws is the negative entropy, and the mean of π / π_server is 1. With top-p or top-k, the
         first is larger, and the second is the probability of the tokens that are kept.
         """
-        parts = [self._own([one]) for one in rollouts if one.answer]
+        if self._ranks.any(not all(one.answer for one in rollouts)):  # dropped answers are a selection
+            return
+        parts = [self._own([one]) for one in rollouts]
         with self._ranks.raise_on_all():
-            if len(parts) < len(rollouts):  # dropped answers are a selection
-                return
             own, entropy, sampled = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
             values = {} if sampled is None else {"above 1 in the importance ratio": (own - sampled).exp() - 1.0}
             values["nats above the negative entropy"] = own + entropy

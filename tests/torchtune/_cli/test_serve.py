@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.tiny import write_checkpoint
 from tests.torchtune._cli.test_chat import _reference as reference
 from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
 from torchtune._cli._chat_api import ChatServer
+from torchtune._cli.serve import _load
 from torchtune._cli.tune import main
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.models.llama3 import llama3
@@ -93,6 +95,12 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
         model.save_pretrained(tmp_path / name)
     expected = {"tiny": reference(checkpoint, ["the cat"])}
     expected |= {name: reference(checkpoint, ["the cat"], tmp_path / name) for name in ("one", "two")}
+    adapters = [f"{name}={tmp_path / name}" for name in ("one", "two")]
+    models, _ = _load(str(checkpoint), "tiny", Namespace(adapter=adapters, dtype=None, device="cpu"))
+    base = set(map(id, models["tiny"].parameters()))
+    own = {name for name, parameter in models["one"].named_parameters() if id(parameter) not in base}
+    assert own
+    assert all("lora_" in name for name in own)
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     found: dict[str, Any] = {}
@@ -119,8 +127,8 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     request.addfinalizer(lambda: [signal.signal(number, handler) for number, handler in before.items()])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    adapters = [f"--adapter={name}={tmp_path / name}" for name in ("one", "two")]
-    monkeypatch.setattr("sys.argv", ["tune", "serve", str(checkpoint), "--port", str(port), "--device=cpu", *adapters])
+    options = ["--port", str(port), "--device=cpu", *(f"--adapter={one}" for one in adapters)]
+    monkeypatch.setattr("sys.argv", ["tune", "serve", str(checkpoint), *options])
     thread = threading.Thread(target=client)
     thread.start()
     main()

@@ -143,6 +143,8 @@ def test_groups_stay_on_one_server_and_a_restarted_one_gets_the_weights_again(ad
         with tiny_server(checkpoint, port=port) as two:
             thread.join(60)
             assert [rollout.answer for rollout in again] == [rollout.answer for rollout in first]
+            loads = [path for path, _ in two.asked if path in ("/collective_rpc", "/v1/load_lora_adapter")]
+            assert len(loads) == 1
             shift(sampler, 1)
             assert difference(sampler, sampler(PROMPTS, 2, [1, 2])) < 1e-4
 
@@ -182,6 +184,7 @@ def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, mak
         ("transformers", ["fixed"], {}, "answers with the model 'another', not with .* without a fixed model"),
         ("transformers", [], {"temperature": 0.0}, "temperature is 0"),
         ("sglang", [], {}, "it must be vllm or transformers"),
+        ("vllm", [], {"url": []}, "sampler.url is empty"),
     ],
 )
 def test_a_server_that_fails_is_one_sentence(
