@@ -1,10 +1,10 @@
 """Environments of reinforcement learning: tools, their calls, and conversations of several turns."""
 
 from torchtune.rlhf._rollouts import ENDS, Episode
-from torchtune.rlhf.environments._adapters import Gymnasium, OpenEnv, TextArena
 from torchtune.rlhf.environments._bridge import Bridge
 from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
+from torchtune.rlhf.environments._other_libraries import Gymnasium, OpenEnv, TextArena
 from torchtune.rlhf.environments._sessions import Sample, Sessions, episodes_of
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
 
