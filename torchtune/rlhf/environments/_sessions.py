@@ -26,6 +26,10 @@ class Sample:
         log_probs: log-probs of the sampled tokens, 0 at the others.
         sampling: temperature and top_k of each turn.
         finished: whether the last turn ended with a stop token.
+
+    Example:
+        >>> torchtune.rlhf.environments.Sample("tiny", [5, 6, 7, 2], prompt_len=2, mask=[True, True]).finished
+        False
     """
 
     model: str
