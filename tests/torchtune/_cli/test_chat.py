@@ -109,14 +109,7 @@ def test_what_ends_an_answer(
         (["--model", "{}", "--adapter", "{}"], "there is no adapter_model.safetensors"),
     ],
 )
-def test_errors(
-    checkpoint,
-    monkeypatch,
-    capsys,
-    args,
-    message,
-):
-    with pytest.raises(SystemExit) as found:
-        _chat(monkeypatch, "", *(str(arg).format(checkpoint) for arg in args))
-    assert found.value.code == 2
-    assert message in capsys.readouterr().err
+def test_errors(checkpoint, tune, args, message):
+    result = tune("chat", *(str(arg).format(checkpoint) for arg in args))
+    assert result.code == 2
+    assert message in result.err
