@@ -20,7 +20,7 @@ import yaml
 import torchtune
 from torchtune._cli._aside import call_aside
 from torchtune._cli._export_check import Check, check_files
-from torchtune._cli._export_files import find_trained
+from torchtune._cli._export_files import Trained, find_trained
 from torchtune._cli._target import RecipeTarget
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
@@ -215,16 +215,19 @@ class _Checks:
         """A checkpoint, loaded alone, has the loss with which the run continues, and transformers has its logits."""
         expected = self._whole[2]["loss"]
         trained = find_trained(str(self._folder / "whole" / "epoch_0"))
+        # Pairs have a loss that needs another model, and prompts for generation have placeholders as labels.
+        rows = [row for row in self._examples(_ROWS) if "labels" in row and "number" not in row]
+        loss = f"{self._compare_loss(trained, rows, expected)}; " if rows else ""
         try:
             check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu")
         except EvaluationError as error:  # an architecture that transformers does not have
             check = Check(reason=str(error))
-        # Pairs have a loss that needs another model, and prompts for generation have placeholders as labels.
-        rows = [row for row in self._examples(_ROWS) if "labels" in row and "number" not in row]
         if not rows and check.measured is None:
             raise NotChecked(check.reason)
-        if not rows:
-            return check.verdict()
+        return f"{loss}{check.verdict()}"
+
+    def _compare_loss(self, trained: Trained, rows: list[dict[str, Any]], expected: float) -> str:
+        """Compare the loss of a checkpoint, loaded alone, with the loss of the next step."""
         # Other libraries read the merged model, if there is one, rather than the base and the adapter.
         saved = trained.checkpoint if trained.has_weights else trained.path
         model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
@@ -236,7 +239,7 @@ class _Checks:
         loss = float(total) / int(count)
         if not abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
             raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
-        return f"loss {loss:.6f}, as the run continues; {check.verdict()}"
+        return f"loss {loss:.6f}, as the run continues"
 
     @cached_property
     def _tokenizer(self) -> Any:
