@@ -153,8 +153,9 @@ def align() -> None:
         some.sort(key=lambda row: row["kind"])  # attention runs once for pictures of a size
         pictures = [open_image(row["image"]) for row in some]
         plans = [processor.plan(picture.size) for picture in pictures]
-        patches = torch.from_numpy(np.concatenate([processor.patches(picture) for picture in pictures]))
-        (tokens,) = tower(Images(patches, tuple(grid for plan in plans for grid in plan.grids)))
+        pixels = torch.from_numpy(np.concatenate([processor.pixels(picture) for picture in pictures]))
+        grids = tuple(grid for plan in plans for grid in plan.grids)
+        (tokens,) = tower(Images(pixels, grids, colors=processor.colors))
         right = torch.tensor([texts.index(row["output"]) for row in some])
         right = right.repeat_interleave(torch.tensor([plan.tokens for plan in plans]))
         loss = torch.nn.functional.cross_entropy(tokens @ answers.T, right)

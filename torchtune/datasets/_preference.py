@@ -120,7 +120,7 @@ class PreferenceDataset(TokenizedDataset):
         if inputs := [item[f"{side}_encoder_input"] for side in _SIDES if f"{side}_encoder_input" in item]:
             one, other = inputs[0]["images"], inputs[-1]["images"]
             if torch.equal(one.pixels, other.pixels):  # the vision tower shall see them once
-                inputs[-1]["images"] = replace(other, patches=one.patches)
+                inputs[-1]["images"] = replace(other, pixels=one.pixels)
         return item
 
     def _images(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:
