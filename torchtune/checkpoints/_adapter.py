@@ -23,6 +23,7 @@ from torchtune.checkpoints._safetensors_file import Entry
 from torchtune.checkpoints._save_view import SaveView
 from torchtune.checkpoints._sources import Source, must_exist
 from torchtune.models import (
+    PEFT_PREFIX,
     Description,
     ExpertAdapter,
     FusedAdapter,
@@ -48,7 +49,6 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 # rows in the wrong order in .safetensors.
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
-_PEFT_PREFIX = "base_model.model."
 # transformers' parameters of stacked experts, gated ones. Adapter files hold one tensor per expert, which peft stacks,
 # if checkpoints do.
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -189,7 +189,7 @@ def _load_owned(
 def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
     """The tensors with this library's names and order of rows."""
     tensors = [(name, source.read(name)) for name in source.names()]
-    if not any(name.startswith(_PEFT_PREFIX) for name, _ in tensors):
+    if not any(name.startswith(PEFT_PREFIX) for name, _ in tensors):
         return tensors
     spec, description = weights.identity
     prefixes = _prefixes_of_text(spec, [name for name, _ in tensors])
@@ -220,8 +220,8 @@ def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]
     """Map adapter prefixes of a composite model to prefixes of its text decoder; empty if the model is composite."""
     if spec.builder is not None:
         return {}
-    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name in names)
-    return {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
+    composite = text_prefixes(name.removeprefix(PEFT_PREFIX) for name in names)
+    return {PEFT_PREFIX + theirs: PEFT_PREFIX + ours for ours, theirs in composite.items()}
 
 
 def _spread(
@@ -247,7 +247,7 @@ def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Pa
         CheckpointError: it is a base weight that differs from the model's.
     """
     spec, description = weights.identity
-    external, weight_map = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
+    external, weight_map = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
     if not any(external in group.external for group in weights.groups.values()):
         return external in {tie.external for tie in weight_map.tied}
     for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
@@ -294,7 +294,7 @@ def adapter_entries(
         weight_map = spec.weight_maps.get("hf_fused", weight_map).prefixed(prefixes)
         groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
     rows = {
-        ours: _PEFT_PREFIX + rename_prefix(theirs.removeprefix(_PEFT_PREFIX), prefixes)
+        ours: PEFT_PREFIX + rename_prefix(theirs.removeprefix(PEFT_PREFIX), prefixes)
         for theirs, ours in token_tensors(view).items()
     }
     ours = view.owned - rows.keys() - {name for names in view.owned_files.values() for name in names}
@@ -330,7 +330,7 @@ def adapted_modules(
         in_full: use full module paths: in a composite model, shorter names would also select modules of other towers.
     """
     adapted = {
-        name: name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0] for group in groups for name in group.external
+        name: name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for group in groups for name in group.external
     }
     modules = {adapted[name] for group in groups if not isinstance(group.op, ExpertAdapter) for name in group.external}
     linears = {

@@ -41,4 +41,5 @@ __getattr__, __dir__, __all__ = attach(
         "with_text_config": "_parts",
     },
     ("convert_weights", *packages_in(__path__)),
+    between_rooms={"PEFT_PREFIX": "_weight_map"},
 )

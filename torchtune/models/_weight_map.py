@@ -51,7 +51,7 @@ _PLACEHOLDERS = {
 }
 _LAYERS = ("layer", "clip", "head", "block", "deep")  # a group has tensors of one layer only
 
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
         single = len(external) == len(tune) == 1 and "{expert}" not in external[0] + tune[0]
         if not (single and row.op.rowwise and external[0].endswith(".weight") and tune[0].endswith(".weight")):
             continue
-        theirs, ours = _PEFT_PREFIX + external[0].removesuffix(".weight"), tune[0].removesuffix(".weight")
+        theirs, ours = PEFT_PREFIX + external[0].removesuffix(".weight"), tune[0].removesuffix(".weight")
         rows += [
             Row(f"{theirs}.lora_A.weight", f"{ours}.lora_a.weight", when=row.when),
             Row(f"{theirs}.lora_B.weight", f"{ours}.lora_b.weight", row.op, row.when),
@@ -382,7 +382,7 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
 
 
 def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: tuple[str, ...]) -> list[Row]:
-    theirs, ours = _PEFT_PREFIX + external.removesuffix(".weight"), [name.removesuffix(".weight") for name in tune]
+    theirs, ours = PEFT_PREFIX + external.removesuffix(".weight"), [name.removesuffix(".weight") for name in tune]
     both = tuple(f"{name}.lora_{side}.weight" for side in "ab" for name in ours)
     magnitudes = tuple(f"{name}.magnitude" for name in ours)
     return [
@@ -393,7 +393,7 @@ def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: t
 
 def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
     """Adapters of stacked ``X.gate_proj``: ``X.lora_gate_a`` and ``_b``; peft reads one per expert of gated ones."""
-    theirs, (path, _, name) = _PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
+    theirs, (path, _, name) = PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
     each = [
         Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, f"{row.when} mlp_gated") for side in "AB"
@@ -405,6 +405,6 @@ def _peft_row_of_fused_experts(row: Row) -> Row:  # peft wraps parameters in the
     names = [name.rpartition(".") for name in _templates(row.tune)]
     block = _templates(row.external)[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
     inside = "experts" if names[0][2] == "down_proj" else "experts.base_layer"
-    theirs = tuple(f"{_PEFT_PREFIX}{block.rpartition('.')[0]}.{inside}.lora_{side}.weight" for side in "AB")
+    theirs = tuple(f"{PEFT_PREFIX}{block.rpartition('.')[0]}.{inside}.lora_{side}.weight" for side in "AB")
     ours = tuple(f"{path}.lora_{name.removesuffix('_proj')}_{side}" for side in "ab" for path, _, name in names)
     return Row(theirs, ours, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)

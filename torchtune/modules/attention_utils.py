@@ -153,7 +153,7 @@ def choose_kernel(
         device: device of the queries.
         dtype: dtype of the queries.
         head_dim: h.
-        window: sliding window in positions; 0: none.
+        window: sliding window in positions; 0: none. Every kernel has windows.
         softcap: soft cap of the scores; 0: none.
         sinks: whether there are attention sinks.
     """
