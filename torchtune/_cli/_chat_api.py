@@ -333,10 +333,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise ApiError(404, f"There is no {path} to {self.command}.")
 
     def _body(self) -> Any:
-        try:
-            size = int(self.headers.get("Content-Length", ""))
-        except ValueError:
-            raise ApiError(400, "The request has no Content-Length.") from None
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise ApiError(400, "The request has no Content-Length, or one that is no number.")
+        size = int(length[:20])
         if size > _MOST_BYTES:
             raise ApiError(413, f"The body has {size:,} bytes, and at most {_MOST_BYTES:,} are read.")
         try:
