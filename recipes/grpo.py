@@ -308,8 +308,7 @@ class GRPORecipe:
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         seeds = None if greedy else [rlhf.prompt_seed(self.seed, self.global_step, one.number) for one in prompts]
         if self.environments is None:
-            tokens, images = [prompt.tokens for prompt in prompts], rlhf.Prompt.images_of(prompts)
-            rollouts = self.sampler(tokens, num_samples, seeds, **images)
+            rollouts = self.sampler([one.tokens for one in prompts], num_samples, seeds, **rlhf.images_of(prompts))
         else:
             rollouts = self.environments(prompts, num_samples, seeds)
         return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)

@@ -47,10 +47,10 @@ class Prompt:
     messages: Sequence[Message] = ()
     images: Mapping[str, Any] = field(default_factory=dict)
 
-    @staticmethod
-    def images_of(prompts: Sequence["Prompt"]) -> dict[str, Any]:
-        """Return ``images``, the argument of samplers for the images of prompts; nothing if no prompt has one."""
-        return {"images": [one.images for one in prompts]} if any(one.images for one in prompts) else {}
+
+def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return ``images``, the argument of samplers for the images of prompts; nothing if no prompt has one."""
+    return {"images": [one.images for one in prompts]} if any(one.images for one in prompts) else {}
 
 
 @dataclass(eq=False)
