@@ -22,7 +22,7 @@ from torchtune.rlhf.environments import Environments, Episode, tools_of
 RUN = OUT / "agent"
 DATA = OUT / "arithmetic"
 TEMPLATE = HERE / "data" / "tools.jinja"
-STEPS_BEFORE, STEPS = 4, 12
+STEPS_BEFORE, STEPS = 4, 20
 MAX_NEW_TOKENS = 48
 
 
@@ -37,7 +37,7 @@ def write_data() -> None:
     rng = random.Random(0)
     problems = list(dict.fromkeys(problem(rng) for _ in range(600)))
     DATA.mkdir(parents=True, exist_ok=True)
-    for name, part in {"shown": problems[:80], "train": problems[80:400], "held_out": problems[400:460]}.items():
+    for name, part in {"shown": problems[:80], "train": problems[80:400], "held_out": problems[400:500]}.items():
         rows = []
         for text in part:
             answer = Calculator().calculate(text)
@@ -125,7 +125,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     fetch_model()
     write_data()
-    say("Scoring the model as it was published on 60 held-out problems")
+    say("Scoring the model as it was published on 100 held-out problems")
     alone, _, _ = score(MODEL)
     say(f"{alone:.0%} right. Showing it {8 * STEPS_BEFORE} conversations with a calculator:\n")
     start = fine_tune()
