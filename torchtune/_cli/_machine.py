@@ -152,6 +152,6 @@ def _packages(found: Findings) -> list[str]:
         else:
             installed.append(f"{need.name} {version}")
     return [
-        *textwrap.wrap(", ".join(installed), 100),
+        *textwrap.wrap(", ".join(dict.fromkeys(installed)), 100),
         *(f"not installed: {', '.join(n)} (pip install 'torchtune[{e}]')" for e, n in missing.items()),
     ]

@@ -70,6 +70,7 @@ def test_a_machine_that_can_train(tune, tmp_path, monkeypatch):
     assert "offline: HF_HUB_OFFLINE is set" in found["hub"][0]
     packages = " ".join(found["packages"])
     assert f"tokenizers {metadata.version('tokenizers')}" in packages
+    assert packages.count("transformers ") <= 1, "it is in several extras"
     assert "pytest" not in packages, "packages for development are not listed"
     assert not list(tmp_path.iterdir()), "nothing is written"
 
