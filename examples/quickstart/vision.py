@@ -67,15 +67,15 @@ def draw_digits() -> Iterator[tuple[Image.Image, str]]:
 
 
 def draw_words(seed: int) -> Iterator[tuple[Image.Image, str]]:
-    """Yield pictures of words of any size, place and shade, with noise, and the words."""
+    """Yield pictures of words in several sizes, places and shades, with noise, and the words."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     fonts = [ImageFont.load_default(size) for size in (11, 12, 13)]
     while True:
         word, font = rng.choice(WORDS), rng.choice(fonts)
-        left, top, right, bottom = font.getbbox(word)
+        left, top, _, bottom = font.getbbox(word)
         paper, ink = rng.randrange(170, 256), rng.randrange(100)
         image = Image.new("L", (64, 16), paper)
-        place = rng.randint(-left, 63 - right), rng.randint(1 - top, max(15 - bottom, 1 - top))
+        place = rng.randint(1 - left, 4 - left), rng.randint(1 - top, max(15 - bottom, 1 - top))
         ImageDraw.Draw(image).text(place, word, fill=ink, font=font)
         pixels = np.asarray(image, np.float32) + noise.normal(0, 8, (16, 64))
         yield Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), word
