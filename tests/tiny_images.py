@@ -9,6 +9,7 @@ import torch
 from tests.tiny import write_tokenizer
 
 IMAGE, VIDEO, START, END = 316, 317, 318, 319  # after the tokens of the text
+_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 
 
 def qwen3_vl_config() -> Any:
@@ -36,8 +37,7 @@ def qwen3_vl_config() -> Any:
         "num_position_embeddings": 36,
         "deepstack_visual_indexes": [0, 2],
     }
-    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_IDS)
 
 
 def qwen3_vl_moe_config() -> Any:
@@ -98,8 +98,7 @@ def _qwen3_5() -> dict[str, Any]:
         "out_hidden_size": 32,
         "num_position_embeddings": 36,
     }
-    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-    return {"text_config": text, "vision_config": vision, **ids}
+    return {"text_config": text, "vision_config": vision, **_IDS}
 
 
 def qwen2_5_vl_config() -> Any:
@@ -126,8 +125,7 @@ def qwen2_5_vl_config() -> Any:
         "out_hidden_size": 64,
         "fullatt_block_indexes": [1],
     }
-    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS)
 
 
 def gemma4_config(**more: Any) -> Any:
