@@ -34,7 +34,6 @@ EVERY = {
     "recipes/test_trl": 3,
     "torchtune/_cli/test_torchrun": 2,
     "torchtune/config/test_whole_configs": 3,
-    "torchtune/config/test_hostile": 3,
     "torchtune/models/test_hostile_config": 2,
     "torchtune/models/test_left_out_fields": 8,
     "torchtune/models/test_parity.py::test_cached_greedy": 3,
@@ -100,7 +99,9 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def imported_aside() -> None:
     """Children of ``tune export`` and ``tune selfcheck`` fork from a process that has imported what most need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtune._cli._selfchecks", "transformers.modeling_utils", "datasets"])
+    context.set_forkserver_preload(
+        ["torchtune._cli._selfchecks", "transformers.modeling_utils", "tests.recipes.imported"]
+    )
     forkserver.ensure_running()
 
 
