@@ -42,7 +42,6 @@ from torchtune.estimate import find_problems
 from torchtune.generation import images_of_row, stream
 from torchtune.training import RunReport
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.models.lora_image_text_model"}
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 2}
 

@@ -174,7 +174,6 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("case", CASES)
 def test_an_older_recipe_trains_saves_and_resumes(case, forker, folder):
     name, lora, settings = CASES[case]

@@ -57,7 +57,6 @@ def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) 
     return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_answers_and_commands(checkpoint, adapter, monkeypatch, capsys):
     lines = "the cat\n\n/what\ncaf\udce9\n/system be brief\n/system\nthe cat\n/quit\nthe dog\n"
     _chat(monkeypatch, lines, "--model", checkpoint)

@@ -30,7 +30,6 @@ from torchtune.modules.peft import LoRA, lora, lora_experts
 Tune = Callable[..., Result]
 pytestmark = [
     pytest.mark.usefixtures("imported_aside"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
 ]
 

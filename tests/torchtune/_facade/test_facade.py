@@ -19,8 +19,6 @@ from torchtune.utils import UserError
 IDS = torch.tensor([[5, 40, 7, 99, 12]])
 CPU = {"dtype": "fp32", "device": "cpu"}
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:

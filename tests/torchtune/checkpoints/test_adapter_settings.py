@@ -28,10 +28,6 @@ from torchtune.checkpoints import CheckpointError
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
-]
 PEFT = ["q_proj", "o_proj", "down_proj"]
 OURS = ["q_proj", "output_proj", "w2"]
 

@@ -31,12 +31,6 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
 
-pytestmark = [
-    # peft asks transformers under an older name, and saves the base's output layer too where that has an adapter.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
-]
-
 # What is adapted: our arguments, and PEFT's target_modules.
 TARGETS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "attention": ({"attn_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),

@@ -18,10 +18,6 @@ from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer, fit_vocabulary, setup_optimizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
-]
 ROWS, OLD = 328, 320
 LORA = LoRA(4, 8, attn_modules=["q_proj", "v_proj"], use_dora=True)
 

@@ -19,7 +19,6 @@ from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
 
 # peft asks transformers under an older name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 class ScaledLinear(nn.Linear):

@@ -263,7 +263,6 @@ def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
         assert torch.equal(first, second), name
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
 def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "whole"
@@ -308,7 +307,6 @@ def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name: str, tmp
     assert own.keys() == alone.keys()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:target_modules=.* were set but no module was matched:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 def test_adapters_of_experts_beside_other_towers(tmp_path: Path) -> None:

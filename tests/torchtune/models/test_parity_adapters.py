@@ -19,10 +19,6 @@ from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.modules.peft._adapters import ATTENTION_TARGETS, MIXER_INPUTS
 from torchtune.training import FullModelHFCheckpointer
 
-pytestmark = [
-    # peft asks transformers under an older name.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
 ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in ATTENTION_TARGETS.values() for name in names))
 MLPS = ("w1", "w2", "w3")
 PARTS = (*ATTENTION, *MLPS)

@@ -18,8 +18,6 @@ from torchtune.modules.model_fusion import get_fusion_params
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import FullModelMetaCheckpointer, ModelSource
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

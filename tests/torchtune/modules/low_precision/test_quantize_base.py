@@ -104,7 +104,6 @@ def saved(model: nn.Module, folder: Path, name: str, **contents: Any) -> Path:
     return FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / name)).save("step_1", model, **contents)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("base", ["nf4", "int8", "float8"])
 @pytest.mark.parametrize(
     ("shape", "option"), [("qwen2_tied", "use_rslora"), ("qwen2_tied", "use_dora"), ("qwen3_moe", "")]
@@ -239,7 +238,6 @@ def test_layers_that_stay_are_named(tmp_path, caplog):
         QuantizeBase("int8").convert(model)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_that_starts_as_a_part_of_its_weight(init, tmp_path):
     write_folder(tmp_path / "in", "qwen2_tied", **SIZES)

@@ -44,8 +44,6 @@ def to_peft(model: TransformerDecoder, tensors: dict[str, Tensor]) -> dict[str, 
     return dict(weight_map.to_external(tensors.items(), model.description, partial=True))
 
 
-# peft reads an attribute that transformers has renamed.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("everything", [False, True])
 def test_same_logits_and_gradients(tmp_path, use_dora, everything):

@@ -20,7 +20,6 @@ from torchtune.modules.peft import LoRA
 SHAPE = ("Llama", {"attention_bias": True, "mlp_bias": True})
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_a_split_adapter_is_that_of_one_device(tmp_path):
     write_folder(tmp_path / "in", SHAPE, num_hidden_layers=2)
     wanted = {}
