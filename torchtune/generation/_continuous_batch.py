@@ -237,7 +237,7 @@ class Batch:
         if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
         for row, request in enumerate(newcomers, count):
-            for cache, past in zip(self._caches, request.past or (), strict=bool(request.past)):
+            for cache, past in zip(self._caches, request.past or [], strict=False):
                 cache.write(row, self._rows[row].start, *past)
         first = stop - max(lengths)
         keys = torch.arange(first, stop, device=self._device)
