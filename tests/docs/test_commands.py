@@ -58,7 +58,6 @@ NOT_RUN = {
     "tune run generate --config generation checkpointer.checkpoint_dir=/tmp/Qwen3-VL-2B-Instruct "
     'prompt.user="Who is this?" prompt.image=cat.png': "tests/recipes/test_image_text.py has a small one",
     "tune eval /tmp/Qwen3-VL-2B-Instruct --data asked.jsonl --score exact": "",
-    "make vision": "makes an environment of its own; tests/examples runs it with a tiny model",
     "make test": "runs this test",
     "make gpu": "needs a GPU; tests/benchmarks tries it on a CPU",
     "python benchmarks/bench_gpu.py llama-8b-lora ours --steps 20": "the same",
