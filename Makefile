@@ -27,7 +27,7 @@ grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its 
 agent: $(BIN)/.quickstart  ## Let a small model learn to use a calculator, by rewards
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/agent.py
 
-vision: $(BIN)/.quickstart  ## Let a small model learn to read pictures, ten minutes on two cores
+vision: $(BIN)/.quickstart  ## Let a small model learn to read pictures, minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/vision.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.

@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct knows text alone. Here it gets a vision tower of four small layers and a projector, both with
 random weights, in the layout of Mistral 3. First the tower learns alone: the tokens of a picture shall resemble the
-embedding of its text, which takes a minute, because the language model does not run. Then the language model learns to
+embedding of its text, which is cheap, because the language model does not run. Then the language model learns to
 answer from them, by the ordinary recipe of LoRA with a frozen tower. Before and after, it reads held-out pictures:
 scikit-learn's handwritten digits, and rendered words. The report shows all of them.
 """
@@ -37,8 +37,8 @@ WORDS = (  # each is one token
     "home horse iron king lake milk moon night ocean paper rain red river salt ship snow song star stone sugar table "
     "tree wall water wind winter wood"
 ).split()
-TRAIN, HELD_OUT = 1600, 100  # pictures of each kind
-ALIGN_STEPS, ALIGN_SIZE, STEPS = 300, 64, 40
+TRAIN, HELD_OUT = 3000, 100  # pictures of each kind
+ALIGN_STEPS, ALIGN_SIZE, STEPS = 800, 64, 40
 PATCH, MERGE, WIDTH = 4, 4, 192  # a token for 16 x 16 pixels
 # Tokens that no text has become those of images.
 TOKENS = {"<jupyter_script>": "[IMG]", "<jupyter_output>": "[IMG_BREAK]", "<empty_output>": "[IMG_END]"}
