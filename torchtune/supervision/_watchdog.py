@@ -1,13 +1,16 @@
 """Watchdog: end a stalled run with one sentence that names the stalled ranks."""
 
+import faulthandler
 import functools
 import itertools
 import math
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import FrameType
@@ -135,7 +138,7 @@ class Watchdog:
         self._heartbeats: Heartbeats | None = None
         self._beat_number = self._num_groups = 0
         self._ignore_before = 0.0  # signs of life before this time do not count
-        self._last_stacks: list[tuple[object, int]] = []
+        self._last_stacks: list[str] = []
 
     def __enter__(self) -> "Watchdog":
         if self._is_disabled:
@@ -230,14 +233,10 @@ class Watchdog:
 
         Threads that write a checkpoint count, too.
         """
-        stacks: list[tuple[object, int]] = []
+        stacks: list[str] = []
         if self._activity.phase not in LOOP_PHASES and not self._activity.row:
-            frames = sys._current_frames()
             writers = [thread.ident for thread in threading.enumerate() if thread.name.startswith(WRITER_THREAD_PREFIX)]
-            for frame in (frames.get(thread) for thread in (self._watched_thread, *writers)):
-                while frame is not None:
-                    stacks.append((frame.f_code, frame.f_lasti))
-                    frame = frame.f_back
+            stacks = _stacks_of({self._watched_thread, *writers})
         if stacks and stacks != self._last_stacks:
             self._activity.sign()
         self._last_stacks = stacks
@@ -308,6 +307,19 @@ def _run_with_timeout(seconds: float, function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _stacks_of(threads: Set[int | None]) -> list[str]:
+    """Return the stacks of threads as text.
+
+    Frames of threads that run cannot be walked in Python: they may be freed between two steps.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        found = file.read().decode(errors="replace").split("\n\n")
+    heads = (re.match(r"(?:Thread|Current thread) 0x([0-9a-f]+)", text) for text in found)
+    return [text for text, head in zip(found, heads, strict=True) if head and int(head[1], 16) in threads]
 
 
 def _current_line(thread: int) -> tuple[str, bool]:
