@@ -60,7 +60,7 @@ def test_a_step_is_simulated(name: str, settings: dict[str, Any], tmp_path: Path
 def test_sampling_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match="a recipe that samples answers cannot be simulated: use --dry-run"):
         simulated("full_grpo_single_device", tmp_path)
-    with pytest.raises(SimulationError, match="a run with images cannot be simulated: use --dry-run"):
+    with pytest.raises(SimulationError, match="a run with tiles of images cannot be simulated: use --dry-run"):
         simulated("full_finetune_single_device", tmp_path, collate_fn=IMAGES)
 
 
