@@ -249,7 +249,7 @@ class _Answer:
 
 
 class _Held:
-    """Text that is held back, because it may be the beginning of a mark, or follows one.
+    """Buffer of text that may begin a mark, or follows one.
 
     Attributes:
         text: held text.
@@ -375,7 +375,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps({**about, 'choices': choices, **more})}\n\n".encode())
 
         pieces = iter(answer)
-        first = next(pieces)  # an error before it has a status of its own
+        first = next(pieces)  # an error before the first piece has its own HTTP status
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-cache")

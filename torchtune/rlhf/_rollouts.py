@@ -86,7 +86,7 @@ class Rollout:
 
     @property
     def parts(self) -> list["Rollout"]:
-        """Samples to train on, with the same advantage: the rollout, and those that an episode has before it."""
+        """Samples to train on, with the same advantage: the rollout, after earlier samples of its episode."""
         return [self]
 
     @property

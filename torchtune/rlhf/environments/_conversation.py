@@ -77,7 +77,7 @@ class Conversation:
             self.turn_start = len(self.tokens)
 
     def restart(self, context: list[int]) -> None:
-        """Replace the tokens by a context without the reasoning of earlier turns; what was sampled is kept."""
+        """Keep the turns as a sample, and continue from a context without the reasoning of earlier turns."""
         self.earlier.append(Rollout(*self._sampled(), True, torch.tensor(self.mask)))
         self.tokens, self.log_probs, self.mask, self.past = context, [], [], None
         self.prompt_len = self.turn_start = len(context)
@@ -110,7 +110,7 @@ class Conversation:
 
 
 class Task:
-    """Call of a user's function in a thread of its own, with a time limit."""
+    """User function that runs in a separate thread, with a time limit."""
 
     def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
         self._future: concurrent.futures.Future = concurrent.futures.Future()

@@ -1,4 +1,4 @@
-"""Environments of other libraries; each needs its package, or a server of its own."""
+"""Environments of other libraries; each needs a package or a server."""
 
 import re
 from collections.abc import Mapping

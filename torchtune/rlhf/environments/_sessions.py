@@ -64,11 +64,11 @@ class _Turn:
 
 @dataclass(eq=False)
 class Continuation:
-    """A conversation up to a turn to sample: all tokens, those after the last turn, and what :class:`Sessions` needs.
+    """A conversation up to the turn to sample.
 
     Attributes:
         tokens: tokens of the conversation.
-        between: the last of them, after the turn that is continued.
+        between: the tokens after the last turn that was sampled.
     """
 
     tokens: list[int]
@@ -208,7 +208,7 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 
 
 def _compared(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what must be equal for a client's message to be a known one."""
+    """Return the parts of a client's message that identify it."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", part)) for part in content)
