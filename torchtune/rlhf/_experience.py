@@ -49,7 +49,12 @@ class Prompt:
 
 
 def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return ``images``, the argument of samplers for the images of prompts; nothing if no prompt has one."""
+    """Return ``images``, the argument of samplers for the images of prompts; nothing if no prompt has one.
+
+    Example:
+        >>> torchtune.rlhf.images_of([torchtune.rlhf.Prompt([5, 6], {}, number=0)])
+        {}
+    """
     return {"images": [one.images for one in prompts]} if any(one.images for one in prompts) else {}
 
 
