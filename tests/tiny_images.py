@@ -266,6 +266,37 @@ def pixtral_config() -> Any:
     return LlavaConfig(**parts, **whole)
 
 
+def llama4_config() -> Any:
+    """With experts in two layers, chunks that are shorter than the rows, and a layer without positions."""
+    from transformers import Llama4Config
+
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "moe_layers": [1, 3],
+        "attention_chunk_size": 8,
+        "max_position_embeddings": 512,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 16,
+        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 24),
+    }
+    ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
+    return Llama4Config(text_config=text, vision_config=vision, **ids)
+
+
 def image_text_model(config: Any, seed: int = 0) -> Any:
     """A random model with weights that are large enough for errors to show."""
     from transformers import AutoModelForImageTextToText
@@ -294,6 +325,8 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
         return {"mm_token_type_ids": kinds, "pixel_values": pixels, "image_position_ids": places}
     if theirs.config.model_type in TILED:
         return {"pixel_values": squares(patches, 4)[None]}
+    if theirs.config.model_type == "llama4":
+        return {"pixel_values": squares(patches, 4)}
     if theirs.config.model_type in ("mistral3", "llava"):
         pixels, sizes = padded_pixels(patches, grids, getattr(theirs.config, "spatial_merge_size", 1))
         return {"pixel_values": pixels, "image_sizes": sizes}
@@ -349,6 +382,9 @@ def features_of(theirs: Any, patches: torch.Tensor, grids: Any) -> list[torch.Te
     if theirs.config.model_type == "gemma4":
         found = theirs.model.get_image_features(*gemma(patches, grids))
         return [torch.cat(list(found.pooler_output))]
+    if theirs.config.model_type == "llama4":
+        found = theirs.get_image_features(squares(patches, 4)).last_hidden_state
+        return [theirs.multi_modal_projector(found.flatten(0, 1))]
     if theirs.config.model_type in (*TILED, "mistral3", "llava"):
         found = theirs.model.get_image_features(**inputs_of(theirs, torch.tensor([[IMAGE]]), patches, grids))
         return [torch.cat(list(found.pooler_output))]
@@ -390,6 +426,7 @@ PROCESSORS = {
     "gemma4": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 12},
     "smolvlm": TILES,
     "idefics3": TILES,
+    "llama4": {"size": {"height": 16, "width": 16}, "max_patches": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     "mistral3": {"patch_size": 4, "size": {"longest_edge": 32}},
     "llava": {"patch_size": 4, "size": {"longest_edge": 16}},
 }
@@ -400,6 +437,7 @@ SPECIAL = {
     "gemma4": ("<|image|>", "<|video|>", "<|image>", "<image|>"),
     "smolvlm": TILED_SPECIAL,
     "idefics3": TILED_SPECIAL,
+    "llama4": ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
     "llava": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
 }
@@ -423,6 +461,7 @@ def write_image_checkpoint(model: Any, folder: Path) -> Path:
     assert [tokenizer.token_to_id(text) for text in (special[0], special[-1])] == [IMAGE, END]
     tokenizer.save(str(folder / "tokenizer.json"))
     placeholder = "<|vision_start|><|image_pad|><|vision_end|>" if special == QWEN_SPECIAL else special[0]
+    placeholder = "<|image|>" if model.config.model_type == "llama4" else placeholder
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS.get(model.config.model_type, PROCESSOR)))
     return folder

@@ -14,6 +14,7 @@ from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 from torchtune.modules.vision_tower import (
     AxisPositions,
+    ClassedPositions,
     ClippedLinear,
     InterpolatedPositions,
     PatchMerger,
@@ -21,7 +22,7 @@ from torchtune.modules.vision_tower import (
     VisionTower,
 )
 
-_POSITIONS = {"interpolated": InterpolatedPositions, "axes": AxisPositions}
+_POSITIONS = {"interpolated": InterpolatedPositions, "classed": ClassedPositions, "axes": AxisPositions}
 
 
 def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> ImageTextModel:
@@ -111,7 +112,12 @@ def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAtten
 
 
 def _projector(v: VisionDescription, deep: bool = False) -> nn.Module:
-    width = v.embed_dim if v.merge_reduces else v.merged_dim
+    width, reduce = v.merged_dim, None
+    if v.merge_reduces:
+        width, reduce = v.embed_dim, nn.Linear(v.merged_dim, v.embed_dim, bias=False)
+    elif v.projector_first:
+        width = v.projector_dim
+        reduce = nn.Sequential(nn.Linear(v.merged_dim, width, bias=v.projector_bias), nn.GELU())
     mlp: nn.Module = nn.Linear(width, v.output_dim, bias=v.projector_bias)
     if v.projector_dim:
         mlp = FeedForward(
@@ -126,6 +132,6 @@ def _projector(v: VisionDescription, deep: bool = False) -> nn.Module:
         mlp,
         norm=None if deep else _norm(v.merge_norm, v.embed_dim, v.merge_norm_eps),
         merged_norm=_norm(v.merge_norm, v.merged_dim, v.merge_norm_eps) if deep else None,
-        reduce=nn.Linear(v.merged_dim, v.embed_dim, bias=False) if v.merge_reduces else None,
+        reduce=reduce,
         channels_first=v.merge_channels_first,
     )

@@ -15,7 +15,8 @@ from torchtune.utils import require
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _FILE = "preprocessor_config.json"
-BICUBIC, LANCZOS = 3, 1
+BICUBIC, BILINEAR, LANCZOS = 3, 2, 1
+_FILTERS = {BICUBIC: "bicubic", BILINEAR: "bilinear", LANCZOS: "Lanczos"}
 
 
 class Plan(NamedTuple):
@@ -39,7 +40,7 @@ def check_settings(
         if config.get(field, True) is not True:
             raise DataError(f"{_FILE} has {field} = {config[field]}, which is not supported")
     if config.get("resample", resample) != resample or abs(config.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-        name = "bicubic" if resample == BICUBIC else "Lanczos"
+        name = _FILTERS[resample]
         raise DataError(f"{_FILE}: only {name} resampling ({resample}) and a factor of 1/255 are supported")
 
 
@@ -74,6 +75,7 @@ class ImageProcessor:
         std: standard deviation of red, green and blue.
         frames: frames of a patch; an image is repeated.
         channels_last: whether the values of a patch are ordered by row, column and color, instead of by color first.
+        placeholder: special token that the chat template writes for an image; by default the image token.
     """
 
     patch_size: int
@@ -82,6 +84,7 @@ class ImageProcessor:
     std: tuple[float, ...] = CLIP_STD
     frames: int = 1
     channels_last: ClassVar[bool] = False
+    placeholder: ClassVar[str] = ""
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels.
@@ -122,3 +125,38 @@ class ImageProcessor:
         patches = blocks.reshape(-1, side, side, 3)
         patches = patches if self.channels_last else patches.transpose(0, 3, 1, 2)
         return patches.reshape(len(patches), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledProcessor(ImageProcessor):
+    """Base of image processors that cut a large image into tiles and add the whole image as a tile.
+
+    Attributes:
+        tile: rows and columns of pixels of a tile.
+    """
+
+    tile: int
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def check_tile(self, side: int) -> None:
+        """Raise :class:`DataError` if the tower in ``config.json`` takes tiles of another side."""
+        if self.tile != side:
+            raise DataError(
+                f"preprocessor_config.json has tiles of {self.tile} pixels, but the tower in config.json takes {side}: "
+                "download the checkpoint again"
+            )
+
+    def plan_of_tiles(self, height: int, width: int) -> Plan:
+        """Return the plan of an image that is cut from ``height`` x ``width`` pixels."""
+        tiles, side = height * width // self.tile**2, self.tile // self.patch_size
+        tiles += tiles > 1
+        return Plan(height, width, ((1, side, side),) * tiles, tiles * (side // self.merge) ** 2)
+
+    def cut_tiles(self, image: Any, whole: Any, resample: int) -> np.ndarray:
+        """Return the patches of the tiles of ``image`` and, if there are several, of ``whole`` as a tile."""
+        rows, columns = (range(0, side, self.tile) for side in (image.height, image.width))
+        tiles = [image.crop((left, top, left + self.tile, top + self.tile)) for top in rows for left in columns]
+        if len(tiles) > 1:
+            tiles.append(resize(whole, self.tile, self.tile, resample))
+        return np.concatenate([self.cut(one) for one in tiles])

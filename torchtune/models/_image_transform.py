@@ -64,7 +64,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         self.image_tokens, self._merge = description.image_tokens, description.vision.merge
         self._has_grid_positions = bool(description.rope_axes)
         self.processor = processor
-        self._placeholder = self.image_tokens[0]
+        self._placeholder = self.special_tokens.get(processor.placeholder, self.image_tokens[0])
         if self._placeholder not in self.special_tokens.values():
             raise DataError(
                 f"{tokenizer_json_path} has no special token {self._placeholder}, the image token of config.json: they "

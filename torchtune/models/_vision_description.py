@@ -55,9 +55,9 @@ class VisionDescription:
     full_layers: tuple[int, ...] = ()  # layers without the window
 
     # Positions
-    positions: Literal["none", "interpolated", "axes"] = "none"  # use of the learned table
+    positions: Literal["none", "interpolated", "classed", "axes"] = "none"  # use of the learned table
     positions_side: int = 0  # rows and columns of the table
-    rope: Literal["none", "axial", "alternating", "halves"] = "none"  # see GridRotaryPositionalEmbeddings
+    rope: Literal["none", "axial", "alternating", "halves", "neighbors"] = "none"  # see GridRotaryPositionalEmbeddings
     rope_base: float = 10_000.0
 
     # Projector
@@ -70,6 +70,7 @@ class VisionDescription:
     merge_norm_eps: float = 1e-6
     merge_reduces: bool = False  # a projection of the merged patches to the width of one
     projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer
+    projector_first: bool = False  # a layer of projector_dim before the projector
     projector_bias: bool = True
     deep_layers: tuple[int, ...] = ()  # layers whose outputs are projected for the decoder's first layers (DeepStack)
 
@@ -88,6 +89,10 @@ class VisionDescription:
             raise ModelError(f"vision: positions ('{self.positions}') and positions_side go together.")
         if self.full_layers and not self.window:
             raise ModelError("vision: full_layers needs window.")
+        if self.positions == "classed" and (self.window or self.deep_layers):
+            raise ModelError("vision: positions 'classed' do not go with window or deep_layers.")
+        if self.projector_first and (self.merge_reduces or not self.projector_dim):
+            raise ModelError("vision: projector_first needs projector_dim, and no merge_reduces.")
 
     @property
     def head_dim(self) -> int:

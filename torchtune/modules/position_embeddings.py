@@ -194,13 +194,15 @@ class GridRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         base: base (theta) of the frequencies.
         kind: ``"axial"``: rows and columns have the same frequencies, the even ones (Qwen); ``"alternating"``: rows
             have the even ones, columns the odd ones (Pixtral); ``"halves"``: as axial, but columns rotate the first
-            half of the channels, rows the second (Gemma 4).
+            half of the channels, rows the second (Gemma 4); ``"neighbors"``: as halves, but neighboring channels form
+            a pair (Llama 4).
     """
 
     def __init__(self, dim: int, base: float = 10_000, *, kind: str = "axial") -> None:
         self.kind = kind
-        super().__init__(dim, base=base, layout="halves" if kind == "halves" else "half")
-        first = 1 if kind == "halves" else 0
+        layouts: dict[str, Layout] = {"halves": "halves", "neighbors": "interleaved"}
+        super().__init__(dim, base=base, layout=layouts.get(kind, "half"))
+        first = int(kind in layouts)
         self.axes = [first] * (dim // 4) + [1 - first] * (dim // 4)
 
     def _scale(self, frequencies: Tensor) -> Tensor:

@@ -53,6 +53,27 @@ class InterpolatedPositions(nn.Module):
         return total.to(self.table.weight.dtype)
 
 
+class ClassedPositions(InterpolatedPositions):
+    """Learned position embeddings of tiles of one size, which have a class token after their patches.
+
+    Args:
+        side: rows and columns of the table, which has one more embedding for the class token.
+        embed_dim: d.
+    """
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__(side, embed_dim)
+        self.table = nn.Embedding(side * side + 1, embed_dim)
+        self.class_token = nn.Parameter(torch.zeros(embed_dim))
+
+    def with_class(self, x: Tensor, places: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+        """Add the class token to patches ``[p, d]`` of tiles, one row and column before the first patch."""
+        token = (self.class_token + self.table.weight[-1]).to(x.dtype).expand(tiles, 1, -1)
+        x = torch.cat([x.unflatten(0, (tiles, -1)), token], dim=1)
+        places = nn.functional.pad(places.unflatten(1, (tiles, -1)), (0, 1), value=-1)
+        return x.flatten(0, 1), places.flatten(1)
+
+
 class AxisPositions(nn.Module):
     """Learned position embeddings: a table for columns, to which one for rows is added.
 
@@ -213,7 +234,11 @@ class VisionTower(nn.Module):
         if self.positions is not None:
             x = x + self.positions(places.to(device))
         lengths = images.frame_lengths
-        order = None
+        order, tiles = None, len(lengths)
+        classed = isinstance(self.positions, ClassedPositions)
+        if classed:
+            x, places = self.positions.with_class(x, places, tiles)
+            lengths = [length + 1 for length in lengths]
         if self.window:
             order, lengths_of_windows = self._windows(images.grids)
             x, places = x[order.to(device)], places[:, order]
@@ -227,7 +252,8 @@ class VisionTower(nn.Module):
             x = layer(x, documents=inside, rope=rope)
             if index in self.deep_layers:
                 deep.append(self.deep_projectors[self.deep_layers.index(index)](x[0]))
-        tokens = self.projector(self.norm(x[0]))
+        x = self.norm(x[0])
+        tokens = self.projector(x.unflatten(0, (tiles, -1))[:, :-1].flatten(0, 1) if classed else x)
         if order is not None:
             tokens = tokens[order[:: self.merge**2].argsort().to(device)]
         return [tokens, *deep]

@@ -21,6 +21,7 @@ from tests.tiny_images import (
     idefics3_config,
     image_text_model,
     inputs_of,
+    llama4_config,
     ministral3_config,
     mistral3_config,
     pixtral_config,
@@ -46,6 +47,7 @@ FAMILIES = {
     "gemma4_vl_small": gemma4_small_config,
     "smolvlm": smolvlm_config,
     "idefics3": idefics3_config,
+    "llama4_vl": llama4_config,
     "mistral3": mistral3_config,
     "ministral3": ministral3_config,
     "pixtral": pixtral_config,
@@ -98,7 +100,7 @@ def patches_of(ours, sizes, seed: int = 5):
 def fitting(ours, row):
     """A row whose images are tiles of 2 x 2 tokens, if the model takes no other ones."""
     tokens, sizes = row
-    if ours.spec.name not in ("smolvlm", "idefics3"):
+    if ours.spec.name not in ("smolvlm", "idefics3", "llama4_vl"):
         return row
     found, waiting = [], list(sizes)
     while tokens:

@@ -1,7 +1,15 @@
-"""Image processors of SmolVLM 2 and Mistral 3."""
+"""Image processors of SmolVLM 2, Llama 4 and Mistral 3."""
+
+import importlib
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from transformers.image_utils import SizeDict
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
@@ -12,6 +20,8 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from tests.tiny_images import patches_by, pixels_of, squares
 from tests.torchtune.models.test_image_transform import picture, sizes
 from torchtune.data import DataError
+from torchtune.models.clip import CLIPImageTransform
+from torchtune.models.llama4_vl._processor import LlamaImages
 from torchtune.models.mistral3._processor import PixtralImages
 from torchtune.models.smolvlm._processor import TiledImages
 
@@ -45,8 +55,6 @@ def test_plan_of_tiles_is_that_of_transformers(name, monkeypatch):
     base = SmolVLMImageProcessorPil.__mro__[1]
     monkeypatch.setattr(base, "resize", lambda self, image, size, **_: _Shaped(size.height, size.width))
     for height, width in sizes(processor.tile, processor.tile**2, processor.longest**2):
-        from transformers.image_utils import SizeDict
-
         first = theirs.resize(_Shaped(height, width), SizeDict(longest_edge=processor.longest))
         image = theirs.resize_for_vision_encoder(first, processor.tile)
         plan = processor.plan((width, height))
@@ -97,3 +105,58 @@ def test_patches_of_pixtral_are_those_of_transformers(size):
     rows, columns = plan.height // 8, plan.width // 8
     text = processor.layout(plan)
     assert text == ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"
+
+
+LLAMA = {
+    "published": ({"size": {"height": 336, "width": 336}, "max_patches": 16}, {"image_size": 336}),
+    "small": ({"size": {"height": 16, "width": 16}, "max_patches": 4}, {"patch_size": 4, "image_size": 16}),
+}
+
+
+def llama(name: str) -> LlamaImages:
+    config, tower = LLAMA[name]
+    return LlamaImages.from_config(config, {"vision_config": tower})
+
+
+@pytest.fixture
+def theirs_of_llama(monkeypatch):
+    """The module of ``transformers``, whose rules need torch alone, though it imports torchvision."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["torchvision.transforms.v2"].functional = None
+    name = "transformers.models.llama4.image_processing_llama4"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_canvas_of_llama_is_that_of_transformers(name, theirs_of_llama):
+    processor, config = llama(name), LLAMA[name][0]
+    size = SizeDict(**config["size"])
+    canvases = torch.tensor(theirs_of_llama.find_supported_resolutions.__wrapped__(config["max_patches"], size))
+    found, tile = set(), processor.tile
+    for height, width in sizes(tile, tile**2, 16 * tile**2):
+        wanted = theirs_of_llama.get_best_fit((height, width), canvases).tolist()
+        plan = processor.plan((width, height))
+        assert [plan.height, plan.width] == wanted, (height, width)
+        found.add((plan.height, plan.width))
+    assert len(found) == len(canvases)
+
+
+@pytest.mark.parametrize("size", [(37, 50), (16, 16), (9, 200), (300, 20), (5, 7)])
+def test_tiles_and_text_of_llama(size):
+    image, processor = picture(*size), llama("small")
+    half = [0.5] * 3
+    tiles = CLIPImageTransform(tile_size=16, max_num_tiles=4, image_mean=half, image_std=half, dtype=torch.float32)
+    wanted = tiles({"image": image})
+    (rows, columns), plan = wanted["aspect_ratio"].tolist(), processor.plan(size)
+    found = squares(patches_by(processor, image), 4)
+    count = rows * columns
+    assert len(found) == len(plan.grids) == count + (count > 1)
+    assert (found[:count] - wanted["image"]).abs().max() * 0.5 <= 2 / 255
+    if count > 1:
+        whole = torch.from_numpy(np.array(image.resize((16, 16), Image.Resampling.BILINEAR))).permute(2, 0, 1)
+        torch.testing.assert_close(found[-1], (whole / 255 - 0.5) / 0.5)
+    text = Llama4Processor._prompt_split_image(None, (rows, columns), 4)
+    assert processor.layout(plan) == text

@@ -65,7 +65,7 @@ def _write(d: Description) -> dict[str, Any]:
     }
 
 
-_FORMAT = HFFormat(
+FORMAT = HFFormat(
     "Llama4ForCausalLM",
     "llama4_text",
     "interleaved",
@@ -89,10 +89,10 @@ _FORMAT = HFFormat(
 )
 _EXPERTS = with_fused_experts(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), "mlp", transpose=False)
 _NAMES = {".mlp.gate.": ".mlp.router.", ".mlp.": ".feed_forward."}
-SPEC = family("llama4", _FORMAT, renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES))
+SPEC = family("llama4", FORMAT, renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES))
 
 _UNROTATED = tuple(range(3, 48, 4))
-_SCOUT = _FORMAT.describe(
+_SCOUT = FORMAT.describe(
     vocab_size=202_048,
     num_layers=48,
     embed_dim=5120,

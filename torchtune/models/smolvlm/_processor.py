@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.data import DataError
 from torchtune.models._image_processors import (
     LANCZOS,
-    ImageProcessor,
     Plan,
+    TiledProcessor,
     check_settings,
     given_colors,
     given_numbers,
@@ -23,11 +22,10 @@ _AROUND, _IMAGE, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledImages(ImageProcessor):
+class TiledImages(TiledProcessor):
     """Image processor of SmolVLM 2 and Idefics 3: tiles of a large image, then the whole image as a tile.
 
     Attributes:
-        tile: rows and columns of pixels of a tile.
         longest: longer side of an image after resizing.
         splits: whether images are split into tiles.
     """
@@ -35,8 +33,6 @@ class TiledImages(ImageProcessor):
     tile: int = 364
     longest: int = 4 * 364
     splits: bool = True
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "TiledImages":
@@ -54,19 +50,13 @@ class TiledImages(ImageProcessor):
             longest=(config.get("size") or {}).get("longest_edge"),
         )
         found = cls(**numbers, **given_colors(config), splits=bool(config.get("do_image_splitting", True)))
-        if found.tile != tower.get("image_size", 224):
-            raise DataError(
-                f"preprocessor_config.json has tiles of {found.tile} pixels, but the tower in config.json takes "
-                f"{tower.get('image_size', 224)}: download the checkpoint again"
-            )
+        found.check_tile(tower.get("image_size", 224))
         return found
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
         width, height = self._tiled(self._first(size)) if self.splits else (self.tile, self.tile)
-        tiles = 1 if (width, height) == (self.tile, self.tile) else width * height // self.tile**2 + 1
-        side = self.tile // self.patch_size
-        return Plan(height, width, ((1, side, side),) * tiles, tiles * (side // self.merge) ** 2)
+        return self.plan_of_tiles(height, width)
 
     def _first(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (width, height) with the longer side of ``longest`` pixels."""
@@ -91,14 +81,10 @@ class TiledImages(ImageProcessor):
 
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
-        plan, tile = self.plan(image.size), self.tile
+        plan = self.plan(image.size)
         whole = resize(image, *self._first(image.size), LANCZOS)
         whole = resize(whole, plan.width, plan.height, LANCZOS)
-        rows, columns = (range(0, side, tile) for side in (plan.height, plan.width))
-        tiles = [whole.crop((left, top, left + tile, top + tile)) for top in rows for left in columns]
-        if len(tiles) > 1:
-            tiles.append(resize(whole, tile, tile, LANCZOS))
-        return np.concatenate([self.cut(one) for one in tiles])
+        return self.cut_tiles(whole, whole, LANCZOS)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

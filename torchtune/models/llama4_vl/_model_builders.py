@@ -1,0 +1,98 @@
+"""Llama 4 with its vision tower over tiles of an image."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._build_vision import build_image_text
+from torchtune.models._hf_fields import Fields, is_number
+from torchtune.models._hf_vision import ImageTextFormat, read_whole
+from torchtune.models._vision_description import VisionDescription
+from torchtune.models._vision_names import image_text_names, renamed_modules
+from torchtune.models._weight_rows import Row
+from torchtune.models.llama4._model_builders import FORMAT
+from torchtune.models.llama4._model_builders import SPEC as TEXT
+from torchtune.models.llama4_vl._processor import LlamaImages
+
+_ARCHITECTURE = "Llama4ForConditionalGeneration"
+
+
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+    fields.skip("hidden_act", "norm_eps", "vision_feature_select_strategy")  # transformers does not use them
+    ratio = fields.take("pixel_shuffle_ratio", 0.5)
+    if not is_number(ratio) or not 0 < ratio <= 1 or abs(round(1 / ratio) * ratio - 1) > 1e-6:
+        raise fields.refusal("pixel_shuffle_ratio", ratio)
+    merge, width = round(1 / ratio), read_whole(fields, "vision_output_dim", 7680)
+    for name in ("projector_input_dim", "projector_output_dim"):
+        if (found := read_whole(fields, name, 4096)) != width:
+            raise fields.refusal(name, found)
+    if values["intermediate_dim"] != values["embed_dim"] * merge**2:  # which is also the projector's input
+        raise fields.refusal("intermediate_size", values["intermediate_dim"])
+    return {
+        **dict.fromkeys(("patch_bias", "projector_bias"), False),
+        **dict.fromkeys(("first_norm", "last_norm", "projector_first"), True),
+        "activation": "gelu",
+        "norm_eps": 1e-5,
+        "positions": "classed",
+        "positions_side": read_whole(fields, "image_size", 448) // values["patch_size"],
+        "rope": "neighbors",
+        "merge": merge,
+        "projector_dim": width,
+    }
+
+
+def _write(v: VisionDescription) -> dict[str, Any]:
+    widths = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
+    sizes = {"image_size": v.positions_side * v.patch_size, "pixel_shuffle_ratio": 1 / v.merge}
+    return {**sizes, **dict.fromkeys(widths, v.projector_dim)}
+
+
+_FORMAT = ImageTextFormat(
+    _ARCHITECTURE,
+    "llama4",
+    (FORMAT,),
+    vision_type="llama4_vision_model",
+    sizes=(
+        ("hidden_size", "embed_dim", 768),
+        ("intermediate_size", "intermediate_dim", 5632),
+        ("num_hidden_layers", "num_layers", 34),
+        ("num_attention_heads", "num_heads", 16),
+        ("num_channels", "num_channels", 3),
+        ("patch_size", "patch_size", 14),
+    ),
+    tokens=(("image_token_index", 200_092),),
+    read_vision=_read,
+    write_vision=_write,
+    ignored=("boi_token_index", "eoi_token_index", "image_token_id"),
+)
+_LAYER = (
+    ("sa_norm", "input_layernorm"),
+    ("attn.q_proj", "self_attn.q_proj"),
+    ("attn.k_proj", "self_attn.k_proj"),
+    ("attn.v_proj", "self_attn.v_proj"),
+    ("attn.output_proj", "self_attn.o_proj"),
+    ("mlp_norm", "post_attention_layernorm"),
+    ("mlp.w1", "mlp.fc1"),
+    ("mlp.w2", "mlp.fc2"),
+)
+_TOWER = "vision_model."
+_PROJECTOR = (("reduce.0", "mlp.fc1"), ("mlp.w1", "mlp.fc2"))
+_ROWS = [
+    Row(f"{_TOWER}patch_embedding.linear.weight", "encoder.patch_embed.weight"),
+    Row(f"{_TOWER}class_embedding", "encoder.positions.class_token"),
+    Row(f"{_TOWER}positional_embedding_vlm", "encoder.positions.table.weight"),
+    *renamed_modules(_TOWER, "encoder.", [("first_norm", "layernorm_pre"), ("norm", "layernorm_post")]),
+    *renamed_modules(f"{_TOWER}model.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
+    *renamed_modules(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
+    Row("multi_modal_projector.linear_1.weight", "encoder.projector.mlp.w2.weight"),
+]
+_PREFIXES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+SPEC = replace(
+    TEXT,
+    name="llama4_vl",
+    architectures=(_ARCHITECTURE,),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": image_text_names(TEXT.weight_map(), _PREFIXES, _ROWS)},
+    builder=build_image_text,
+    image_processor=LlamaImages.from_config,
+)

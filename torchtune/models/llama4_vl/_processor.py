@@ -1,0 +1,81 @@
+"""Image processor of Llama 4."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from torchtune.data import DataError
+from torchtune.models._image_processors import (
+    BILINEAR,
+    Plan,
+    TiledProcessor,
+    check_settings,
+    given_colors,
+    given_numbers,
+    resize,
+)
+from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
+    find_supported_resolutions,
+    get_canvas_best_fit,
+)
+from torchtune.modules.transforms.vision_utils.get_inscribed_size import get_inscribed_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaImages(TiledProcessor):
+    """Image processor of Llama 4: tiles of the best-fitting canvas, then the whole image as a tile.
+
+    Attributes:
+        most: maximum number of tiles of a canvas.
+    """
+
+    patch_size: int = 14
+    merge: int = 2
+    placeholder: ClassVar[str] = "<|image|>"
+    tile: int = 336
+    most: int = 16
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "LlamaImages":
+        """Read ``preprocessor_config.json`` and ``config.json``.
+
+        Raises:
+            DataError: a field has a value that this processor does not support.
+        """
+        check_settings(config, BILINEAR)
+        if config.get("resize_to_max_canvas"):
+            raise DataError("preprocessor_config.json has resize_to_max_canvas = True, which is not supported")
+        tower = model.get("vision_config") or {}
+        numbers = given_numbers(
+            patch_size=tower.get("patch_size"),
+            merge=round(1 / tower.get("pixel_shuffle_ratio", 0.5)),
+            tile=(config.get("size") or {}).get("height"),
+            most=config.get("max_patches"),
+        )
+        found = cls(**numbers, **given_colors(config))
+        found.check_tile(tower.get("image_size", 448))
+        return found
+
+    def plan(self, size: tuple[int, int]) -> Plan:
+        """Return size of the canvas, grids and number of tokens of an image, from its (width, height) in pixels."""
+        canvases = torch.tensor(find_supported_resolutions(self.most, self.tile))
+        image = torch.empty(size[::-1], device="meta")
+        return self.plan_of_tiles(*get_canvas_best_fit(image, canvases, resize_to_max_canvas=False))
+
+    def pixels(self, image: Any) -> np.ndarray:
+        """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
+        plan = self.plan(image.size)
+        height, width = get_inscribed_size(image.size[::-1], (plan.height, plan.width), self.tile)
+        canvas = resize(image, width, height, BILINEAR).crop((0, 0, plan.width, plan.height))
+        return self.cut_tiles(canvas, image, BILINEAR)
+
+    def layout(self, plan: Plan) -> str:
+        """Return the text that replaces the placeholder of an image."""
+        tokens = "<|patch|>" * (plan.tokens // len(plan.grids))
+        rows, columns = plan.height // self.tile, plan.width // self.tile
+        row = "<|tile_x_separator|>".join([tokens] * columns) + "<|tile_y_separator|>"
+        tiles = row * rows if len(plan.grids) > 1 else ""
+        return f"<|image_start|>{tiles}<|image|>{tokens}<|image_end|>"
