@@ -9,7 +9,6 @@ import yaml
 
 from torchtune.config._locate import locate
 from torchtune.config._signature import accepts
-from torchtune.utils import UserError
 
 FACE = yaml.safe_load((Path(__file__).parent / "public_names.yaml").read_text())
 
@@ -45,13 +44,6 @@ def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module
     assert groups.keys() <= FACE["reasons"].keys()
     missing = {name for name in FACE["older_recipes"][module].split() if not resolves(module, name)}
     assert missing == {name for names in groups.values() for name in names.split()}
-
-
-@pytest.mark.parametrize("module", FACE["placeholders"])
-def test_a_placeholder_says_why_it_cannot_be_used(module):
-    for name in FACE["placeholders"][module].split():
-        with pytest.raises(UserError, match=r"not (available )?in this release"):
-            getattr(importlib.import_module(module), name)([])
 
 
 @pytest.mark.parametrize("module", ["torchtune.dev.rl.workers", "torchtune.modules.early_exit_loss"])

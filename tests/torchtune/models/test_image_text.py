@@ -35,7 +35,9 @@ from tests.tiny_images import (
 )
 from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
+from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.training import ModelSource
+from torchtune.utils import UserError
 
 FAMILIES = {
     "qwen3_vl": qwen3_vl_config,
@@ -325,3 +327,20 @@ def test_a_flat_config_describes_the_same_model(ours, folder):
     base, share = rope.pop("rope_theta"), {k: rope.pop(k) for k in ("partial_rotary_factor",) if k in rope}
     flat = {**inner, **config, **share, "rope_theta": base, "rope_scaling": rope}
     assert ours.spec.from_hf_config(flat) == ours.description
+
+
+def test_early_fusion_takes_tiles_by_the_name_of_its_encoder(tmp_path):
+    theirs = image_text_model(llama4_config())
+    parts = read(write_image_checkpoint(theirs, tmp_path))
+    tokens = torch.tensor([[5, *[IMAGE] * 4, 6, *[IMAGE] * 4, 7]])
+    tiles = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    model = EarlyFusionModel(parts.decoder, {"vision": parts.encoder}, {"vision": IMAGE})
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
+        for images in (tiles, list(tiles.split(1))):
+            found = model(tokens, encoder_input={"vision": {"images": images}})
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UserError, match="must have the same names"):
+        EarlyFusionModel(parts.decoder, {"vision": parts.encoder}, {"sound": IMAGE})
+    with pytest.raises(UserError, match="one VisionTower"):
+        EarlyFusionModel(parts.decoder, {"vision": torch.nn.Linear(1, 1)}, {"vision": IMAGE})
