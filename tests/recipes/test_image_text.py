@@ -22,6 +22,7 @@ from tests.tiny_images import (
     gemma4_small_config,
     image_text_model,
     inputs_of,
+    llama4_config,
     ministral3_config,
     mistral3_config,
     pixtral_config,
@@ -55,6 +56,7 @@ CONFIGS = {
     "gemma4_vl": gemma4_config,
     "gemma4_vl_small": gemma4_small_config,
     "smolvlm": smolvlm_config,
+    "llama4_vl": llama4_config,
     "mistral_vl": mistral3_config,
     "ministral_vl": ministral3_config,
     "pixtral": pixtral_config,
@@ -74,8 +76,9 @@ TOWERS = {"gemma4_vl": "vision_tower.encoder.layers.0.self_attn.q_proj.linear"}
 PROJECTORS = {"qwen2_5_vl": "merger.mlp.2", "gemma4_vl": "embed_vision.embedding_projection"}
 TOWERS["gemma4_vl_small"], PROJECTORS["gemma4_vl_small"] = TOWERS["gemma4_vl"], PROJECTORS["gemma4_vl"]
 TOWERS |= {"smolvlm": "vision_model.encoder.layers.0.self_attn.q_proj"}
+TOWERS |= {"llama4_vl": "vision_model.model.layers.0.self_attn.q_proj"}
 TOWERS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "vision_tower.transformer.layers.0.attention.q_proj")
-PROJECTORS |= {"smolvlm": "connector.modality_projection.proj"}
+PROJECTORS |= {"smolvlm": "connector.modality_projection.proj", "llama4_vl": "multi_modal_projector.linear_1"}
 PROJECTORS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "multi_modal_projector.linear_2")
 CONSTANTS = ("_min", "_max", "std_bias", "std_scale", "layer_scalar")
 every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
