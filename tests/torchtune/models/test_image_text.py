@@ -35,6 +35,7 @@ from tests.tiny_images import (
 )
 from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.training import ModelSource
 from torchtune.utils import UserError
@@ -344,3 +345,19 @@ def test_early_fusion_takes_tiles_by_the_name_of_its_encoder(tmp_path):
         EarlyFusionModel(parts.decoder, {"vision": parts.encoder}, {"sound": IMAGE})
     with pytest.raises(UserError, match="one VisionTower"):
         EarlyFusionModel(parts.decoder, {"vision": torch.nn.Linear(1, 1)}, {"vision": IMAGE})
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("scout_17b_16e", 108_641_793_536), ("maverick_17b_128e", 401_583_781_376)]
+)
+def test_builders_of_llama4_choose_what_is_trained(size, count):
+    builder = getattr(torchtune.models.llama4, f"llama4_{size}")
+    with torch.device("meta"):
+        model, tower = builder(fusion_trainable=True), builder(decoder_trainable=False, encoder_trainable=True)
+        assert isinstance(builder(), TransformerDecoder)
+    assert isinstance(model, EarlyFusionModel)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    for one, trains_decoder, trains_tower in ((model, True, False), (tower, False, True)):
+        for name, parameter in one.named_parameters():
+            wanted = trains_decoder if name.startswith("decoder.") else trains_tower or ".projector." in name
+            assert parameter.requires_grad == wanted, name

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from torchtune.models._builders import exported
 from torchtune.models._family import (
     HF_HALF,
     Description,
@@ -16,6 +17,7 @@ from torchtune.models._family import (
     shared_expert,
     with_fused_experts,
 )
+from torchtune.models.llama4._early_fusion import with_images
 
 _KINDS = ("full_attention", "chunked_attention")
 
@@ -129,3 +131,4 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Llama 4", SPEC, SIZES)
+BUILDERS |= exported(__name__, {name: with_images(BUILDERS[name], SPEC.to_hf_config(SIZES[name])) for name in SIZES})

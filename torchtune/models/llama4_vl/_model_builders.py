@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._build_vision import build_image_text
-from torchtune.models._hf_fields import Fields, is_number
+from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_vision import ImageTextFormat, read_whole
 from torchtune.models._vision_description import VisionDescription
 from torchtune.models._vision_names import image_text_names, renamed_modules
@@ -14,18 +14,17 @@ from torchtune.models.llama4._model_builders import SPEC as TEXT
 from torchtune.models.llama4_vl._processor import LlamaImages
 
 _ARCHITECTURE = "Llama4ForConditionalGeneration"
+_MERGE = 2
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
     fields.skip("hidden_act", "norm_eps", "vision_feature_select_strategy")  # transformers does not use them
-    ratio = fields.take("pixel_shuffle_ratio", 0.5)
-    if not is_number(ratio) or not 0 < ratio <= 1 or abs(round(1 / ratio) * ratio - 1) > 1e-6:
-        raise fields.refusal("pixel_shuffle_ratio", ratio)
-    merge, width = round(1 / ratio), read_whole(fields, "vision_output_dim", 7680)
+    fields.require(pixel_shuffle_ratio=0.5)
+    width = read_whole(fields, "vision_output_dim", 7680)
     for name in ("projector_input_dim", "projector_output_dim"):
         if (found := read_whole(fields, name, 4096)) != width:
             raise fields.refusal(name, found)
-    if values["intermediate_dim"] != values["embed_dim"] * merge**2:  # which is also the projector's input
+    if values["intermediate_dim"] != values["embed_dim"] * _MERGE**2:  # which is also the projector's input
         raise fields.refusal("intermediate_size", values["intermediate_dim"])
     return {
         **dict.fromkeys(("patch_bias", "projector_bias"), False),
@@ -35,15 +34,17 @@ def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, An
         "positions": "classed",
         "positions_side": read_whole(fields, "image_size", 448) // values["patch_size"],
         "rope": "neighbors",
-        "merge": merge,
+        "merge": _MERGE,
         "projector_dim": width,
     }
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
-    widths = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
-    sizes = {"image_size": v.positions_side * v.patch_size, "pixel_shuffle_ratio": 1 / v.merge}
-    return {**sizes, **dict.fromkeys(widths, v.projector_dim)}
+    return {
+        "image_size": v.positions_side * v.patch_size,
+        "pixel_shuffle_ratio": 0.5,
+        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), v.projector_dim),
+    }
 
 
 _FORMAT = ImageTextFormat(

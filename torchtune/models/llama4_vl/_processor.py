@@ -51,7 +51,6 @@ class LlamaImages(TiledProcessor):
         tower = model.get("vision_config") or {}
         numbers = given_numbers(
             patch_size=tower.get("patch_size"),
-            merge=round(1 / tower.get("pixel_shuffle_ratio", 0.5)),
             tile=(config.get("size") or {}).get("height"),
             most=config.get("max_patches"),
         )
