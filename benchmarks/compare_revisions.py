@@ -4,7 +4,8 @@
     python benchmarks/compare_revisions.py v1.0 HEAD --checkpoint_dir FOLDER --cases sft_lora dpo --rounds 5
 
 Each command is a process of its own, the revisions take turns, and a ratio (new / old) is that of the medians. Runs of
-recipes also print seconds per step, from the second step on, which the time before and after training does not change.
+recipes also print seconds per 1,000 tokens of a step, from the second step on, which the time before and after training
+does not change.
 Revisions are checked out into a temporary folder; packages are those of the running interpreter.
 """
 
@@ -31,7 +32,7 @@ CHAT = [
 ]
 TRAINING = [
     *("device=cpu", "enable_activation_checkpointing=False", "gradient_accumulation_steps=1", "seed=1"),
-    *("metric_logger.output_fmt=jsonl", "lr_scheduler.num_warmup_steps=2", "batch_size=8"),
+    *("metric_logger.output_fmt=jsonl", "batch_size=8"),
 ]
 
 
@@ -84,7 +85,12 @@ def run(tree: Path, arguments: list[str], model: str, out: Path) -> dict[str, fl
         filled += [f"checkpointer.checkpoint_dir={model}", f"tokenizer.path={model}"]
         if "generate" not in arguments and arguments[0] == "run":
             filled += [f"output_dir={out}"]
-    settings = {"PYTHONPATH": str(tree), "TORCHTUNE_CACHE": str(out / "cache"), "OMP_WAIT_POLICY": "PASSIVE"}
+    settings = {
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "TORCHTUNE_CACHE": str(out / "cache"),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     command = [sys.executable, "-c", "from torchtune._cli.tune import main; main()", *filled]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, env={**os.environ, **settings}, cwd=tree, capture_output=True, text=True)
@@ -92,18 +98,18 @@ def run(tree: Path, arguments: list[str], model: str, out: Path) -> dict[str, fl
     if done.returncode:
         raise SystemExit(f"{tree.name}: tune {' '.join(filled)} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     figures = {"cpu s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "wall s": wall}
-    if step := seconds_per_step(out):
-        figures["step s"] = step
+    if seconds := seconds_per_1000_tokens(out):
+        figures["s / 1k"] = seconds
     return figures
 
 
-def seconds_per_step(out: Path) -> float | None:
-    """Median of the seconds between two logged steps, or None without a log."""
-    elapsed = []
+def seconds_per_1000_tokens(out: Path) -> float | None:
+    """Median over the logged steps but the first, or None without a log."""
+    speeds = []
     for path in (out / "logs").glob("*.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        elapsed = [row["elapsed_seconds"] for row in rows if "elapsed_seconds" in row] or elapsed
-    return statistics.median(after - before for before, after in itertools.pairwise(elapsed)) if elapsed[1:] else None
+        speeds += [row["tokens_per_second_per_gpu"] for row in rows if row.get("tokens_per_second_per_gpu")][1:]
+    return 1000 / statistics.median(speeds) if speeds else None
 
 
 def main() -> None:
@@ -140,6 +146,8 @@ def compare(trees: dict[str, Path], commands: dict[str, list[str]], model: str, 
                     for figure, value in run(tree, arguments, model, Path(out)).items():
                         figures.setdefault(figure, {}).setdefault(name, []).append(value)
         for figure, sides in figures.items():
+            if len(sides) < len(trees):  # a revision may log other figures
+                continue
             old, new = (statistics.median(sides[name]) for name in ("old", "new"))
             print(f"{case:14} {figure:7} old {old:8.2f}  new {new:8.2f}  new / old {new / old:5.2f}", flush=True)
 
