@@ -104,9 +104,7 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
             marks = "in color" if _has_color() else "between [[ and ]]"
             print(f"\n--- row {number}{f', {side}' if side else ''}: {summary}, {marks}")
             if plan is not None and sizes:
-                shown = ", ".join(
-                    f"{width}x{height} ({plan((width, height)).tokens:,} tokens)" for width, height in sizes
-                )
+                shown = ", ".join(f"{size[0]}x{size[1]} ({plan(size).tokens:,} tokens)" for size in sizes)
                 print(f"images: {shown}")
             kept = _one_of_each_run(ids, getattr(tokenizer, "image_tokens", ()))
             print(_decode_row(ids[kept], targets[kept], tokenizer, sizes))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtune.data._common import DataError
+from torchtune.data._messages import Video
 from torchtune.utils import require
 
 if TYPE_CHECKING:
@@ -80,10 +81,10 @@ def open_image(value: Any) -> Any:
 
     Args:
         value: a path, a ``data:`` URL, the bytes of a file, a mapping with ``bytes`` or ``path`` as the ``datasets``
-            package stores it, or a Pillow image.
+            package stores it, or a Pillow image; or a :class:`Video` of these.
 
     Returns:
-        A Pillow image in RGB.
+        A Pillow image in RGB, or a :class:`Video` of these.
 
     Raises:
         DataError: it cannot be read, is not an image, has several frames, or is a web URL.
@@ -102,27 +103,41 @@ def check_image(value: Any, decode: bool = False) -> None:
     _read(value, _decoded if decode else _checked)
 
 
-def each_image(function: Callable[[Any], Any], images: Sequence[Any]) -> list[Any]:
-    """Return ``function(image)`` for all images of a row; its :class:`DataError` gets the number of the image."""
+def each_image(function: Callable[[Any], Any], images: Sequence[Any], name: str = "image") -> list[Any]:
+    """Return ``function(image)`` for all images of a row; its :class:`DataError` gets ``name`` and number of one."""
     found = []
     for number, image in enumerate(images, 1):
         try:
             found.append(function(image))
         except DataError as error:
-            raise DataError(f"image {number} of {len(images)}: {error}") from error
+            raise DataError(f"{name} {number} of {len(images)}: {error}") from error
     return found
 
 
-def image_size(value: Any) -> tuple[int, int]:
+def image_size(value: Any) -> tuple[Any, ...]:
     """Return (width, height) of an image in pixels, after its EXIF rotation, from the header of its file.
 
-    For ``value`` and errors see :func:`open_image`.
+    For ``value`` and errors see :func:`open_image`. Of a video, return (width, height, number of frames, fps).
+
+    Raises:
+        DataError: the frames of a video have different sizes.
     """
-    return _read(value, _size)
+    found = _read(value, _size)
+    if not isinstance(found, Video):
+        return found
+    size = found.frames[0]
+    if others := set(found.frames) - {size}:
+        raise DataError(f"the frames of a video have different sizes, {size} and {others.pop()}: resize them")
+    return (*size, len(found.frames), found.fps)
 
 
 def _read(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return ``function(image)`` for an opened Pillow image; raise :class:`DataError` if it cannot be read."""
+    """Return ``function(image)`` for an opened Pillow image; raise :class:`DataError` if it cannot be read.
+
+    Of a video, return a :class:`Video` of the results for its frames.
+    """
+    if isinstance(value, Video):
+        return value._replace(frames=tuple(each_image(lambda frame: _read(frame, function), value.frames, "frame")))
     pillow, name = _require_pillow(), _image_name(value)
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")

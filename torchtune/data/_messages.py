@@ -2,12 +2,44 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchtune.data._common import DataError
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "ipython", "tool")
+_MEDIA = ("image", "video")
+
+
+class Video(NamedTuple):
+    """Frames of a video.
+
+    Attributes:
+        frames: images, in order; for what an image is see :func:`torchtune.data.open_image`.
+        fps: number of the frames in a second.
+    """
+
+    frames: tuple[Any, ...]
+    fps: float
+
+
+def as_video(part: Mapping[str, Any]) -> Video:
+    """Return the video of a content part ``{"type": "video", "content": frames, "fps": ...}``.
+
+    Raises:
+        DataError: it has no frames, or ``fps`` is not a positive number.
+    """
+    frames, fps = part["content"], part.get("fps")
+    if isinstance(frames, Video):
+        return frames
+    if not isinstance(frames, list | tuple) or not frames:
+        raise DataError(
+            "a video must be a list of one or more images, its frames, because video files are not decoded: extract "
+            "the frames first"
+        )
+    if not isinstance(fps, int | float) or not fps > 0:
+        raise DataError(f"a video has fps = {fps!r}: give the number of its frames in a second")
+    return Video(tuple(frames), fps)
 
 
 class Message:
@@ -15,7 +47,8 @@ class Message:
 
     Args:
         role: role of the speaker.
-        content: a text, or a list of ``{"type": "text" | "image", "content": ...}``.
+        content: a text, or a list of ``{"type": "text" | "image" | "video", "content": ...}``; a video has a list of
+            frames as content, and ``fps``, their number in a second.
         masked: exclude all tokens of the turn from the loss.
         ipython: the turn is a tool call of the assistant.
         eot: the turn ends with an end-of-turn token; False if a tool response follows.
@@ -59,15 +92,16 @@ class Message:
         return cls(**{name: d[name] for name in names if name in d})
 
     def get_media(self) -> list[Any]:
-        """Return the images of the turn, in order."""
-        return [item["content"] for item in self.content if item["type"] == "image"]
+        """Return the images of the turn, and its videos as :class:`Video`, in order."""
+        media = [item for item in self.content if item["type"] in _MEDIA]
+        return [as_video(item) if item["type"] == "video" else item["content"] for item in media]
 
     @property
     def contains_media(self) -> bool:
-        """Whether the turn contains an image."""
+        """Whether the turn contains an image or a video."""
         if len(self.content) == 1:  # fast path
-            return self.content[0]["type"] == "image"
-        return any(item["type"] == "image" for item in self.content)
+            return self.content[0]["type"] in _MEDIA
+        return any(item["type"] in _MEDIA for item in self.content)
 
     @property
     def text_content(self) -> str:
@@ -131,10 +165,10 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
 
 
 def parse_content_part(part: Any) -> dict[str, Any]:
-    """Convert a content part in chat API format. Raises :class:`DataError` if it is neither text nor image."""
+    """Convert a content part in chat API format. Raises :class:`DataError` if it is no text, image or video."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     found = None
-    if isinstance(part, Mapping) and kind in ("text", "image") and "content" in part:
+    if isinstance(part, Mapping) and kind in ("text", *_MEDIA) and "content" in part:
         found = dict(part)
     elif isinstance(part, Mapping) and kind == "text" and "text" in part:
         found = {"type": "text", "content": part["text"]}
@@ -149,8 +183,10 @@ def parse_content_part(part: Any) -> dict[str, Any]:
             raise DataError("a part of a turn of type 'image' must have an 'image', a 'path' or a 'url'")
         value = part[names[0]]
         found = {"type": "image", "content": f"data:image;base64,{value}" if names[0] == "base64" else value}
+    elif kind == "video" and "video" in part:
+        found = {"type": "video", "content": part["video"], "fps": part.get("fps")}
     if found is None:
-        raise DataError(f"a part of a turn has the type '{kind}': only text, image and image_url are known")
+        raise DataError(f"a part of a turn has the type '{kind}': only text, image, image_url and video are known")
     if kind == "text" and not isinstance(found["content"], str):
         raise DataError(f"a part of a turn of type 'text' holds {type(found['content']).__name__}, not a text")
     return found

@@ -20,13 +20,13 @@ class Colors(NamedTuple):
     Attributes:
         mean: mean of red, green and blue, for values from 0 to 1.
         std: standard deviation of red, green and blue.
-        frames: frames of a patch; an image is repeated.
+        patch_values: number of values of a patch; the pixels of an image are repeated as its frames.
         last: whether a patch is ordered by row, column and color, instead of by color, frame, row and column.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    frames: int = 1
+    patch_values: int
     last: bool = False
 
     def values(self, pixels: Tensor) -> Tensor:
@@ -35,7 +35,12 @@ class Colors(NamedTuple):
         if self.last:
             return ((pixels.float().unflatten(1, (-1, 3)) / 255 - mean.T) / std.T).flatten(1)
         colors = (pixels.float().unflatten(1, (3, -1)) / 255 - mean) / std
-        return colors[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
+        return self.repeat(colors.flatten(1))
+
+    def repeat(self, pixels: Tensor) -> Tensor:
+        """Repeat pixels ``[p, pixels * 3]`` to the frames of a patch; those of a video are complete."""
+        frames = self.patch_values // pixels.shape[1]
+        return pixels.unflatten(1, (3, -1))[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,12 @@ class Images:
         return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
 
 
+def join_pixels(parts: Sequence[Tensor], colors: Colors | None) -> Tensor:
+    """Concatenate the pixels of images and videos; those of images are repeated if there are videos."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([part if part.shape[1] == width else colors.repeat(part) for part in parts])
+
+
 def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> Images | None:
     """Join the images of documents that are concatenated; None if there are none.
 
@@ -119,9 +130,10 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
     if next(iter(found.values())).positions is not None:
         positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
     grids = tuple(grid for images in found.values() for grid in images.grids)
-    pixels = torch.cat([images.pixels for images in found.values()])
+    colors = next(iter(found.values())).colors
+    pixels = join_pixels([images.pixels for images in found.values()], colors)
     repeated = torch.cat(features) if len(features) > len(found) else None
-    return Images(pixels, grids, torch.cat(places), positions, repeated, next(iter(found.values())).colors)
+    return Images(pixels, grids, torch.cat(places), positions, repeated, colors)
 
 
 def _positions(images: Images | None, length: int) -> Tensor:
@@ -153,9 +165,13 @@ def check_placeholders(tokens: Sequence[int], image_tokens: Collection[int], gri
 
 
 def grid_positions(
-    tokens: Sequence[int], image_tokens: Collection[int], grids: Sequence[Grid], merge: int
+    tokens: Sequence[int],
+    image_tokens: Collection[int],
+    grids: Sequence[Grid],
+    merge: int,
+    steps: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """Compute the positions of a document's tokens in time, rows and columns (M-RoPE of Qwen 3-VL).
+    """Compute the positions of a document's tokens in time, rows and columns (M-RoPE of Qwen 2.5-VL and Qwen 3-VL).
 
     A text token advances all three. The tokens of a frame have the position before it plus (0, row, column), and the
     next token continues after the larger side.
@@ -165,6 +181,8 @@ def grid_positions(
         image_tokens: ids of image and video placeholders.
         grids: grids of the document's images and videos, in order.
         merge: rows and columns of patches that become one token.
+        steps: of each grid, 0 if its frames are as many images; else they have the same rows and columns, and this is
+            the distance in time from one to the next. By default 0.
 
     Returns:
         int64 ``[3, s]``.
@@ -175,15 +193,18 @@ def grid_positions(
     check_placeholders(tokens, image_tokens, grids, merge)
     images = np.isin(np.asarray(tokens), list(image_tokens))
     out, at, position = np.empty((3, len(images)), np.int64), 0, 0
-    for rows, columns in [(h // merge, w // merge) for t, h, w in grids for _ in range(t)]:
+    runs = []
+    for (frames, height, width), step in zip(grids, steps or [0.0] * len(grids), strict=True):
+        times = (np.arange(frames, dtype=np.float32) * np.float32(step)).astype(np.int64)
+        runs += [(one, height // merge, width // merge) for one in ([times] if step else np.split(times, frames))]
+    for times, rows, columns in runs:
         start = at + int(np.argmax(images[at:]))
         out[:, at:start] = np.arange(position, position + start - at)
-        position, at = position + start - at, start + rows * columns
+        position, at = position + start - at, start + len(times) * rows * columns
         if not images[start:at].all():
-            raise DataError(f"a row has text inside the {rows * columns} tokens of an image")
-        out[0, start:at] = position
-        out[1, start:at] = position + np.repeat(np.arange(rows), columns)
-        out[2, start:at] = position + np.tile(np.arange(columns), rows)
+            raise DataError(f"a row has text inside the {at - start} tokens of an image")
+        axes = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
+        out[:, start:at] = position + np.reshape(axes, (3, -1))
         position += max(rows, columns)
     out[:, at:] = np.arange(position, position + len(images) - at)
     return out

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune.data import DataError, Message, check_image, each_image, image_size, open_image
+from torchtune.data import DataError, Message, Video, check_image, each_image, image_size, open_image
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._tokenize import Tokenize
@@ -43,7 +43,7 @@ def encoded(rows: Any, message_transform: Any) -> Any:
 
 
 def images_of(sample: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a conversation, in order."""
+    """Return the images and videos of a conversation, in order."""
     messages = sample.get("messages") or ()
     return [image for message in messages if isinstance(message, Message) for image in message.get_media()]
 
@@ -57,6 +57,8 @@ def size_of(image: Any) -> tuple[int, int]:
 
 def content_of(image: Any) -> Any:
     """Return a value that identifies an image: its bytes or path, else the ``id`` of the object."""
+    if isinstance(image, Video):
+        return tuple(map(content_of, image.frames))
     if isinstance(image, Mapping):
         return image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
@@ -72,8 +74,8 @@ def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
     """
     images, checksum = images_of(sample), 0
     each_image(lambda image: None if isinstance(image, torch.Tensor) else check_image(image, decode), images)
-    for image in images:
-        if not isinstance(content := content_of(image), int):
+    for frame in [frame for one in images for frame in (one.frames if isinstance(one, Video) else (one,))]:
+        if not isinstance(content := content_of(frame), int):
             checksum = zlib.crc32(content.encode() if isinstance(content, str) else content, checksum)
     return [len(images), checksum]
 
@@ -105,7 +107,7 @@ def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
     for message in sample.get("messages") or ():
         if isinstance(message, Message) and message.contains_media:
             message.content = [
-                {**item, "content": next(opened)} if item["type"] == "image" else item for item in message.content
+                item if item["type"] == "text" else {**item, "content": next(opened)} for item in message.content
             ]
     return sample
 

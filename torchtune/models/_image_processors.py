@@ -20,12 +20,18 @@ _FILTERS = {BICUBIC: "bicubic", BILINEAR: "bilinear", LANCZOS: "Lanczos"}
 
 
 class Plan(NamedTuple):
-    """Size of an image after resizing, grids of patches of its parts, and number of its tokens with features."""
+    """Size of an image after resizing, grids of patches of its parts, and number of its tokens with features.
+
+    Of a video, ``texts`` precede its parts, and ``step`` is the distance of its frames in positions (see
+    :func:`torchtune.data.grid_positions`).
+    """
 
     height: int
     width: int
     grids: tuple[Grid, ...]
     tokens: int
+    texts: tuple[str, ...] = ()
+    step: float = 0.0
 
 
 def check_settings(
@@ -76,6 +82,7 @@ class ImageProcessor:
         frames: frames of a patch; an image is repeated.
         channels_last: whether the values of a patch are ordered by row, column and color, instead of by color first.
         placeholder: special token that the chat template writes for an image; by default the image token.
+        video_placeholder: text that stands for a video; empty if there are no plans, layouts and pixels of videos.
     """
 
     patch_size: int
@@ -85,6 +92,7 @@ class ImageProcessor:
     frames: int = 1
     channels_last: ClassVar[bool] = False
     placeholder: ClassVar[str] = ""
+    video_placeholder: ClassVar[str] = ""
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels.
@@ -106,7 +114,7 @@ class ImageProcessor:
     @property
     def colors(self) -> Colors:
         """Conversion of the pixels to the values of patches."""
-        return Colors(self.mean, self.std, self.frames, self.channels_last)
+        return Colors(self.mean, self.std, 3 * self.frames * self.patch_size**2, self.channels_last)
 
     def plan_of(self, height: int, width: int) -> Plan:
         """Return the plan of an image that is resized to ``height`` and ``width``."""

@@ -15,11 +15,13 @@ from torchtune.data import (
     Images,
     Message,
     MessageLike,
+    Video,
     as_messages,
     check_placeholders,
     each_image,
     grid_positions,
     image_size,
+    join_pixels,
     open_image,
     truncate_row,
 )
@@ -37,8 +39,8 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 class ImageTextTransform(HuggingFaceModelTokenizer):
     """Tokenizer of a checkpoint with image tokens, which also processes the images of conversations.
 
-    The chat template writes a placeholder for each image. It is replaced by as many tokens as the image has, which are
-    never trained on. A row is refused if ``max_seq_len`` would cut an image.
+    The chat template writes a placeholder for each image or video. It is replaced by as many tokens as the image has,
+    which are never trained on. A row is refused if ``max_seq_len`` would cut an image.
 
     Args:
         tokenizer_json_path: ``tokenizer.json``.
@@ -64,11 +66,12 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         self.image_tokens, self._merge = description.image_tokens, description.vision.merge
         self._has_grid_positions = bool(description.rope_axes)
         self.processor = processor
-        self._placeholder = self.special_tokens.get(processor.placeholder, self.image_tokens[0])
-        if self._placeholder not in self.special_tokens.values():
+        known = self.special_tokens.get(processor.placeholder)
+        self._placeholders = self.image_tokens if known is None else (known,)
+        if self._placeholders[0] not in self.special_tokens.values():
             raise DataError(
-                f"{tokenizer_json_path} has no special token {self._placeholder}, the image token of config.json: they "
-                "are of different models."
+                f"{tokenizer_json_path} has no special token {self._placeholders[0]}, the image token of config.json: "
+                "they are of different models."
             )
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
@@ -101,28 +104,39 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         pictures = each_image(open_image, [image for message in messages for image in message.get_media()])
         if not pictures:
             return {}
-        grids = tuple(grid for picture in pictures for grid in self.processor.plan(picture.size).grids)
-        pixels = torch.from_numpy(np.concatenate([self.processor.pixels(picture) for picture in pictures]))
+        plans = [self._plan(picture) for picture in pictures]
+        grids = tuple(grid for plan in plans for grid in plan.grids)
+        pixels = [torch.from_numpy(self.processor.pixels(picture)) for picture in pictures]
         check_placeholders(tokens, self.image_tokens, grids, self._merge)
         places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
         positions = None
         if self._has_grid_positions:
-            found = grid_positions(tokens, self.image_tokens, grids, self._merge)
+            steps = [plan.step for plan in plans for _ in plan.grids]
+            found = grid_positions(tokens, self.image_tokens, grids, self._merge, steps)
             positions = torch.from_numpy(found)[:, None]
-        images = Images(pixels, grids, places, positions, colors=self.processor.colors)
+        colors = self.processor.colors
+        images = Images(join_pixels(pixels, colors), grids, places, positions, colors=colors)
         return {"encoder_input": {"images": images}}
+
+    def _plan(self, image: Any) -> Any:
+        if isinstance(image, Video) and not self.processor.video_placeholder:
+            raise DataError("the model takes images, but no videos: give frames as images")
+        return self.processor.plan(image_size(image))
 
     def _turn(self, message: Message) -> dict[str, Any]:
         if not message.contains_media:
             return super()._turn(message)
         if message.role == "assistant":
             raise DataError("a turn of the assistant holds an image, which the model cannot write: move it to the user")
-        parts = [
-            {"type": "image"} if item["type"] == "image" else {"type": "text", "text": item["content"]}
-            for item in message.content
-        ]
+        parts = [{"type": "image"} if item["type"] == "image" else self._text(item) for item in message.content]
         role = "tool" if message.role == "ipython" else message.role
-        return {"role": role, "content": self._guard.hide(parts), **self._guard.hide(message.extra)}
+        return {"role": role, "content": parts, **self._guard.hide(message.extra)}
+
+    def _text(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a text, or the placeholder of a video, without the tokens that templates write around it."""
+        if item["type"] == "video":
+            return {"type": "text", "text": self.processor.video_placeholder}
+        return {"type": "text", "text": self._guard.hide(item["content"])}
 
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
@@ -130,8 +144,8 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         messages = [_masked(message) if message.contains_media else message for message in as_messages(messages)]
         tokens, mask = super()._tokenized(messages, closed, _UNLIMITED, tools)
         images = [image for message in messages for image in message.get_media()]
-        plans = iter(each_image(lambda image: self.processor.plan(image_size(image)), images))
-        found = sum(token == self._placeholder for token in tokens)
+        plans = iter(each_image(self._plan, images))
+        found = sum(token in self._placeholders for token in tokens)
         if found != len(images):
             raise DataError(f"the chat template writes {found} placeholders for {len(images)} image(s)")
         pairs = list(self._expanded(tokens, mask, plans))
@@ -145,7 +159,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
     def _expanded(self, tokens: Sequence[int], mask: Sequence[int], plans: Iterator[Any]) -> Iterator[tuple[int, int]]:
         """Yield (token, whether it is masked), with the tokens of an image in the place of its placeholder."""
         for token, masked in zip(tokens, mask, strict=True):
-            if token != self._placeholder:
+            if token not in self._placeholders:
                 yield token, masked
                 continue
             layout = self.processor.layout(next(plans))
@@ -201,7 +215,10 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     if not files:
         raise DataError(f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized: download it again.")
     settings = read_json(files[0], DataError)
-    processor = spec.image_processor(settings.get("image_processor", settings), config)
+    if (video := folder / "video_preprocessor_config.json").is_file():
+        settings["video_processor"] = read_json(video, DataError)
+    settings |= settings.get("image_processor", {})
+    processor = spec.image_processor(settings, config)
     if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:
         raise DataError(f"{folder}: {files[0].name} and config.json have patches of different sizes.")
     path = str(folder / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Qwen 2.5-VL: Qwen 2.5 with a tower whose attention is in windows, for images (not videos)."""
+"""Qwen 2.5-VL: Qwen 2.5 with a tower whose attention is in windows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    fields.take("tokens_per_second", None)  # of videos
+    fields.take("tokens_per_second", None)  # the image processor reads it
     window = read_whole(fields, "window_size", 112)
     return {
         "patch_bias": False,
@@ -71,7 +71,7 @@ _FORMAT = ImageTextFormat(
     (_TEXT,),
     vision_type="qwen2_5_vl_vision",
     sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_SIZES),
-    tokens=(("image_token_id", 151_655),),
+    tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
     read_vision=_read,
     write_vision=_write,
     sections=(16, 24, 24),
