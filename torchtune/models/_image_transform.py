@@ -128,15 +128,16 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
             return super()._turn(message)
         if message.role == "assistant":
             raise DataError("a turn of the assistant holds an image, which the model cannot write: move it to the user")
-        parts = [{"type": "image"} if item["type"] == "image" else self._text(item) for item in message.content]
+        parts = [
+            {"type": "image"} if item["type"] == "image" else {"type": "text", "text": self._text(item)}
+            for item in message.content
+        ]
         role = "tool" if message.role == "ipython" else message.role
         return {"role": role, "content": parts, **self._guard.hide(message.extra)}
 
-    def _text(self, item: Mapping[str, Any]) -> dict[str, Any]:
+    def _text(self, item: Mapping[str, Any]) -> str:
         """Return a text, or the placeholder of a video, without the tokens that templates write around it."""
-        if item["type"] == "video":
-            return {"type": "text", "text": self.processor.video_placeholder}
-        return {"type": "text", "text": self._guard.hide(item["content"])}
+        return self.processor.video_placeholder if item["type"] == "video" else self._guard.hide(item["content"])
 
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None

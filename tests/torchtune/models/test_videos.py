@@ -227,7 +227,6 @@ WRONG = {
     "no frames": ([], 2.0, "a video must be a list of one or more images"),
     "a file": ("clip.mp4", 2.0, "video files are not decoded: extract the frames first"),
     "no rate": (video(2), None, "a video has fps = None"),
-    "one frame": (video(1), 2.0, "a video needs at least 2 frames"),
     "other sizes": (video(2) + video(1, (8, 9)), 2.0, r"different sizes, \(40, 20\) and \(8, 9\)"),
     "missing": ([*video(1), "none.png"], 2.0, "frame 2 of 2: the image none.png cannot be read"),
 }

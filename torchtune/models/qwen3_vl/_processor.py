@@ -77,14 +77,12 @@ class QwenImages(ImageProcessor):
             size: (width, height), and number of frames and frames per second of a video.
 
         Raises:
-            DataError: one side is more than 200 times the other, or a video has too few frames.
+            DataError: one side is more than 200 times the other.
         """
         width, height, *video = size
         if not video:
             return self.plan_of(*self._resized(width, height))
         count, fps = video
-        if count < self.frames:
-            raise DataError(f"a video needs at least {self.frames} frames: give an image instead")
         counted = 1 if self.tokens_per_second else count
         if counted > 1 and (scale := self.patch_size * self.merge / min(width, height)) > 1:
             width, height = int(width * scale), int(height * scale)
@@ -94,7 +92,7 @@ class QwenImages(ImageProcessor):
         return plan._replace(
             grids=((len(firsts), *plan.grids[0][1:]),),
             tokens=len(firsts) * plan.tokens,
-            texts=("",) if counted == 1 else tuple(f"<{time:.1f} seconds>" for time in times),
+            texts=("",) if self.tokens_per_second else tuple(f"<{time:.1f} seconds>" for time in times),
             step=self.tokens_per_second * (self.frames / fps),
         )
 
