@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.serving import serving
 from tests.tiny import write_checkpoint
 from tests.torchtune._cli.test_chat import _reference as reference
 from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
@@ -56,14 +57,8 @@ def content(port: int, messages: list[Any], model: str = "tiny", **more: Any) ->
 @contextmanager
 def running(models: dict[str, nn.Module], tokenizer: Any, **options: Any) -> Iterator[ChatServer]:
     options = {"tool_format": None, "max_new_tokens": 12, **options}
-    with ChatServer(("127.0.0.1", 0), models, tokenizer, **options) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with ChatServer(("127.0.0.1", 0), models, tokenizer, **options) as server, serving(server):
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.serving import serving
+
 _LOADING = threading.Lock()  # from_pretrained sets global state
 
 
@@ -168,11 +170,5 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def tiny_server(folder: Path, *faults: str, port: int = 0) -> Iterator[TinyServer]:
     """Run a server as long as the block lasts."""
-    with TinyServer(folder, set(faults), port) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with TinyServer(folder, set(faults), port) as server, serving(server):
+        yield server

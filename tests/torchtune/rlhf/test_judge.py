@@ -1,14 +1,15 @@
 """Rewards by a language model behind HTTP, against a real server of this machine."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 
+from tests.serving import serving
 from torchtune.rlhf import RewardSum, RolloutError
 from torchtune.rlhf.reward_functions import JudgeReward
 
@@ -28,9 +29,10 @@ class Judge(BaseHTTPRequestHandler):
             time.sleep(1.0)
         status = 404 if body["model"] == "other" else 200
         text = {"html": "<html>", "empty": "{}", "other": "no model 'other' here"}.get(body["model"], json.dumps(said))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
+        with suppress(BrokenPipeError):  # the client had no time to wait
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -38,12 +40,8 @@ class Judge(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server, serving(server):
         yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-        thread.join()
 
 
 def test_a_judge_scores_and_what_it_cannot_score_is_none(url):

@@ -4,7 +4,6 @@ import http.client
 import json
 import math
 import socketserver
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.serving import serving
 from tests.tiny import write_tokenizer
 from torchtune.rlhf import RewardSum, Rollout, RolloutError
 from torchtune.rlhf._servers import RequestSettings, TransformersServer, VLLMServer
@@ -56,12 +56,8 @@ class _Handler(socketserver.BaseRequestHandler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Replies]:
-    with Replies(("127.0.0.1", 0), _Handler) as found:
-        thread = threading.Thread(target=found.serve_forever, args=(0.02,))
-        thread.start()
+    with Replies(("127.0.0.1", 0), _Handler) as found, serving(found):
         yield found
-        found.shutdown()
-        thread.join()
 
 
 def choice(**changes: Any) -> dict[str, Any]:

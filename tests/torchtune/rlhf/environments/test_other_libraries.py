@@ -1,13 +1,13 @@
 """Environments of other libraries: a server of OpenEnv's interface over HTTP, and the packages that are installed."""
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from tests.serving import serving
 from torchtune.rlhf import RolloutError
 from torchtune.rlhf.environments import Gymnasium, OpenEnv, TextArena, check_call, parameters_of, parse_calls, tools_of
 from torchtune.utils import UserError
@@ -47,11 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as found:
         found.counters, found.has_room = {}, True
-        thread = threading.Thread(target=found.serve_forever, args=(0.02,))
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
+        with serving(found):
+            yield found
 
 
 def test_an_openenv_server_has_a_session_for_each_episode(server):
