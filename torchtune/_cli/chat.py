@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from torchtune._cli.subcommand import Subcommand, check_least
+from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least
 
 _HELP = (
     "/reset starts a new conversation, /system TEXT starts one with that system prompt (/system alone: without one), "
@@ -34,7 +34,7 @@ class Chat(Subcommand):
         add(
             "--model",
             required=True,
-            help="folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub",
+            help=CHECKPOINT,
         )
         add("--adapter", help="folder or repository of a LoRA adapter of that model")
         add("--system", help="system prompt")
@@ -43,8 +43,7 @@ class Chat(Subcommand):
         add("--top-k", type=int, help="sample from the k most likely tokens (default: all)")
         add("--max-new-tokens", type=int, default=1024, help="maximum tokens per answer (default: 1024)")
         add("--seed", type=int, help="seed of sampling (default: random)")
-        add("--device", help="cuda, cpu, mps … (default: the best one)")
-        add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
+        add_placement(self._parser)
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, temperature=0, top_k=0, max_new_tokens=1, seed=0)
@@ -129,7 +128,7 @@ class _Conversation:
             self._messages.append({"role": "system", "content": self._system})
 
     def show(self, file: str) -> None:
-        """Show an image with the next line; say why if reading fails."""
+        """Show an image with the next line; print the reason if it cannot be read."""
         from torchtune.data import DataError, open_image
 
         try:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchtune._cli.subcommand import Subcommand, check_least
+from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least
 from torchtune.utils import UserError
 
 
@@ -37,8 +37,7 @@ class Eval(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        checkpoint = "folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub"
-        add("model", help=checkpoint)
+        add("model", help=CHECKPOINT)
         add("--data", type=Path, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
         add("--score", action="append", default=[], metavar="NAME", help="score of the answers, see below; repeatable")
         add("--perplexity", action="store_true", help="measure the perplexity of the right answers, or of texts")
@@ -56,8 +55,7 @@ class Eval(Subcommand):
         add("--max-sequences", type=int, default=16, help="batch size (default: 16)")
         add("--temperature", type=float, default=0.0, help="randomness; 0 takes the most likely token (default: 0)")
         add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
-        add("--device", help="cuda, cpu, mps … (default: the best one)")
-        add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
+        add_placement(self._parser)
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)

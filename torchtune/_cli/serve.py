@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli.subcommand import Subcommand, check_least
+from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least
 from torchtune.utils import UserError
 
 _FORMATS = ("hermes", "qwen_xml", "llama3", "mistral", "harmony", "gemma4")
@@ -34,7 +34,7 @@ class Serve(Subcommand):
         add = self._parser.add_argument
         add(
             "model",
-            help="folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub",
+            help=CHECKPOINT,
         )
         add(
             "--adapter",
@@ -49,8 +49,7 @@ class Serve(Subcommand):
         add("--max-sequences", type=int, default=8, help="requests that are answered at a time (default: 8)")
         add("--max-waiting", type=int, default=256, help="requests that may wait (default: 256)")
         add("--tool-format", choices=_FORMATS, help="format of tool calls (default: detected in the chat template)")
-        add("--device", help="cuda, cpu, mps … (default: the best one)")
-        add("--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)")
+        add_placement(self._parser)
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)

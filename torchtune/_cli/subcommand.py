@@ -6,6 +6,9 @@ from typing import Any
 
 from torchtune.utils import UserError
 
+# Help of an argument for :func:`torchtune._cli._target.find_checkpoint`.
+CHECKPOINT = "folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub"
+
 
 class Subcommand:
     """A subcommand, which adds its parser to ``subparsers`` and sets the parser's default ``func``.
@@ -55,6 +58,14 @@ class Subcommand:
     def _run(self, args: argparse.Namespace) -> None:
         """Run the subcommand; a group of subcommands prints its help."""
         self._parser.print_help()
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Add the options ``--device`` and ``--dtype`` of a model that is loaded."""
+    parser.add_argument("--device", help="cuda, cpu, mps … (default: the best one)")
+    parser.add_argument(
+        "--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)"
+    )
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:

@@ -38,7 +38,7 @@ class Colors(NamedTuple):
         return self.repeat(colors.flatten(1))
 
     def repeat(self, pixels: Tensor) -> Tensor:
-        """Repeat pixels ``[p, pixels * 3]`` to the frames of a patch; those of a video are complete."""
+        """Repeat pixels ``[p, pixels * 3]`` to the frames of a patch; pixels of a video have all frames."""
         frames = self.patch_values // pixels.shape[1]
         return pixels.unflatten(1, (3, -1))[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 

@@ -199,7 +199,7 @@ def atomic_directory(
 
 
 def clear_leftovers(path: Path) -> None:
-    """Delete what killed calls of :func:`atomic_directory` left beside ``path``, and restore what one was replacing.
+    """Delete leftovers of killed calls of :func:`atomic_directory` beside ``path``, and restore a moved folder.
 
     Only for a process that holds a lock, because the folders of a call that is going on have the same names.
     """

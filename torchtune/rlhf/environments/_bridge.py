@@ -80,7 +80,7 @@ class Bridge:
             the tokens before the first turn, of the turn, between it and the next one, and so on.
         """
         errors = []
-        for has_calls in (True, False):
+        for has_calls in (True, False) if any(calls for calls, _, _ in turns) else (False,):
             messages = [_turns(calls, replies, has_calls, thinks) for calls, replies, thinks in turns]
             try:
                 return self._split([messages[0][0], *chain.from_iterable(one[1:] for one in messages), *others])
