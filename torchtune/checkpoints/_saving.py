@@ -18,7 +18,7 @@ from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._directories import Sums, new_directory, prune
 from torchtune.checkpoints._safetensors_file import Entry, FileWriter, TensorFile, TensorSlice
 from torchtune.training.parallel import Ranks
-from torchtune.utils import FolderLock, UserError, explain_os_error, get_logger
+from torchtune.utils import FolderLock, UserError, count_written, explain_os_error, get_logger
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,7 @@ class Saver:
                             writer.finish()
                         writers[file.path] = FileWriter(file, folder)
                     writers[file.path].write(slices)
+                    count_written()
                 except (OSError, ValueError) as error:
                     write_error = error.with_traceback(None)
             if write_error is not None:

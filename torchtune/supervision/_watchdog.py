@@ -1,16 +1,13 @@
 """Watchdog: end a stalled run with one sentence that names the stalled ranks."""
 
-import faulthandler
 import functools
 import itertools
 import math
 import os
-import re
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import FrameType
@@ -48,10 +45,10 @@ T = TypeVar("T")
 HANG_EXIT_CODE = 76
 # Seconds without progress after which a rank ends if another one has failed.
 _QUIET_SECONDS = 10.0
+# Least share of a processor that counts as progress outside the loop; code that polls takes less.
+_MIN_CPU_SHARE = 0.002
 # Logged once per machine, for any number of ranks.
 _STALLED = "the run stalls"
-# Name prefix of threads that write checkpoints.
-WRITER_THREAD_PREFIX = "checkpoint"
 _watchdog_numbers = itertools.count()  # of this process; equal on all ranks, which run the same program
 
 
@@ -107,7 +104,8 @@ class Watchdog:
 
     A thread reads ``activity`` once a second; the loop does no work for it, and a step has no further collective. Ranks
     exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward passes,
-    steps, and the beginning and end of validation; in other phases, any progress of the code.
+    steps, and the beginning and end of validation; in other phases, CPU time of the thread that entered the
+    block, and tensors written to a checkpoint.
 
     If a collective fails because another rank is gone, the block raises an error that names that rank. If torchrun's
     agent dies, the process exits with code 75; otherwise it would keep running and disturb a new run.
@@ -138,7 +136,7 @@ class Watchdog:
         self._heartbeats: Heartbeats | None = None
         self._beat_number = self._num_groups = 0
         self._ignore_before = 0.0  # signs of life before this time do not count
-        self._last_stacks: list[str] = []
+        self._last_cpu_time, self._last_written = 0.0, 0
 
     def __enter__(self) -> "Watchdog":
         if self._is_disabled:
@@ -210,12 +208,12 @@ class Watchdog:
                 self._exit_orphaned()
             if now - last > max(timeout / 4, 5 * self._interval):  # this process was suspended
                 self._ignore_before = now
-            last = now
+            elapsed, last = now - last, now
             if now - armed > timeout / 4:
                 self._schedule_stack_dump()
                 armed = now
             self._connect()
-            self._check_stacks_for_progress()
+            self._check_for_progress(elapsed)
             still = now - max(self._activity.moved, self._ignore_before)
             beats = self._heartbeats
             if beats is not None:
@@ -228,18 +226,21 @@ class Watchdog:
             ):
                 self._exit_stalled(now)
 
-    def _check_stacks_for_progress(self) -> None:
-        """Outside the loop and rows of data, count a change of the stack as a sign of life.
+    def _check_for_progress(self, elapsed: float) -> None:
+        """Outside the loop and rows of data, count CPU time of the watched thread and written tensors as signs of life.
 
-        Threads that write a checkpoint count, too.
+        Stacks would tell more, but CPython 3.11 crashes now and then if they are read while their threads run.
         """
-        stacks: list[str] = []
-        if self._activity.phase not in LOOP_PHASES and not self._activity.row:
-            writers = [thread.ident for thread in threading.enumerate() if thread.name.startswith(WRITER_THREAD_PREFIX)]
-            stacks = _stacks_of({self._watched_thread, *writers})
-        if stacks and stacks != self._last_stacks:
+        time_used, written = self._watched_thread_time(), self._activity.written
+        has_worked = time_used - self._last_cpu_time > _MIN_CPU_SHARE * elapsed or written > self._last_written
+        if has_worked and self._activity.phase not in LOOP_PHASES and not self._activity.row:
             self._activity.sign()
-        self._last_stacks = stacks
+        self._last_cpu_time, self._last_written = time_used, written
+
+    def _watched_thread_time(self) -> float:
+        if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+            return time.process_time() - time.thread_time()
+        return time.clock_gettime(time.pthread_getcpuclockid(self._watched_thread))
 
     def _is_store_lost(self, now: float) -> bool:
         """Return whether the store does not answer; a slow name server may delay it by seconds."""
@@ -307,19 +308,6 @@ def _run_with_timeout(seconds: float, function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _stacks_of(threads: Set[int | None]) -> list[str]:
-    """Return the stacks of threads as text.
-
-    Frames of threads that run cannot be walked in Python: they may be freed between two steps.
-    """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        found = file.read().decode(errors="replace").split("\n\n")
-    heads = (re.match(r"(?:Thread|Current thread) 0x([0-9a-f]+)", text) for text in found)
-    return [text for text, head in zip(found, heads, strict=True) if head and int(head[1], 16) in threads]
 
 
 def _current_line(thread: int) -> tuple[str, bool]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Phases in which the loop itself reports heartbeats; in other phases, any progress of the code counts as one.
+# Phases in which the loop itself reports heartbeats; in other phases, work of its thread counts as one.
 LOOP_PHASES = ("training", "validation", "loading data", "loading ahead")
 
 
@@ -17,6 +17,7 @@ class Activity:
         moves: number of progress marks, equal on all ranks at the same point of the program.
         signs: number of other heartbeats, which differ between ranks.
         moved: time of the last mark or heartbeat (``time.monotonic``).
+        written: number of tensors that a thread has written to checkpoints; not a heartbeat of the loop.
         row: name of the row of data that is prepared; empty between rows.
         shape: shape of the last tokens passed to the model.
 
@@ -33,6 +34,7 @@ class Activity:
         self.moves = 0
         self.signs = 0
         self.moved = time.monotonic()
+        self.written = 0
         self.row = ""
         self.shape: tuple[int, ...] | None = None
 
@@ -108,10 +110,17 @@ def doing(phase: str) -> Iterator[None]:
         activity.move(before)
 
 
+def count_written() -> None:
+    """Tell the watchdog, if there is one, that a tensor was written to a checkpoint."""
+    if _watched_activity is not None:
+        _watched_activity.written += 1
+
+
 def sign_of_life(row: str = "") -> None:
     """Send a heartbeat to the watchdog, if there is one, from inside a long loop.
 
     Args:
+        written: number of tensors that a thread has written to checkpoints; not a heartbeat of the loop.
         row: name of the row of data that begins; until the next heartbeat, only the row's end is progress.
     """
     if _watched_activity is not None:

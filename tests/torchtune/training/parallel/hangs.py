@@ -1,6 +1,7 @@
 """Runs that stand still, each in a way of its own: and what went otherwise than it should."""
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -80,14 +81,16 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def save_slowly(seconds: float) -> None:
-    """Longer than the time limit, by many short pieces of work."""
+def save_slowly(limit: float) -> None:
+    """Longer than the time limit by many short pieces of work, and longer than that by one call."""
     note_fault()
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 1.25 * limit
     while time.monotonic() < end:
-        for _ in range(3):
-            time.sleep(0.021)
-        time.sleep(0.073)
+        hashlib.sha256(bytes(2**22)).hexdigest()
+        time.sleep(0.08)
+    start = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 100_000)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", int(1.25 * limit / (time.monotonic() - start) * 100_000))
 
 
 def run(name: str, rank: int, limit: float, folder: Path) -> int:
@@ -116,7 +119,7 @@ def run(name: str, rank: int, limit: float, folder: Path) -> int:
                 throughput.step(processed=1, trained=1)
                 with throughput.paused("saving"):
                     if (step, rank, where) == (3, culprit, "save"):
-                        save_slowly(2.5 * limit)
+                        save_slowly(limit)
                     dims.any(False)
     except ValueError:
         sleep_forever()  # as a cleanup can that waits for the others

@@ -1,6 +1,7 @@
 """Runs that stand still are ended, and say who keeps the others waiting."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from tests.torchtune.training.parallel.hangs import RUNS
 from torchtune import training
 from torchtune.supervision._heartbeats import Beat, describe_stall, list_ranks
 from torchtune.supervision._lost_ranks import lost_rank_error
+from torchtune.utils import Activity, count_written, watch_activity
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +77,19 @@ def test_errors_pass_through():
     activity = training.Throughput().activity
     with pytest.raises(KeyError), training.Watchdog(activity, training.ParallelDims(), 60.0):
         raise KeyError("x")
+
+
+def test_outside_the_loop_waiting_is_no_progress_and_writing_is():
+    activity = Activity(3, "saving")
+    with watch_activity(activity), training.Watchdog(activity, training.ParallelDims(), 4.0):
+        time.sleep(0.5)  # the first look may find the CPU time of what was before
+        signs = activity.signs
+        time.sleep(1.0)
+        assert activity.signs == signs
+        count_written()
+        time.sleep(1.0)
+        assert activity.signs == signs + 1
+        activity.move("training")
+        count_written()
+        time.sleep(1.0)
+        assert activity.signs == signs + 1
