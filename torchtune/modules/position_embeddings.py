@@ -39,16 +39,25 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    wide = x.float()
+    wide, is_compiling = x.float(), torch.compiler.is_compiling()
+    if layout == "halves":
+        turned = _rotate(wide.unflatten(-1, (2, -1)), *(t.unflatten(-1, (2, -1)) for t in (cos, sin)), "half")
+        return turned.flatten(-2).to(x.dtype)
+    if layout == "interleaved" and not is_compiling:
+        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
     if layout == "interleaved":
         first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.flatten(-2).to(x.dtype)
-    if layout == "halves":
-        turned = _rotate(wide.unflatten(-1, (2, -1)), *(t.unflatten(-1, (2, -1)) for t in (cos, sin)), "half")
-        return turned.flatten(-2).to(x.dtype)
     first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if is_compiling:
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    # Four passes over memory, where the line above takes eight.
+    turned = torch.empty_like(wide)
+    to_first, to_second = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
     return turned.to(x.dtype)
 
 
@@ -64,7 +73,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, ctx.layout), None, None, None
+        return apply_rope(grad, cos, -sin, ctx.layout), None, None, None
 
 
 def positions_of(x: Tensor, documents: Documents | None) -> Tensor:
