@@ -115,6 +115,11 @@ class Observer(TorchDispatchMode):
         self.entered = False
         self._patches = ExitStack()
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True: code that asks for dispatch modes does under this one as it does in a run."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE_OF:  # half of all calls

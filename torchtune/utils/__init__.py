@@ -42,6 +42,7 @@ __getattr__, __dir__, __all__ = attach(
         "has_cpp_compiler": "_torch_private",
         "hooks_of_all_modules": "_torch_private",
         "in_backward_pass": "_torch_private",
+        "in_dispatch_mode": "_torch_private",
         "in_function_transform": "_torch_private",
         "is_on_host": "_simulated",
         "is_simulated": "_simulated",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
@@ -75,6 +76,11 @@ def in_backward_pass() -> bool:
 def in_function_transform() -> bool:
     """Return whether ``torch.func`` or forward-mode AD is active, which most autograd functions do not support."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode sees the operations, such as selective checkpointing; modes of tracers do not count."""
+    return is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
 def saved_tensor_hooks() -> Any | None:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules._products import linear, mm
 from torchtune.modules.stored_linear import Stored
+from torchtune.utils import in_dispatch_mode
 
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
@@ -21,7 +22,7 @@ class LoRAProjection(torch.autograd.Function):
 
     For the backward pass it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of
     one byte per element. Low-rank products write into a given tensor, so that selective checkpointing, which saves
-    some products, does not see them; nor is the base's product changed in place.
+    some products, does not see them; where it may save the base's product, that is not changed in place.
     W is ``decode(*stored)`` and is decoded again in the backward pass, so only the stored tensors are saved.
     """
 
@@ -42,7 +43,8 @@ class LoRAProjection(torch.autograd.Function):
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
         base = linear(rows, decode(*stored), bias).to(rows.dtype)  # autocast may change it
-        y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
+        y = torch.empty_like(base) if torch.compiler.is_compiling() or in_dispatch_mode() else base
+        torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
         needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
         ctx.save_for_backward(
             rows if needs_weight or needs_a else None, lora_a, lora_b, low if needs_b else None, mask, *stored
