@@ -137,6 +137,7 @@ def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(
 
 
 @every_family
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 def test_adapters_of_all_parts_are_those_of_peft(folder, base):
     done = run("lora", folder, {"vision_tower": "lora", "projector": "lora"}, epochs=1)
     adapter = done.output_dir / "epoch_0" / "adapter"
@@ -144,6 +145,7 @@ def test_adapters_of_all_parts_are_those_of_peft(folder, base):
     family = base.name.rstrip("0123456789")
     assert any(f"{TOWERS.get(family, 'visual.blocks.0.attn.qkv')}.lora_A.weight" in name for name in names)
     assert any(name.endswith(f"{PROJECTORS.get(family, 'merger.linear_fc2')}.lora_B.weight") for name in names)
+    assert any("experts." in name for name in names) == bool(done.recipe.model.description.num_experts)
     model, transform = torchtune.load(folder / "checkpoint", adapter=adapter, device="cpu", images=True)
     plain = AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
     compare(model, PeftModel.from_pretrained(plain, adapter), transform, folder)

@@ -288,9 +288,9 @@ def adapter_entries(
     if not view.owned:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     spec, description = view.identity
-    prefixes = {} if whole is None else module_prefixes(whole.prefixes)
+    prefixes = {} if whole is None else spec.module_prefixes or module_prefixes(whole.prefixes)
     weight_map, groups = spec.weight_map("hf"), view.adapter_groups
-    if prefixes:  # peft looks for one tensor per expert in text models only
+    if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
         weight_map = spec.weight_maps.get("hf_fused", weight_map).prefixed(prefixes)
         groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
     rows = {
@@ -382,6 +382,11 @@ def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def _ends(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
 def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
     """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
     if not names:
@@ -395,7 +400,7 @@ def _shortest(names: Collection[str], weight_map: WeightMap, description: Descri
     parts = [name.split(".") for name in modules]
     parents = {".".join(part[:end]) for part in parts for end in range(1, len(part))}  # peft looks at all modules
     ends = {name: (name.rpartition(".")[2], _LAYER.sub("", name)) for name in modules.union(parents, names)}
-    others = {end for name in ends.keys() - names for end in ends[name]}
+    others = {end for name in ends.keys() - names for end in _ends(name)}
     return sorted({next(end for end in (*ends[name], name) if end not in others) for name in names})
 
 

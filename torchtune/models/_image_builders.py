@@ -93,16 +93,13 @@ def lora_image_text_model(
     model = _build(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
     _check(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
-    ends = [f"attn.{name}" for name in lora_attn_modules]
-    ends += ["mlp.w1", "mlp.w2", "mlp.w3"] if apply_lora_to_mlp else []
-    ends += ["decoder.output"] if apply_lora_to_output else []
-    targets = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and parts[image_part(path)] == "lora"
-        and (path.removesuffix(".linear").endswith(tuple(ends)) or image_part(path) == "projector")
-    ]
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    named = [path for path in linears if image_part(path) == "projector"]
+    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
+        named += LoRA(
+            attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
+        ).select(model)
+    targets = [path for path in dict.fromkeys(named) if parts[image_part(path)] == "lora"]
     if not targets:
         raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")
     lora = LoRA(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, use_dora=use_dora, target_modules=targets)

@@ -61,7 +61,7 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
-    """Return the module prefixes in ``transformers``, with which peft's names begin.
+    """Return the module prefixes in ``transformers``, with which peft's names begin, except Llama 4's.
 
     Args:
         prefixes: prefixes of the checkpoint's tensors, from :func:`text_prefixes`; they differ in older checkpoints.

@@ -3,7 +3,7 @@
 import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -41,6 +41,8 @@ class ModelSpec:
             model, and ``config.json`` describes it.
         image_processor: makes the image processor of a model with image tokens from ``preprocessor_config.json`` and
             ``config.json`` (dicts).
+        module_prefixes: prefix of a module in transformers' class of the text decoder -> prefix in its class of a
+            composite model; empty where :func:`torchtune.models.module_prefixes` finds it.
         not_in_peft: suffixes of Hugging Face names of modules that ``peft`` cannot adapt.
         model_types: values of ``model_type:`` in YAML for this family.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default the plan of
@@ -62,6 +64,7 @@ class ModelSpec:
     untrained_modules: tuple[tuple[str, str], ...] = ()
     layers_prefix: str = "model.layers."
     untrained_layers: str | None = None
+    module_prefixes: Mapping[str, str] = field(default_factory=dict)
     not_in_peft: tuple[str, ...] = ()
     builder: Callable[..., nn.Module] | None = None
     image_processor: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -33,10 +34,13 @@ from tests.tiny_images import (
     smolvlm_config,
     write_image_checkpoint,
 )
+from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.model_fusion import EarlyFusionModel
+from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import ModelSource
 from torchtune.utils import UserError
 
@@ -361,3 +365,42 @@ def test_builders_of_llama4_choose_what_is_trained(size, count):
         for name, parameter in one.named_parameters():
             wanted = trains_decoder if name.startswith("decoder.") else trains_tower or ".projector." in name
             assert parameter.requires_grad == wanted, name
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("images", [True, False])
+def test_adapters_are_those_of_peft(theirs, folder, images, tmp_path):
+    model, _ = torchtune.load(folder, adapter=[LoRA(rank=2, alpha=2, apply_to_mlp=True)], device="cpu", images=images)
+    randomize_adapter(model)
+    saved = torchtune.save(model, tmp_path / "adapter")
+    reference = PeftModel.from_pretrained(copy.deepcopy(theirs), saved).eval()
+    tensors = load_file(saved / "adapter_model.safetensors")
+    found = set_peft_model_state_dict(reference, tensors)
+    assert not found.unexpected_keys
+    assert not [name for name in found.missing_keys if "lora_" in name]
+    tokens, sizes = fitting(model, FIRST if images else TEXT) if images else TEXT
+    with torch.no_grad():
+        wanted = logits_of_transformers(reference.base_model.model, model, tokens, sizes)
+        assert (wanted - logits_of_transformers(theirs, model, tokens, sizes)).abs().max() > 0.05
+        found = model(torch.tensor([tokens]), **(images_of(model, sizes) if images else {}))
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_the_text_decoder_has_the_same_adapters_with_and_without_images(folder):
+    with torch.device("meta"):
+        text = torchtune.models.from_hf_config(folder)
+        with_images = torchtune.models.lora_image_text_model(
+            folder, ["q_proj", "k_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True
+        )
+    apply_conversions(text, [LoRA(apply_to_mlp=True)])
+    wanted, found = (
+        {name.removeprefix("decoder."): value.shape for name, value in get_adapter_params(model).items()}
+        for model in (text, with_images)
+    )
+    assert found == {name: shape for name, shape in wanted.items() if not name.startswith("encoder.")}
+
+
+def test_adapters_of_a_tied_output_are_refused(tmp_path):
+    folder = write_image_checkpoint(image_text_model(gemma4_config()), tmp_path)
+    with pytest.raises(UserError, match="output"):
+        torchtune.models.lora_image_text_model(folder, ["q_proj"], apply_lora_to_output=True)

@@ -21,7 +21,7 @@ from tests.tiny_images import patches_by, pixels_of, squares
 from tests.torchtune.models.test_image_transform import picture, sizes
 from torchtune.data import DataError
 from torchtune.models.clip import CLIPImageTransform
-from torchtune.models.llama4_vl._processor import LlamaImages
+from torchtune.models.llama4._processor import LlamaImages
 from torchtune.models.mistral3._processor import PixtralImages
 from torchtune.models.smolvlm._processor import TiledImages
 

@@ -91,7 +91,12 @@ FORMAT = HFFormat(
 )
 _EXPERTS = with_fused_experts(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), "mlp", transpose=False)
 _NAMES = {".mlp.gate.": ".mlp.router.", ".mlp.": ".feed_forward."}
-SPEC = family("llama4", FORMAT, renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES))
+SPEC = family(
+    "llama4",
+    FORMAT,
+    renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES),
+    module_prefixes={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+)
 
 _UNROTATED = tuple(range(3, 48, 4))
 _SCOUT = FORMAT.describe(

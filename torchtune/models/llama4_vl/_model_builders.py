@@ -11,7 +11,7 @@ from torchtune.models._vision_names import image_text_names, renamed_modules
 from torchtune.models._weight_rows import Row
 from torchtune.models.llama4._model_builders import FORMAT
 from torchtune.models.llama4._model_builders import SPEC as TEXT
-from torchtune.models.llama4_vl._processor import LlamaImages
+from torchtune.models.llama4._processor import LlamaImages
 
 _ARCHITECTURE = "Llama4ForConditionalGeneration"
 _MERGE = 2
@@ -86,14 +86,13 @@ _ROWS = [
     *renamed_modules(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
     Row("multi_modal_projector.linear_1.weight", "encoder.projector.mlp.w2.weight"),
 ]
-_PREFIXES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 SPEC = replace(
     TEXT,
     name="llama4_vl",
     architectures=(_ARCHITECTURE,),
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
-    weight_maps={"hf": image_text_names(TEXT.weight_map(), _PREFIXES, _ROWS)},
+    weight_maps={"hf": image_text_names(TEXT.weight_map(), TEXT.module_prefixes, _ROWS)},
     builder=build_image_text,
     image_processor=LlamaImages.from_config,
 )

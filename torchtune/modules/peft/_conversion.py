@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from torch import Tensor, nn
@@ -138,12 +139,22 @@ class LoRA(Conversion):
             targets["output"] = ("output", "*.output")
         return targets
 
-    def _select(self, model: nn.Module) -> dict[str, nn.Linear | GroupedExperts]:
+    def select(self, model: nn.Module) -> dict[str, nn.Linear | GroupedExperts]:
+        """Return the modules that :meth:`convert` adapts, by path.
+
+        Raises:
+            ConversionError: a target matches no linear layer, or cannot be adapted.
+        """
         kinds = (nn.Linear, GroupedExperts)
         linears = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+        names = {path: {path, path.removesuffix(".linear")} for path in linears}  # of a ClippedLinear
         chosen: dict[str, nn.Linear | GroupedExperts] = {}
         for asked, patterns in self._targets().items():
-            matching = [path for path in linears if any(fnmatchcase(path, pattern) for pattern in patterns)]
+            matching = [
+                path
+                for path in linears
+                if any(fnmatchcase(name, pattern) for name, pattern in product(names[path], patterns))
+            ]
             if not matching:
                 self._raise_unmatched(model, asked, list(linears))
             chosen |= {path: linears[path] for path in matching}
@@ -197,7 +208,7 @@ class LoRA(Conversion):
             ConversionError: a target matches no linear layer, or cannot be adapted; the model is then unchanged.
             ModelError: an adapter could not be saved; the model is then unchanged.
         """
-        chosen, without, beside = self._select(model), [], []
+        chosen, without, beside = self.select(model), [], []
         if (spec := getattr(model, "spec", None)) is not None:
             if self.target_modules is None:  # else the user named them explicitly
                 without = spec.refused_by_peft(chosen, model.description)
