@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ _FORMER_KEYS = set(
     "optimizer_in_bwd profiler resume_from_checkpoint".split()
 )
 _SHIFTED = ("labels[..., 1:]", "labels[:, 1:]")
+_parse = functools.lru_cache(maxsize=16)(ast.parse)
 
 
 def check(document: Document, recipe_main: Callable[..., Any], references: set[str], *, is_typed: bool) -> None:
@@ -31,7 +33,7 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
     file = inspect.getsourcefile(recipe_main)
     if file is None or not Path(file).is_file():
         return
-    name, tree = Path(file).name, ast.parse(Path(file).read_text(encoding="utf-8"))
+    name, tree = Path(file).name, _parse(Path(file).read_text(encoding="utf-8"))
     _check_labels(document, tree, recipe_main.__globals__, name)
     read, mentioned = keys_of(tree)
     used = read | _ALWAYS_READ | {each.partition(".")[0] for each in references} | (set() if is_typed else _FORMER_KEYS)
@@ -53,17 +55,22 @@ def _check_labels(document: Document, tree: ast.Module, names: dict[str, Any], n
 
     Recipes copied from releases before 0.7 do that, except for those with ``padded_collate_dpo``.
     """
-    shifts = [
-        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Subscript) and ast.unparse(node) in _SHIFTED
-    ]
     nodes = document.data.get("dataset")
     nodes = nodes if isinstance(nodes, list) else [nodes]
     is_ours = any(isinstance(node, dict) and str(node.get("_component_")).startswith("torchtune.") for node in nodes)
-    if shifts and is_ours and "padded_collate_dpo" not in names:
+    if is_ours and "padded_collate_dpo" not in names and (shifts := _shifts(tree)):
         line = f"line {shifts[0]} of {name}"
         document.add(("dataset",), f"has labels that are shifted already, and {line} shifts them again: remove it")
 
 
+@functools.lru_cache(maxsize=16)
+def _shifts(tree: ast.Module) -> list[int]:
+    """Return the lines that shift labels."""
+    slices = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
+    return [node.lineno for node in slices if ast.unparse(node) in _SHIFTED]
+
+
+@functools.lru_cache(maxsize=16)
 def keys_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Return the keys that a recipe reads from its config, and all attributes and words in strings.
 
