@@ -2,8 +2,11 @@
 
 import json
 import secrets
+import select
+import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,22 +17,20 @@ from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameter
 from torchtune.tokenizers import StreamDecoder
 from torchtune.utils import UserError
 
-_MOST_BYTES = 16 * 2**20
+_MOST_BYTES, _MOST_DISCARDED = 16 * 2**20, 1024  # bytes, and reads of at most 1 MiB
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-# Parameters that are read, and the values of others that change nothing.
+# Parameters that are read, with their types, and the values of others that change nothing.
 _READ = {
-    "model",
-    "messages",
-    "tools",
-    "tool_choice",
-    "temperature",
-    "top_k",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
+    "model": str,
+    "messages": list,
+    "tools": list,
+    "session": str,
+    "stream": bool,
+    "stream_options": dict,
 }
-_READ |= {"max_tokens", "max_completion_tokens", "session", "user", "metadata", "store"}
+_TYPES = {str: "a text", list: "a list", bool: "true or false", dict: "an object"}
+_READ |= dict.fromkeys(("tool_choice", "stop", "temperature", "top_k", "seed"), object)
+_READ |= dict.fromkeys(("max_tokens", "max_completion_tokens", "user", "metadata", "store"), object)
 _NEUTRAL = {
     "n": 1,
     "top_p": 1,
@@ -111,6 +112,11 @@ class ChatServer(ThreadingHTTPServer):
         self.batch.close()
         super().server_close()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print a traceback, unless the client has left or is too slow."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
 
 class _Answer:
     """An answer while it is sampled; iterating over it yields pieces of its text.
@@ -124,11 +130,11 @@ class _Answer:
         job: the job of the batch server.
     """
 
-    def __init__(self, server: ChatServer, body: Any, session: str | None) -> None:
+    def __init__(self, server: ChatServer, body: dict[str, Any], session: str | None) -> None:
         self._server, self._session = server, session
+        self._stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
         self._check(body)
         self._tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        self._stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
         self._begun = self._begin(body)
         self.num_read, self.num_written = len(self._begun.tokens), 0
         room = server.models[body["model"]].max_seq_len - self.num_read
@@ -149,20 +155,20 @@ class _Answer:
         self._log_probs: list[tuple[int, float]] = []
         self.end, self.message, self._texts = "length", {"role": "assistant", "content": ""}, []
 
-    def _check(self, body: Any) -> None:
-        if not isinstance(body, dict):
-            raise ApiError(400, "The body must be a JSON object.")
-        if body.get("model") not in self._server.models:
-            names = ", ".join(self._server.models)
-            raise ApiError(404, f"There is no model {body.get('model')!r}: the models are {names}.")
+    def _check(self, body: dict[str, Any]) -> None:
         for name, value in body.items():
-            if name in _NEUTRAL and (value is None or value == _NEUTRAL[name]):
+            if value is None or value == _NEUTRAL.get(name):
                 continue
+            if name in _READ and not isinstance(value, _READ[name]):
+                raise ApiError(400, f"{name} must be {_TYPES[_READ[name]]}.")
             if name not in _READ:
                 what = f" other than {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else ""
                 raise ApiError(400, f"This server samples without {name}{what}: leave it out.")
-        stop, choice = body.get("stop"), body.get("tool_choice")
-        if not (stop is None or isinstance(stop, str) or all(isinstance(one, str) and one for one in stop)):
+        if body.get("model") not in self._server.models:
+            names = ", ".join(self._server.models)
+            raise ApiError(404, f"There is no model {body.get('model')!r}: the models are {names}.")
+        choice = body.get("tool_choice")
+        if not (isinstance(self._stop, list) and all(isinstance(one, str) and one for one in self._stop)):
             raise ApiError(400, "stop must be a text, or a list of texts.")
         if choice not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced.")
@@ -179,7 +185,7 @@ class _Answer:
             return self._server.sessions.begin(self._session, body["model"], messages, self._tools)
         except UserError as error:
             raise ApiError(400, f"messages: {error}") from error
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             what = f"messages or tools are not in the format of the chat API ({error!r:.200})."
             raise ApiError(400, what) from error
 
@@ -284,6 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: ChatServer
     protocol_version = "HTTP/1.1"
+    timeout = 60.0  # seconds without a byte from the client, or to it
 
     def do_GET(self) -> None:
         """Answer ``/v1/models`` and ``/v1/sessions/NAME``."""
@@ -297,19 +304,34 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer ``/v1/chat/completions``."""
         self._answer(self._post)
 
-    def _answer(self, method: Any) -> None:
+    def _answer(self, method: Callable[[], None]) -> None:
+        host = self.headers.get("Host", "localhost").lower()
         try:
-            host = self.headers.get("Host", "localhost").lower()
             if host.removesuffix(f":{self.server.server_port}") not in _LOCAL:  # a page of the web, by DNS rebinding
                 raise ApiError(403, f"This server answers on this machine only, not for {host:.80}.")
             method()
-        except ApiError as error:
-            self.close_connection = True  # the body may not be read
-            self._reply(error.status, error.body)
         except GenerationError as error:
-            self._reply(503, ApiError(503, str(error)).body)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
+            self._refuse(ApiError(503, str(error)))
+        except ApiError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error, and discard what the client still sends, because a client that sends reads no reply."""
+        self.close_connection = True
+        self._reply(error.status, error.body)
+        self.connection.shutdown(socket.SHUT_WR)
+        for _ in range(_MOST_DISCARDED):
+            if not self.rfile.read1(2**20):
+                break
+
+    def _has_left(self) -> bool:
+        """Return whether the client has closed the connection."""
+        try:
+            poll = select.poll()
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
 
     def _reply(self, status: int, content: Any) -> None:
         data = json.dumps(content).encode()
@@ -330,9 +352,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif mark and (found := self.server.sessions.samples(name, forget=forget)):
             self._reply(200, {"id": name, "samples": [asdict(sample) for sample in found]})
         else:
-            raise ApiError(404, f"There is no {path} to {self.command}.")
+            lost = self.server.sessions.num_forgotten if mark else 0
+            hint = f" {lost} sessions were forgotten to limit memory: DELETE each when it has ended." if lost else ""
+            raise ApiError(404, f"There is no {path} to {self.command}.{hint}")
 
-    def _body(self) -> Any:
+    def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
             raise ApiError(400, "The request has no Content-Length, or one that is no number.")
@@ -340,16 +364,19 @@ class _Handler(BaseHTTPRequestHandler):
         if size > _MOST_BYTES:
             raise ApiError(413, f"The body has {size:,} bytes, and at most {_MOST_BYTES:,} are read.")
         try:
-            return json.loads(self.rfile.read(size))
+            body = json.loads(self.rfile.read(size))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"The body is not valid JSON ({error}).") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, "The body must be a JSON object.")
+        return body
 
     def _post(self) -> None:
         if self.path.rstrip("/") != "/v1/chat/completions":
             raise ApiError(404, f"There is no {self.path} to POST to.")
         body = self._body()
-        session = self.headers.get("X-Session-Id") or (body.get("session") if isinstance(body, dict) else None)
-        answer = _Answer(self.server, body, None if session is None else str(session))
+        answer = _Answer(self.server, body, self.headers.get("X-Session-Id") or body.get("session"))
+        answer.job.has_left = self._has_left
         about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body["model"]}
         if not self.server.batch.submit(answer.job):
             raise ApiError(503, "Too many requests are waiting: try again later.", "overloaded")

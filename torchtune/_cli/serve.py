@@ -2,7 +2,6 @@
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +76,20 @@ class Serve(Subcommand):
             print(f"serving {', '.join(models)} at http://127.0.0.1:{server.server_port}/v1", flush=True)
             try:
                 server.serve_forever()
-            except KeyboardInterrupt:
-                print("closing", file=sys.stderr)
+            finally:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C does not wait for the model
 
 
 def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Load the model, and once more for each adapter, with the parameters of the first."""
+    """Load the model, and copies of it with adapters, which share its parameters."""
     import torchtune
+    from torchtune._facade import adapted_copy
 
-    how = {"dtype": args.dtype, "device": args.device}
-    first, tokenizer = torchtune.load(path, **how)
-    models = {name: first}
-    known = dict(first.named_parameters())
+    base, tokenizer = torchtune.load(path, dtype=args.dtype, device=args.device)
+    models = {name: base}
     for text in args.adapter:
         name, mark, adapter = text.partition("=")
         if not (name and mark and adapter) or name in models:
             raise UserError(f"--adapter {text}: give NAME=PATH, with a name of its own for each.")
-        models[name] = model = torchtune.load(path, adapter=adapter, **how)[0]
-        for key, parameter in list(model.named_parameters(remove_duplicate=False)):
-            shared = known.get(key)
-            if shared is not None and shared.shape == parameter.shape and type(shared) is type(parameter):
-                module, _, leaf = key.rpartition(".")
-                model.get_submodule(module)._parameters[leaf] = shared
+        models[name] = adapted_copy(base, adapter)
     return models, tokenizer

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from torchtune import training, utils
 from torchtune._facade._origin import ORIGINS, Origin
@@ -16,10 +18,13 @@ from torchtune.checkpoints import (
     ModelWeights,
     adapter_conversion,
     adapter_folder,
+    changes_base,
+    load_adapter,
 )
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import Conversion, apply_conversions
+from torchtune.modules.peft import adapter_modules
 from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.training import CheckpointError, CheckpointStore, ModelSource
 from torchtune.utils import UserError, read_json
@@ -104,6 +109,26 @@ def load(
     training.fit_vocabulary(model, tokenizer)
     ORIGINS[model] = Origin(source, tokenizer)
     return model.eval(), tokenizer
+
+
+def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDecoder:
+    """Copy a model, with a LoRA adapter; the copy shares the parameters that the adapter does not change.
+
+    Args:
+        model: a loaded model.
+        path: folder or repository of the adapter.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the adapter is for another model.
+    """
+    folder = adapter_folder(_find_folder(path)[0])
+    copy = deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    apply_conversions(copy, [adapter_conversion(copy, folder)])
+    if changes_base(folder):
+        for _, layer in adapter_modules(copy):
+            layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    load_adapter(ModelWeights(copy), folder / ADAPTER_FILE, model.tok_embeddings.weight.device)
+    return copy.eval()
 
 
 def _find_folder(path: str | Path) -> tuple[Path, str | None]:

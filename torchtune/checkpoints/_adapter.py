@@ -14,6 +14,7 @@ from torchtune.checkpoints._model_weights import ModelWeights, identity
 from torchtune.checkpoints._open_source import TextTower, open_source
 from torchtune.checkpoints._peft_settings import (
     check_settings,
+    init_from_base,
     read_settings,
     take_from_base,
     token_indices,
@@ -418,6 +419,11 @@ def adapter_folder(folder: Path) -> Path:
     raise CheckpointError(
         f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
     )
+
+
+def changes_base(folder: Path) -> bool:
+    """Return whether loading the adapter of a PEFT folder changes the base weights, as PiSSA and OLoRA do."""
+    return init_from_base(read_settings(folder / ADAPTER_CONFIG_FILE)) is not None
 
 
 def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -30,9 +30,10 @@ class Job:
         top_k: see :func:`stream_tokens`.
         seed: seed of sampling; ``None`` draws one.
         is_cancelled: set it to end the answer.
+        has_left: whether nobody waits for the answer any more; asked before every token.
 
     Raises:
-        GenerationError: from the iterator, if the model fails or the server is closed.
+        GenerationError: from the iterator, if the model fails, the server is closed, or nobody waits.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Job:
     top_k: int | None = None
     seed: int | None = None
     is_cancelled: bool = False
+    has_left: Callable[[], bool] = lambda: False
     found: SimpleQueue = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -120,7 +122,13 @@ class BatchServer:
                         break
                 self._answer_batch()
         for job in self._waiting:
-            job.found.put(GenerationError("The server is closed."))
+            job.found.put(self._failure(job))
+
+    def _failure(self, job: Job) -> GenerationError | None:
+        """Return the reason why a job is not answered any more."""
+        if self._is_closed:
+            return GenerationError("The server is closed.")
+        return GenerationError("The client has closed the connection.") if job.has_left() else None
 
     def _answer_batch(self) -> None:
         """Answer jobs of the model that the first waiting job asks for, until another model is next or none waits."""
@@ -133,6 +141,9 @@ class BatchServer:
             with self._changed:
                 while self._waiting and self._waiting[0].model == name and len(running) < self._size:
                     job = self._waiting.popleft()
+                    if (failure := self._failure(job)) is not None:
+                        job.found.put(failure)
+                        continue
                     found.append(Request(len(jobs), job.tokens, job.limit, 1))
                     running.add(len(jobs))
                     jobs.append(job)
@@ -149,11 +160,13 @@ class BatchServer:
             return tokens, torch.stack(probabilities).log()
 
         def ends(index: int, token: int) -> bool:
-            return self._is_closed or jobs[index].is_cancelled or token in self._stop
+            return self._failure(jobs[index]) is not None or jobs[index].is_cancelled or token in self._stop
 
         def token_steps() -> Iterator[TokenStep]:
+            if not (first := newcomers()):
+                return
             how = {"size": self._size, "device": device, "use_cache": True}
-            steps = decode(model, newcomers(), **how, draw=draw, ends=ends, more=newcomers)
+            steps = decode(model, first, **how, draw=draw, ends=ends, more=newcomers)
             with closing(steps):
                 for indices, tokens, log_probs in steps:
                     yield TokenStep(torch.tensor(indices), tokens[:, 0], log_probs)
@@ -167,7 +180,7 @@ class BatchServer:
                     counts[index] = counts.get(index, 0) + 1
                     if ends(index, token) or counts[index] == jobs[index].limit:
                         running.discard(index)
-                        jobs[index].found.put(GenerationError("The server is closed.") if self._is_closed else None)
+                        jobs[index].found.put(self._failure(jobs[index]))
         except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
             for index in running:
                 jobs[index].found.put(GenerationError(f"The model failed: {error}"))

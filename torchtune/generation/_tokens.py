@@ -231,7 +231,8 @@ def seeded_draws(
 
 def draw_tokens(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample with one uniform number ``[m]`` per row; return tokens ``[m, 1]`` and all probabilities ``[m, v]``."""
-    probabilities = (logits if temperature in (0.0, 1.0) else logits / temperature).softmax(-1)
+    # A lower temperature changes nothing, and the quotient could be infinite.
+    probabilities = (logits if temperature in (0.0, 1.0) else logits / max(temperature, 1e-30)).softmax(-1)
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True), probabilities
     kept = probabilities

@@ -25,10 +25,11 @@ from torchtune._cli._chat_api import ChatServer
 from torchtune._cli.serve import _load
 from torchtune._cli.tune import main
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.generation import GenerationError, Job
 from torchtune.models.llama3 import llama3
 from torchtune.modules.loss import token_log_probs
 from torchtune.rlhf import RolloutError, collate_rollouts
-from torchtune.rlhf.environments import detect_format, episodes_of
+from torchtune.rlhf.environments import Sessions, detect_format, episodes_of
 
 CAT = [{"role": "user", "content": "the cat"}]
 
@@ -82,7 +83,9 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     checkpoint = write_checkpoint(tmp_path / "tiny")
     for name, rank in (("one", 2), ("two", 3)):
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
-        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+        init = {2: True, 3: "pissa"}[rank]  # the second changes the base weights under it
+        lora = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+        model = get_peft_model(model, lora)
         torch.manual_seed(rank)
         for key, parameter in model.named_parameters():
             if "lora_" in key:
@@ -126,12 +129,16 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     monkeypatch.setattr("sys.argv", ["tune", "serve", str(checkpoint), *options])
     thread = threading.Thread(target=client)
     thread.start()
-    main()
+    with pytest.raises(SystemExit) as ended:
+        main()
     thread.join()
+    assert ended.value.code == 130
     assert found.pop("names") == ["tiny", "one", "two"]
     assert found == expected
     assert len(set(expected.values())) == 3
-    assert f"serving tiny, one, two at http://127.0.0.1:{port}/v1" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"serving tiny, one, two at http://127.0.0.1:{port}/v1" in printed.out
+    assert printed.err.endswith("interrupted\n")
     assert not any("_run" in thread.name for thread in threading.enumerate())
 
 
@@ -220,6 +227,29 @@ def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
     torch.testing.assert_close(own[known], batch.per_token["sampled"][known], rtol=0, atol=1e-5)
     assert ask(port, None, "/v1/sessions/episode%207/1", "DELETE")[1] == reply
     assert ask(port, None, "/v1/sessions/episode%207/1", "GET")[0] == 404
+
+
+def test_sessions_that_were_not_used_for_longest_are_forgotten(loaded):
+    """A request of a forgotten session is answered all the same, from its messages."""
+    with running({"tiny": loaded[0]}, loaded[1]) as server:
+        port = server.server_port
+        server.sessions = Sessions(loaded[1], max_tokens=90)
+        messages = [*CAT, {"role": "assistant", "content": content(port, CAT, session="a")}, *CAT]
+        answer = content(port, messages, session="a")
+        sizes = {"a": len(ask(port, None, "/v1/sessions/a", "GET")[1]["samples"][0]["tokens"])}
+        for name in "bcb":
+            content(port, CAT, session=name)
+            kept = {one: ask(port, None, f"/v1/sessions/{one}", "GET")[1].get("samples", []) for one in "abc"}
+            sizes |= {one: sum(len(sample["tokens"]) for sample in samples) for one, samples in kept.items()}
+            assert sum(sizes.values()) <= 90
+        assert sizes["a"] == 0 < min(sizes["b"], sizes["c"])
+        status, reply = ask(port, None, "/v1/sessions/a", "GET")
+        assert (status, "1 sessions were forgotten to limit memory" in reply["error"]["message"]) == (404, True)
+        assert content(port, messages, session="a") == answer
+        assert len(ask(port, None, "/v1/sessions/a", "GET")[1]["samples"]) == 1
+        for name in "abc":
+            ask(port, None, f"/v1/sessions/{name}", "DELETE")
+        assert server.sessions._num_tokens == 0
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "top_k": 5}, {"temperature": 0, "top_k": None}])
@@ -315,6 +345,9 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name: str, streams: boo
         ({"top_p": 0.9}, 400, "samples without top_p other than 1"),
         ({"best_of": 2}, 400, "samples without best_of: leave it out"),
         ({"temperature": "hot"}, 400, 'temperature is "hot": it must be a number of at least 0'),
+        ({"model": ["tiny"]}, 400, "model must be a text"),
+        ({"stop": 5}, 400, "stop must be a text, or a list of texts"),
+        ({"stream_options": 5}, 400, "stream_options must be an object"),
         ({"max_tokens": 0}, 400, "max_tokens is 0: it must be an integer of at least 1"),
         ({"tools": TOOLS}, 400, "start tune serve with --tool-format"),
         ({"tool_choice": "required"}, 400, "no call can be forced"),
@@ -336,13 +369,19 @@ def test_other_errors_of_requests(server, loaded):
     assert ask(port, {}, "/v1/embeddings")[0] == 404
     assert ask(port, None, "/v1/nothing", "GET")[0] == 404
     assert ask(port, None, "/v1/models", "GET", Host="localhost.example")[0] == 403
-    with closing(socket.create_connection(("127.0.0.1", port))) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
-        assert b"413" in connection.recv(4096)
+    status, reply = ask(port, b" " * 17 * 2**20)
+    assert status == 413
+    assert "The body has 17,825,792 bytes" in reply["error"]["message"]
+    job = Job("tiny", [5], 4, has_left=lambda: True)
+    assert server.batch.submit(job)
+    with pytest.raises(GenerationError, match="The client has closed the connection"):
+        list(job)
+    assert content(port, CAT, temperature=1e-300) == content(port, CAT), "nothing divides by it"
     assert content(port, CAT, top_p=1, n=1, frequency_penalty=0, user="me"), "neutral values are accepted"
 
 
-def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(loaded):
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, loaded):
     model, tokenizer = loaded
     begun, go = threading.Event(), threading.Event()
 
@@ -351,7 +390,7 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(loaded):
         go.wait(60)
 
     with running({"tiny": model}, tokenizer, max_sequences=1, max_waiting=1, max_new_tokens=4000) as server:
-        port, body = server.server_port, {"model": "tiny", "messages": CAT, "temperature": 2.0, "stream": True}
+        port, body = server.server_port, {"model": "tiny", "messages": CAT, "temperature": 2.0, "stream": streams}
         handle = model.register_forward_pre_hook(hold)
         leaver = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         leaver.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -367,6 +406,10 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(loaded):
         assert (status, reply["error"]["code"]) == (503, "overloaded")
         leaver.close()
         handle.remove()
+        steps: list[Any] = []
+        handle = model.register_forward_pre_hook(lambda *_: steps.append(1))
         go.set()
         waiter.join(60)
+        handle.remove()
         assert found["answer"]
+        assert len(steps) < 50, "of an answer of up to 4,000 tokens"

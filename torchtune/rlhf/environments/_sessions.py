@@ -1,8 +1,11 @@
 """Conversations that a client continues by messages, kept as the tokens that were sampled."""
 
+import hashlib
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,17 +52,21 @@ class _Turn:
         sample: the sample.
         length: number of the sample's tokens up to the end of the turn.
         finished: whether the turn ended with a stop token.
-        key: model and tools.
-        messages: the messages up to the turn, see :func:`_compared`.
         calls: call id -> call.
     """
 
     sample: Sample
     length: int
     finished: bool
-    key: tuple[str, str]
-    messages: list[Any]
     calls: Mapping[str, ToolCall]
+
+
+@dataclass(eq=False)
+class _Session:
+    """Samples of a session, and its turns by the hash of the conversation up to their ends."""
+
+    samples: list[Sample] = field(default_factory=list)
+    turns: dict[bytes, _Turn] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -69,12 +76,15 @@ class Continuation:
     Attributes:
         tokens: tokens of the conversation.
         between: the tokens after the last turn that was sampled.
+        model: name of the model.
+        hash: hash of the model, the tools and the messages, to update with the turn.
+        after: the last turn that was sampled.
     """
 
     tokens: list[int]
     between: list[int]
-    key: tuple[str, str]
-    messages: list[Any]
+    model: str
+    hash: Any
     after: _Turn | None
 
 
@@ -88,6 +98,11 @@ class Sessions:
 
     Args:
         tokenizer: the model's tokenizer.
+        max_tokens: maximum number of tokens of all sessions together; beyond it, the sessions that were not used for
+            longest are forgotten. A token takes about 100 bytes.
+
+    Attributes:
+        num_forgotten: number of sessions that were forgotten for this reason.
 
     Example:
         >>> sessions = torchtune.rlhf.environments.Sessions(tokenizer)
@@ -98,9 +113,10 @@ class Sessions:
         [True, True]
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int = 2**23) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self._turns: dict[str, list[_Turn]] = {}
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._max_tokens, self._num_tokens, self.num_forgotten = max_tokens, 0, 0
 
     def begin(
         self,
@@ -121,27 +137,25 @@ class Sessions:
             DataError: a message is invalid or has an image, or the chat template does not take the messages.
             RolloutError: the chat template has no place for replies of tools.
         """
-        bridge, key = Bridge(self._tokenizer, tools), (model, json.dumps(list(tools)))
-        turns, given = as_messages([_rendered(message) for message in messages]), [_compared(one) for one in messages]
+        bridge = Bridge(self._tokenizer, tools)
+        turns = as_messages([_rendered(message) for message in messages])
         if any(turn.contains_media for turn in turns):
             raise DataError("a message has an image, and only text is read")
-        with self._lock:
-            known = [
-                turn
-                for turn in self._turns.get(session, ())
-                if turn.key == key and given[: len(turn.messages)] == turn.messages
-            ]
-        after = max(known, key=lambda turn: len(turn.messages), default=None)
-        new = [] if after is None else turns[len(after.messages) :]
+        known = self._sessions.get(session, _Session()).turns
+        conversation = hashlib.sha256(json.dumps([model, list(tools)]).encode())
+        after, new = None, []
+        for number, message in enumerate(messages, 1):
+            if (turn := known.get(_add(conversation, message))) is not None:
+                after, new = turn, turns[number:]
         replies = {one.extra.get("tool_call_id"): one.text_content for one in new if one.role == "tool"}
         is_bridged = new and not any(one.role == "assistant" for one in new) and set(replies) == set(after.calls)
         if not is_bridged:
             tokens = bridge.prompt([*turns, Message(role="assistant", content="")])
-            return Continuation(tokens, [], key, given, None)
+            return Continuation(tokens, [], model, conversation, None)
         others = [Message(one.role, one.content, masked=True) for one in new if one.role != "tool"]
         texts = [replies[name] for name in after.calls]
         between = bridge(list(after.calls.values()), texts, others, closes=not after.finished)
-        return Continuation(after.sample.tokens[: after.length] + between, between, key, given, after)
+        return Continuation(after.sample.tokens[: after.length] + between, between, model, conversation, after)
 
     def end(
         self,
@@ -168,25 +182,37 @@ class Sessions:
             **sampling: settings to record.
         """
         with self._lock:
-            after = begun.after
+            after, kept = begun.after, self._sessions.setdefault(session, _Session())
+            self._sessions.move_to_end(session)
             if after is not None and len(after.sample.tokens) == after.length:
                 sample, between = after.sample, begun.between
             else:
-                sample, between = Sample(begun.key[0], list(begun.tokens), len(begun.tokens)), []
+                sample, between = Sample(begun.model, list(begun.tokens), len(begun.tokens)), []
+            if sample not in kept.samples:  # new, or of a session that was forgotten meanwhile
+                kept.samples.append(sample)
+                self._num_tokens += len(sample.tokens)
+            self._num_tokens += len(between) + len(tokens)
             sample.tokens += [*between, *tokens]
             sample.mask += [False] * len(between) + [True] * len(tokens)
             sample.log_probs += [0.0] * len(between) + list(log_probs)
             sample.sampling.append(sampling)
             sample.finished = finished
-            messages = [*begun.messages, _compared(answer)]
-            turn = _Turn(sample, len(sample.tokens), finished, begun.key, messages, calls or {})
-            self._turns.setdefault(session, []).append(turn)
+            turn = _Turn(sample, len(sample.tokens), finished, calls or {})
+            kept.turns.setdefault(_add(begun.hash, answer), turn)
+            while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
+                self._forget(next(iter(self._sessions)))
+                self.num_forgotten += 1
 
     def samples(self, session: str, *, forget: bool = False) -> list[Sample]:
         """Return the samples of a session, in the order of their beginnings; none for an unknown one."""
         with self._lock:
-            turns = self._turns.pop(session, []) if forget else self._turns.get(session, [])
-            return list({id(turn.sample): turn.sample for turn in turns}.values())
+            kept = self._sessions.get(session, _Session())
+            if forget and session in self._sessions:
+                self._forget(session)
+            return deepcopy(kept.samples)
+
+    def _forget(self, session: str) -> None:
+        self._num_tokens -= sum(len(sample.tokens) for sample in self._sessions.pop(session).samples)
 
 
 def _rendered(message: Any) -> Any:
@@ -207,13 +233,15 @@ def _arguments(call: Mapping[str, Any]) -> Any:
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
-def _compared(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the parts of a client's message that identify it."""
+def _add(conversation: Any, message: Mapping[str, Any]) -> bytes:
+    """Update the hash of a conversation with the parts of a client's message that identify it; return its digest."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", part)) for part in content)
     calls = [(call["function"]["name"], _arguments(call)) for call in message.get("tool_calls") or ()]
-    return message.get("role"), content.strip(), message.get("tool_call_id"), calls
+    parts = [message.get("role"), content.strip(), message.get("tool_call_id"), calls]
+    conversation.update(json.dumps(parts, sort_keys=True).encode())
+    return conversation.digest()
 
 
 def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
