@@ -178,6 +178,19 @@ def gemma4_small_config() -> Any:
     return gemma4_config(text_config=text, vision_config={"use_clipped_linears": True, "standardize": False})
 
 
+def gemma4_unified_config() -> Any:
+    """As the 12B model: no tower, and a token of an image sees the later ones."""
+    from transformers import Gemma4UnifiedConfig
+
+    whole = gemma4_config().to_dict()
+    text, vision = whole["text_config"], {"patch_size": 4, "pooling_kernel_size": 3, "mm_posemb_size": 64}
+    absent = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
+    text = {name: value for name, value in text.items() if name not in absent}
+    vision |= dict.fromkeys(("mm_embed_dim", "output_proj_dims"), 24)
+    ids = {name: value for name, value in whole.items() if name.endswith("_token_id")}
+    return Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=None, **ids)
+
+
 def smolvlm_config(kind: str = "SmolVLMConfig") -> Any:
     import transformers
 
@@ -320,9 +333,14 @@ def image_text_model(config: Any, seed: int = 0) -> Any:
 def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: Any) -> dict[str, torch.Tensor]:
     """What ``transformers`` takes for our patches of all images of one row; grids of several frames are a video."""
     kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO)
-    if theirs.config.model_type == "gemma4":
-        pixels, places = gemma(patches, grids)
-        return {"mm_token_type_ids": kinds, "pixel_values": pixels, "image_position_ids": places}
+    if theirs.config.model_type in GEMMA:
+        pixels, places = gemma(patches, grids, **GEMMA[theirs.config.model_type])
+        given = {"mm_token_type_ids": kinds, **masks_of(theirs, kinds)}
+        if grids[0][0] == 1:
+            return {**given, "pixel_values": pixels, "image_position_ids": places}
+        frames = torch.tensor([frames for frames, _, _ in grids])
+        given |= {"pixel_values_videos": pixels, "num_frames_per_video": frames}
+        return {**given, "video_position_ids": places}
     if theirs.config.model_type in TILED:
         return {"pixel_values": squares(patches, 4)[None]}
     if theirs.config.model_type == "llama4":
@@ -335,16 +353,29 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
     return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids)}
 
 
-def gemma(patches: torch.Tensor, grids: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches from 0 to 1 and their positions, padded to as many."""
+def masks_of(theirs: Any, kinds: torch.Tensor) -> dict[str, Any]:
+    """The masks with which Gemma 4 12B generates; those that its forward pass makes are Gemma 3's, in all layers."""
+    if theirs.config.model_type != "gemma4_unified":
+        return {}
+    positions, embeds = torch.arange(kinds.shape[1])[None], torch.zeros(*kinds.shape, 1)
+    masks = theirs.create_masks_for_generate(theirs.config, embeds, None, None, positions, mm_token_type_ids=kinds)
+    return {"attention_mask": masks}
+
+
+# Patches of a token, and those from -1 to 1 are from 0 to 1 in transformers.
+GEMMA = {"gemma4": {"merge": 3, "centered": True}, "gemma4_unified": {"merge": 1, "centered": False}}
+
+
+def gemma(patches: torch.Tensor, grids: Any, merge: int, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches and their positions, padded to as many."""
     from torchtune.modules.vision_tower import patch_places
 
-    counts = [rows * columns for _, rows, columns in grids]
-    pixels = torch.zeros(len(grids), max(counts) + 18, patches.shape[1])
-    places = torch.full((len(grids), max(counts) + 18, 2), -1)
-    parts = zip(patches.split(counts), patch_places(grids, 3)[:2].split(counts, 1), strict=True)
+    counts = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    pixels = torch.zeros(len(counts), max(counts) + 18, patches.shape[1])
+    places = torch.full((len(counts), max(counts) + 18, 2), -1)
+    parts = zip(patches.split(counts), patch_places(grids, merge)[:2].split(counts, 1), strict=True)
     for i, (part, place) in enumerate(parts):
-        pixels[i, : counts[i]] = (part + 1) / 2
+        pixels[i, : counts[i]] = (part + 1) / 2 if centered else part
         places[i, : counts[i]] = place.flip(0).T
     return pixels, places
 
@@ -379,8 +410,8 @@ def padded_pixels(patches: torch.Tensor, grids: Any, merge: int) -> tuple[torch.
 
 def features_of(theirs: Any, patches: torch.Tensor, grids: Any) -> list[torch.Tensor]:
     """The tokens of images that a tower of ``transformers`` makes."""
-    if theirs.config.model_type == "gemma4":
-        found = theirs.model.get_image_features(*gemma(patches, grids))
+    if theirs.config.model_type in GEMMA:
+        found = theirs.model.get_image_features(*gemma(patches, grids, **GEMMA[theirs.config.model_type]))
         return [torch.cat(list(found.pooler_output))]
     if theirs.config.model_type == "llama4":
         found = theirs.get_image_features(squares(patches, 4)).last_hidden_state
@@ -421,9 +452,10 @@ PROCESSOR = {
 }
 
 
+GEMMA_PROCESSOR = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 12}
 TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 PROCESSORS = {
-    "gemma4": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 12},
+    **dict.fromkeys(GEMMA, GEMMA_PROCESSOR),
     "smolvlm": TILES,
     "idefics3": TILES,
     "llama4": {"size": {"height": 16, "width": 16}, "max_patches": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
@@ -434,7 +466,7 @@ PROCESSORS = {
 QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TILED_SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
 SPECIAL = {
-    "gemma4": ("<|image|>", "<|video|>", "<|image>", "<image|>"),
+    **dict.fromkeys(GEMMA, ("<|image|>", "<|video|>", "<|image>", "<image|>")),
     "smolvlm": TILED_SPECIAL,
     "idefics3": TILED_SPECIAL,
     "llama4": ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>"),

@@ -20,6 +20,7 @@ from tests.recipes.test_generate import recipe_of
 from tests.tiny_images import (
     gemma4_config,
     gemma4_small_config,
+    gemma4_unified_config,
     image_text_model,
     inputs_of,
     llama4_config,
@@ -55,6 +56,7 @@ CONFIGS = {
     "qwen2_5_vl": qwen2_5_vl_config,
     "gemma4_vl": gemma4_config,
     "gemma4_vl_small": gemma4_small_config,
+    "gemma4_unified_vl": gemma4_unified_config,
     "smolvlm": smolvlm_config,
     "llama4_vl": llama4_config,
     "mistral_vl": mistral3_config,
@@ -75,6 +77,7 @@ def base(request, tmp_path_factory) -> Path:
 TOWERS = {"gemma4_vl": "vision_tower.encoder.layers.0.self_attn.q_proj.linear"}
 PROJECTORS = {"qwen2_5_vl": "merger.mlp.2", "gemma4_vl": "embed_vision.embedding_projection"}
 TOWERS["gemma4_vl_small"], PROJECTORS["gemma4_vl_small"] = TOWERS["gemma4_vl"], PROJECTORS["gemma4_vl"]
+PROJECTORS["gemma4_unified_vl"] = "embed_vision.multimodal_embedder.embedding_projection"
 TOWERS |= {"smolvlm": "vision_model.encoder.layers.0.self_attn.q_proj"}
 TOWERS |= {"llama4_vl": "vision_model.model.layers.0.self_attn.q_proj"}
 TOWERS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "vision_tower.transformer.layers.0.attention.q_proj")
@@ -139,11 +142,16 @@ def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(
 @every_family
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 def test_adapters_of_all_parts_are_those_of_peft(folder, base):
-    done = run("lora", folder, {"vision_tower": "lora", "projector": "lora"}, epochs=1)
+    family, parts = base.name.rstrip("0123456789"), {"vision_tower": "lora", "projector": "lora"}
+    if family == "gemma4_unified_vl":  # it has no tower
+        with pytest.raises(torchtune.utils.UserError, match="vision_tower is 'lora', but .* none of its layers"):
+            run("lora", folder, parts)
+        parts["vision_tower"] = "frozen"
+    done = run("lora", folder, parts, epochs=1)
     adapter = done.output_dir / "epoch_0" / "adapter"
     names = load_file(adapter / "adapter_model.safetensors").keys()
-    family = base.name.rstrip("0123456789")
-    assert any(f"{TOWERS.get(family, 'visual.blocks.0.attn.qkv')}.lora_A.weight" in name for name in names)
+    tower = f"{TOWERS.get(family, 'visual.blocks.0.attn.qkv')}.lora_A.weight"
+    assert any(tower in name for name in names) == (parts["vision_tower"] == "lora")
     assert any(name.endswith(f"{PROJECTORS.get(family, 'merger.linear_fc2')}.lora_B.weight") for name in names)
     assert any("experts." in name for name in names) == bool(done.recipe.model.description.num_experts)
     model, transform = torchtune.load(folder / "checkpoint", adapter=adapter, device="cpu", images=True)

@@ -1,10 +1,18 @@
 """Build vision towers, and text decoders with image tokens, from their descriptions."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 from torch import nn
 
 from torchtune.models._build import ACTIVATIONS, build
+from torchtune.models._hf_vision import ImageTextFormat, TwoFormats
+from torchtune.models._image_processors import ImageProcessor
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
+from torchtune.models._weight_map import WeightMap
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.layer_norm import Fp32LayerNorm
@@ -47,12 +55,45 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
     return model
 
 
+def image_text_family(
+    name: str,
+    formats: ImageTextFormat | TwoFormats,
+    weight_maps: Mapping[str, WeightMap],
+    processor: type[ImageProcessor],
+    text: ModelSpec | None = None,
+    **more: Any,
+) -> ModelSpec:
+    """Make the spec of a family of text decoders with image tokens.
+
+    Args:
+        name: see :class:`ModelSpec`.
+        formats: format, or formats, of ``config.json``.
+        weight_maps: see :class:`ModelSpec`.
+        processor: class of the image processor.
+        text: spec of the text decoder, from which the other attributes are taken.
+        **more: further attributes of :class:`ModelSpec`.
+    """
+    values = {
+        "name": name,
+        "architectures": formats.architectures,
+        "from_hf_config": formats.read,
+        "to_hf_config": formats.write,
+        "weight_maps": weight_maps,
+        "builder": build_image_text,
+        "image_processor": processor.from_config,
+        **more,
+    }
+    return replace(text, **values) if text else ModelSpec(**values)
+
+
 def build_tower(v: VisionDescription) -> VisionTower:
     """Build a vision tower with its projector."""
     rope = None if v.rope == "none" else GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, kind=v.rope)
     table = _POSITIONS.get(v.positions)
     return VisionTower(
+        patch_norm=_norm(v.norm, v.patch_values, v.norm_eps) if v.patch_norms else None,
         patch_embed=nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias),
+        embed_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.patch_norms else None,
         positions=None if table is None else table(v.positions_side, v.embed_dim),
         rope=rope,
         first_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.first_norm else None,
@@ -67,7 +108,7 @@ def build_tower(v: VisionDescription) -> VisionTower:
 
 
 def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
-    kinds = {"layer": Fp32LayerNorm, "rms": RMSNorm}
+    kinds = {"layer": Fp32LayerNorm, "rms": RMSNorm, "plain": partial(nn.RMSNorm, elementwise_affine=False)}
     return kinds[kind](dim, eps=eps) if kind in kinds else None
 
 

@@ -1,12 +1,12 @@
 """Read and write the ``config.json`` of text decoders with image tokens."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, architecture_of, is_whole
+from torchtune.models._hf_fields import Fields, architecture_of, is_number, is_whole
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription, text_fields
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -15,7 +15,7 @@ _ROPES = ("rope_parameters", "rope_scaling")
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
 
 
-def _nothing(whole: Any) -> dict[str, Any]:  # a lambda could not be pickled with the model
+def _nothing(*given: Any) -> dict[str, Any]:  # a lambda could not be pickled with the model
     return {}
 
 
@@ -28,9 +28,13 @@ class ImageTextFormat:
         model_type: value of ``model_type``.
         texts: formats of ``text_config``, of which its ``model_type`` chooses one.
         vision_type: ``model_type`` of ``vision_config``.
-        sizes: fields of ``vision_config`` with sizes: (their name, our name, default of ``transformers``).
-        whole_sizes: the same for sizes outside ``vision_config``.
+        own: fields of ``vision_config``: (their name, our name, default of ``transformers`` and type).
         tokens: fields with ids of placeholders, and their defaults.
+        beside: as ``own``, for fields outside ``vision_config``.
+        fixed: values of the tower's description that are not in the file.
+        derived: fields of ``vision_config`` that must be equal to another value: (their name, our name).
+        unused: fields of ``vision_config`` that do not affect the tower.
+        activation: name of the tower's activation field, and its default; empty if there is none.
         read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
             ``whole`` are the fields beside it.
         write_vision: inverse of ``read_vision``.
@@ -47,11 +51,15 @@ class ImageTextFormat:
     model_type: str
     texts: tuple[HFFormat, ...]
     vision_type: str
-    sizes: tuple[tuple[str, str, int], ...]
+    own: tuple[tuple[str, str, Any], ...]
     tokens: tuple[tuple[str, int], ...]
-    read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]]
-    write_vision: Callable[[VisionDescription], dict[str, Any]]
-    whole_sizes: tuple[tuple[str, str, int], ...] = ()
+    beside: tuple[tuple[str, str, Any], ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    derived: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+    activation: tuple[str, ...] = ()
+    read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]] = _nothing
+    write_vision: Callable[[VisionDescription], dict[str, Any]] = _nothing
     sections: tuple[int, ...] = ()
     interleaved: bool = True
     rope_base: float = 10_000.0
@@ -59,6 +67,11 @@ class ImageTextFormat:
     ignored: tuple[str, ...] = ()
     read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write_more: Callable[[ImageTextDescription], dict[str, Any]] = _nothing
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Entries of ``architectures``."""
+        return (self.architecture,)
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
@@ -78,13 +91,18 @@ class ImageTextFormat:
         tied = parts["text_config"].get("tie_word_embeddings", self.tied)
         tie = {"tie_word_embeddings": bool(config.get("tie_word_embeddings", tied))}
         text = self._text_of(parts["text_config"]).read({**parts["text_config"], **tie}, ignore_fields)
-        vision = Fields(dict(parts["vision_config"]), f"{self.architecture} (vision_config)", set(ignore_fields))
-        values: dict[str, Any] = {"output_dim": text.embed_dim, "merge_norm_eps": text.norm_eps}
-        for where, sizes in ((vision, self.sizes), (fields, self.whole_sizes)):
-            values |= {ours: read_whole(where, name, default) for name, ours, default in sizes}
+        ignored = {*ignore_fields, *self.unused}
+        vision = Fields(dict(parts["vision_config"]), f"{self.architecture} (vision_config)", ignored)
+        values: dict[str, Any] = {"output_dim": text.embed_dim, "merge_norm_eps": text.norm_eps, **self.fixed}
+        for where, own in ((vision, self.own), (fields, self.beside)):
+            values |= {ours: _read_value(where, name, default) for name, ours, default in own}
+        if self.activation:
+            name, default = self.activation
+            values["activation"] = vision.choice(name, _ACTIVATIONS, default)
         rope = vision.take("rope_parameters", None) or {}
         values["rope_base"] = float(rope.get("rope_theta", vision.take("rope_theta", self.rope_base)))
         tower = VisionDescription(**{**values, **self.read_vision(vision, values, fields)})
+        vision.require(**{name: getattr(tower, ours) for name, ours in self.derived})
         for where in (vision, fields):
             where.refuse_rest()
         own = {**text_fields(text), "rope_axes": self._axes(parts["text_config"], text)}
@@ -140,12 +158,15 @@ class ImageTextFormat:
             rope = {"rope_type": "default", **(text.get("rope_scaling") or {})}
             rope |= {"mrope_section": [d.rope_axes.count(axis) for axis in range(3)]}
             text["rope_scaling"] = {**rope, "mrope_interleaved": True} if self.interleaved else rope
-        vision = {name: getattr(d.vision, ours) for name, ours, _ in self.sizes}
+        vision = {name: getattr(d.vision, ours) for name, ours, *_ in (*self.own, *self.derived)}
+        if self.activation:
+            names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+            vision[self.activation[0]] = names[d.vision.activation]
         config = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{name: token for (name, _), token in zip(self.tokens, d.image_tokens, strict=True)},
-            **{name: getattr(d.vision, ours) for name, ours, _ in self.whole_sizes},
+            **{name: getattr(d.vision, ours) for name, ours, _ in self.beside},
             "tie_word_embeddings": d.tie_word_embeddings,
             "text_config": text,
             "vision_config": {"model_type": self.vision_type, **vision, **self.write_vision(d.vision)},
@@ -169,6 +190,11 @@ class TwoFormats:
     other: ImageTextFormat
     is_other: Callable[[ImageTextDescription], bool] = _has_experts
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Entries of ``architectures``."""
+        return (self.one.architecture, self.other.architecture)
+
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Read a ``config.json`` with the format of its architecture."""
         chosen = self.other if architecture_of(config) == self.other.architecture else self.one
@@ -177,6 +203,16 @@ class TwoFormats:
     def write(self, d: ImageTextDescription) -> dict[str, Any]:
         """Write the ``config.json`` of a description."""
         return (self.other if self.is_other(d) else self.one).write(d)
+
+
+def _read_value(fields: Fields, name: str, default: Any) -> Any:
+    """Read a field with the type of its default."""
+    if type(default) is int:
+        return read_whole(fields, name, default)
+    value = fields.take(name, default)
+    if not is_number(value) and not isinstance(value, bool):
+        raise fields.refusal(name, value)
+    return type(default)(value)
 
 
 def read_whole(fields: Fields, name: str, default: int) -> int:
@@ -193,13 +229,3 @@ def read_layers(fields: Fields, name: str, default: list[int]) -> tuple[int, ...
     """Read a list of layers of ``vision_config``."""
     found = fields.list_of(name, 2**12, int)
     return tuple(default if found is None else found)
-
-
-def read_activation(fields: Fields, default: str, name: str = "hidden_act") -> str:
-    """Read the activation of ``vision_config``; return our name of it."""
-    return fields.choice(name, _ACTIVATIONS, default)
-
-
-def activation_name(activation: str) -> str:
-    """Return the name of an activation in ``config.json``."""
-    return next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation)

@@ -100,8 +100,12 @@ def lora_image_text_model(
             attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
         ).select(model)
     targets = [path for path in dict.fromkeys(named) if parts[image_part(path)] == "lora"]
-    if not targets:
-        raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")
+    for part, way in parts.items():
+        if way == "lora" and part not in map(image_part, targets):
+            raise ModelError(
+                f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
+                "projections of attention, or choose 'frozen'."
+            )
     lora = LoRA(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, use_dora=use_dora, target_modules=targets)
     apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
     return model

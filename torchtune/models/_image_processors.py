@@ -6,11 +6,11 @@ The processor of a family, an :class:`ImageProcessor`, has ``plan(size) -> Plan`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from torchtune.data import Colors, DataError, Grid
+from torchtune.data import Colors, DataError, Grid, Video, image_size
 from torchtune.utils import require
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -64,12 +64,6 @@ def given_colors(config: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(map(float, value)) for name, value in colors.items() if value is not None}
 
 
-def resize(image: Any, width: int, height: int, resample: int = BICUBIC) -> Any:
-    """Resize a Pillow image."""
-    resampling = require("PIL.Image", extra="vision", purpose="Reading an image").Resampling
-    return image.resize((width, height), resampling(resample))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
     """Base of the image processors of model families.
@@ -82,7 +76,9 @@ class ImageProcessor:
         frames: frames of a patch; an image is repeated.
         channels_last: whether the values of a patch are ordered by row, column and color, instead of by color first.
         placeholder: special token that the chat template writes for an image; by default the image token.
-        video_placeholder: text that stands for a video; empty if there are no plans, layouts and pixels of videos.
+        video_placeholder: special token that stands for a video; empty if there are no plans of videos.
+        around: special tokens before and after a frame of a video.
+        resample: filter that resizes images.
     """
 
     patch_size: int
@@ -93,9 +89,29 @@ class ImageProcessor:
     channels_last: ClassVar[bool] = False
     placeholder: ClassVar[str] = ""
     video_placeholder: ClassVar[str] = ""
+    around: ClassVar[tuple[str, str]] = ("", "")
+    resample: ClassVar[int] = BICUBIC
 
-    def plan(self, size: tuple[int, int]) -> Plan:
-        """Return size, grids and number of tokens of an image, from its (width, height) in pixels.
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
+        """Read ``preprocessor_config.json``, with ``video_preprocessor_config.json`` in it, and ``config.json``.
+
+        Raises:
+            DataError: a field has a value that this processor does not support.
+        """
+        check_settings(config, cls.resample)
+        return cls(**given_numbers(**cls.numbers(config, model)), **given_colors(config))
+
+    @classmethod
+    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the numbers in the arguments of :meth:`from_config`, None for the default."""
+        raise NotImplementedError
+
+    def plan(self, size: tuple[Any, ...]) -> Plan:
+        """Return size, grids and number of tokens of an image or a video, from its size in pixels.
+
+        Args:
+            size: (width, height), and number of frames and frames per second of a video.
 
         Raises:
             DataError: the sides of the image are too different.
@@ -103,13 +119,33 @@ class ImageProcessor:
         raise NotImplementedError
 
     def layout(self, plan: Plan) -> list[int] | str:
-        """Return the tokens, or the text, that replace the placeholder of an image."""
+        """Return the tokens, or the text, that replace the placeholder of an image or a video."""
         raise NotImplementedError
 
+    def frames_layout(self, plan: Plan, token: str) -> str:
+        """Return the text of an image or a video: ``token`` as often as there are, between the special tokens."""
+        first, last = self.around
+        texts = plan.texts or ("",)
+        return "".join(f"{text}{first}{token * (plan.tokens // len(texts))}{last}" for text in texts)
+
     def pixels(self, image: Any) -> np.ndarray:
-        """Return the patches of a Pillow image in RGB, uint8 ``[p, pixels * 3]``, ordered by part and by block."""
-        plan = self.plan(image.size)
-        return self.cut(resize(image, plan.width, plan.height))
+        """Return the patches of a Pillow image in RGB, uint8 ``[p, pixels * 3]``, ordered by part and by block.
+
+        Of a :class:`torchtune.data.Video`, return ``[p, pixels * 3 * frames]``, ordered by frame and by block.
+        """
+        if not isinstance(image, Video):
+            plan = self.plan(image.size)
+            return self.cut(self.resized(image, plan.width, plan.height))
+        plan = self.plan(image_size(image))
+        cut = [self.cut(self.resized(frame, plan.width, plan.height)) for frame in image.frames]
+        cut += cut[-1:] * (-len(cut) % self.frames)
+        frames = np.stack(cut).reshape(-1, self.frames, len(cut[0]), 3, self.patch_size**2)
+        return frames.transpose(0, 2, 3, 1, 4).reshape(-1, self.frames * cut[0].shape[1])
+
+    def resized(self, image: Any, width: int, height: int) -> Any:
+        """Resize a Pillow image."""
+        resampling = require("PIL.Image", extra="vision", purpose="Reading an image").Resampling
+        return image.resize((width, height), resampling(self.resample))
 
     @property
     def colors(self) -> Colors:
@@ -121,6 +157,12 @@ class ImageProcessor:
         rows, columns = height // self.patch_size, width // self.patch_size
         return Plan(height, width, ((1, rows, columns),), rows * columns // self.merge**2)
 
+    def plan_of_frames(self, plan: Plan, texts: Sequence[str]) -> Plan:
+        """Return the plan of a video with a frame of patches for each of ``texts``, from that of its frames."""
+        count = len(texts)
+        grids = ((count, *plan.grids[0][1:]),)
+        return plan._replace(grids=grids, tokens=count * plan.tokens, texts=tuple(texts))
+
     def cut(self, image: Any) -> np.ndarray:
         """Return the patches of a resized image; pixels beyond the last block are dropped.
 
@@ -128,7 +170,7 @@ class ImageProcessor:
         """
         side, merge = self.patch_size, self.merge
         rows, columns = image.height // side // merge, image.width // side // merge
-        pixels = np.asarray(image)[: rows * merge * side, : columns * merge * side]
+        pixels = np.array(image)[: rows * merge * side, : columns * merge * side]
         blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 2, 5, 6)
         patches = blocks.reshape(-1, side, side, 3)
         patches = patches if self.channels_last else patches.transpose(0, 3, 1, 2)
@@ -141,19 +183,25 @@ class TiledProcessor(ImageProcessor):
 
     Attributes:
         tile: rows and columns of pixels of a tile.
+        tower_tile: those of the tower, by default.
     """
 
+    tower_tile: ClassVar[int]
     tile: int
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
-    def check_tile(self, side: int) -> None:
-        """Raise :class:`DataError` if the tower in ``config.json`` takes tiles of another side."""
-        if self.tile != side:
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
+        """See :meth:`ImageProcessor.from_config`; also refuses a tower that takes tiles of another side."""
+        found = super().from_config(config, model)
+        side = (model.get("vision_config") or {}).get("image_size", cls.tower_tile)
+        if found.tile != side:
             raise DataError(
-                f"preprocessor_config.json has tiles of {self.tile} pixels, but the tower in config.json takes {side}: "
-                "download the checkpoint again"
+                f"{_FILE} has tiles of {found.tile} pixels, but the tower in config.json takes {side}: download the "
+                "checkpoint again"
             )
+        return found
 
     def plan_of_tiles(self, height: int, width: int) -> Plan:
         """Return the plan of an image that is cut from ``height`` x ``width`` pixels."""
@@ -161,10 +209,10 @@ class TiledProcessor(ImageProcessor):
         tiles += tiles > 1
         return Plan(height, width, ((1, side, side),) * tiles, tiles * (side // self.merge) ** 2)
 
-    def cut_tiles(self, image: Any, whole: Any, resample: int) -> np.ndarray:
+    def cut_tiles(self, image: Any, whole: Any) -> np.ndarray:
         """Return the patches of the tiles of ``image`` and, if there are several, of ``whole`` as a tile."""
         rows, columns = (range(0, side, self.tile) for side in (image.height, image.width))
         tiles = [image.crop((left, top, left + self.tile, top + self.tile)) for top in rows for left in columns]
         if len(tiles) > 1:
-            tiles.append(resize(whole, self.tile, self.tile, resample))
+            tiles.append(self.resized(whole, self.tile, self.tile))
         return np.concatenate([self.cut(one) for one in tiles])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
 
-_SIZES = ("patch_size", "num_layers", "embed_dim", "intermediate_dim", "num_heads", "output_dim", "merge")
+_SIZES, _OF_LAYERS = ("patch_size", "embed_dim", "output_dim", "merge"), ("num_layers", "intermediate_dim", "num_heads")
 _MOST = 2**20
 
 
@@ -32,12 +32,13 @@ class VisionDescription:
     frames_per_patch: int = 1
     num_channels: int = 3
     patch_bias: bool = True
+    patch_norms: bool = False  # norms before and after the embedding of patches
 
     # Layers
-    num_layers: int
+    num_layers: int = 0  # 0: patches are only embedded and projected
     embed_dim: int
-    intermediate_dim: int
-    num_heads: int
+    intermediate_dim: int = 0
+    num_heads: int = 0
     attn_bias: bool = True  # of queries, keys and values
     attn_output_bias: bool = True
     mlp_bias: bool = True
@@ -66,7 +67,7 @@ class VisionDescription:
     merge_channels_first: bool = False
     merge_pools: bool = False  # the mean of merged patches, with an RMSNorm without weight
     merge_standardized: bool = False  # the means are shifted and scaled
-    merge_norm: Literal["none", "layer", "rms"] = "none"  # norm of a patch before the merge
+    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # of a patch before the merge; plain: without weight
     merge_norm_eps: float = 1e-6
     merge_reduces: bool = False  # a projection of the merged patches to the width of one
     projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer
@@ -75,10 +76,10 @@ class VisionDescription:
     deep_layers: tuple[int, ...] = ()  # layers whose outputs are projected for the decoder's first layers (DeepStack)
 
     def __post_init__(self) -> None:
-        for field in _SIZES:
+        for field in (*_SIZES, *(_OF_LAYERS if self.num_layers else ())):
             if not 1 <= getattr(self, field) <= _MOST:
                 raise ModelError(f"vision: {field} must be from 1 to {_MOST:,}, got {getattr(self, field):,}.")
-        if self.embed_dim % self.num_heads or self.head_dim % 4:
+        if self.num_layers and (self.embed_dim % self.num_heads or self.head_dim % 4):
             raise ModelError(
                 f"vision: embed_dim ({self.embed_dim}) must be num_heads ({self.num_heads}) times a multiple of 4."
             )

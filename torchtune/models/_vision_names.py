@@ -31,6 +31,38 @@ class FlatPatches(Op):
         return [] if is_empty(slices) else [_Convolution(0, (slices[0], *whole))]
 
 
+@dataclass(frozen=True)
+class SwappedAxes(Op):
+    """Op that swaps the first two dimensions of a tensor."""
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Swap the dimensions."""
+        return [tensors[0].transpose(0, 1).contiguous()]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Swap the dimensions."""
+        return self.to_tune(tensors, description)
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Return one slice."""
+        first, second, *rest = slices
+        return [] if is_empty(slices) else [_Swapped(0, (second, first, *rest))]
+
+
+class _Swapped(ExternalSlice):
+    """Slice of the external tensor of :class:`SwappedAxes`."""
+
+    def of(self, ours: Tensor) -> Tensor:
+        """Return the values of the external slice from our slice."""
+        return ours.transpose(0, 1)
+
+    def fill(self, ours: Tensor, value: Tensor) -> None:
+        """Copy the values of the external slice to our slice."""
+        ours.copy_(value.transpose(0, 1))
+
+
 class _Convolution(ExternalSlice):
     """Rows of the external convolution of :class:`FlatPatches`."""
 
@@ -41,6 +73,23 @@ class _Convolution(ExternalSlice):
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
         ours.copy_(value.flatten(1))
+
+
+def attention_names(theirs: str = "self_attn", output: str = "o_proj") -> list[tuple[str, str]]:
+    """Return the names of the linear layers of attention, (ours, theirs)."""
+    names = [(f"attn.{name}_proj", f"{theirs}.{name}_proj") for name in "qkv"]
+    return [*names, ("attn.output_proj", f"{theirs}.{output}")]
+
+
+def gated_names(theirs: str = "mlp") -> list[tuple[str, str]]:
+    """Return the names of the linear layers of a gated feed-forward layer, (ours, theirs)."""
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return [(f"mlp.{ours}", f"{theirs}.{name}") for ours, name in names.items()]
+
+
+def rms_norms(theirs: str, ours: str, modules: Iterable[tuple[str, str]]) -> list[Row]:
+    """Make the rows of RMSNorms; for the arguments see :func:`renamed_modules`."""
+    return [Row(f"{theirs}{b}.weight", f"{ours}{a}.scale") for a, b in modules]
 
 
 def renamed_modules(

@@ -184,6 +184,8 @@ class VisionTower(nn.Module):
         merge: rows and columns of patches that become one token.
         positions: position embeddings that are added to the patches; by default none.
         rope: rotary embedding of the layers; by default none.
+        patch_norm: norm before ``patch_embed``; by default none.
+        embed_norm: norm after ``patch_embed``; by default none.
         first_norm: norm before the layers; by default none.
         norm: norm after the layers; by default none.
         deep_projectors: layer -> projection of its output to tokens, which the decoder adds after its first layers
@@ -201,6 +203,8 @@ class VisionTower(nn.Module):
         merge: int,
         positions: nn.Module | None = None,
         rope: GridRotaryPositionalEmbeddings | None = None,
+        patch_norm: nn.Module | None = None,
+        embed_norm: nn.Module | None = None,
         first_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
         deep_projectors: Mapping[int, nn.Module] | None = None,
@@ -212,7 +216,9 @@ class VisionTower(nn.Module):
         self.window = window
         self.full_layers = frozenset(full_layers)
         self.deep_layers = tuple(deep_projectors or ())
+        self.patch_norm = patch_norm or nn.Identity()
         self.patch_embed = patch_embed
+        self.embed_norm = embed_norm or nn.Identity()
         self.positions = positions
         self.rope = rope
         self.first_norm = first_norm or nn.Identity()
@@ -230,7 +236,7 @@ class VisionTower(nn.Module):
         """
         device, dtype = images.patches.device, self.patch_embed.weight.dtype
         places = patch_places(images.grids, self.merge)
-        x = self.patch_embed(images.patches.to(dtype))
+        x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))
         if self.positions is not None:
             x = x + self.positions(places.to(device))
         lengths = images.frame_lengths

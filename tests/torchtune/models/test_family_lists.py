@@ -18,7 +18,7 @@ from torchtune.models import get_spec, list_specs, spec_for_architecture
 ROOT = Path(__file__).parents[3]
 # Without a text model of their own: parts of other families, and models with images.
 PARTS = {"clip", "llama3_2_vision", "qwen2_5_vl", "qwen3_5_vl", "qwen3_vl"}
-PARTS |= {"gemma4_vl", "idefics3", "llama4_vl", "mistral3", "smolvlm"}
+PARTS |= {"gemma4_unified_vl", "gemma4_vl", "idefics3", "llama4_vl", "mistral3", "smolvlm"}
 FOLDERS = sorted({*packages_in(torchtune.models.__path__)} - PARTS)
 
 

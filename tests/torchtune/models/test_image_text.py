@@ -19,6 +19,7 @@ from tests.tiny_images import (
     features_of,
     gemma4_config,
     gemma4_small_config,
+    gemma4_unified_config,
     idefics3_config,
     image_text_model,
     inputs_of,
@@ -52,6 +53,7 @@ FAMILIES = {
     "qwen2_5_vl": qwen2_5_vl_config,
     "gemma4_vl": gemma4_config,
     "gemma4_vl_small": gemma4_small_config,
+    "gemma4_unified_vl": gemma4_unified_config,
     "smolvlm": smolvlm_config,
     "idefics3": idefics3_config,
     "llama4_vl": llama4_config,
@@ -71,6 +73,7 @@ FIRST = ([*picture(2, 3), 5, 6], ((1, 2, 3),))
 ADJACENT = ([1, START, *[IMAGE] * 2, *[IMAGE] * 6, END, 4], ((1, 1, 2), (1, 3, 2)))
 LAST = ([4, 8, *picture(1, 1), 9, *picture(1, 4)[:-1]], ((1, 1, 1), (1, 1, 4)))
 VIDEOS = ([7, *picture(2, 1, VIDEO), 12, *picture(2, 1, VIDEO), 5], ((2, 2, 1),))
+WITH_VIDEOS = ("qwen3", "gemma4")
 ROWS = {"text": TEXT, "first": FIRST, "adjacent": ADJACENT, "last": LAST, "video": VIDEOS}
 
 
@@ -141,7 +144,7 @@ def test_tower_on_a_ragged_set(theirs, ours, name):
 
 
 def skip_video(theirs, name):
-    if name == "video" and not theirs.config.model_type.startswith("qwen3"):
+    if name == "video" and not theirs.config.model_type.startswith(WITH_VIDEOS):
         pytest.skip("only images: a video's positions depend on its frame rate, or its frames are images")
 
 
@@ -247,7 +250,8 @@ def packed(ours, rows):
 
 
 def test_packed_is_alone_in_loss_and_gradients(ours):
-    rows = [fitting(ours, row) for row in (FIRST, TEXT, LAST, ADJACENT)]
+    videos = [VIDEOS] if ours.spec.name.startswith(WITH_VIDEOS) else []
+    rows = [fitting(ours, row) for row in (FIRST, TEXT, LAST, ADJACENT, *videos)]
     alone = torch.cat([ours(torch.tensor([tokens]), **images_of(ours, sizes)) for tokens, sizes in rows], dim=1)
     together = packed(ours, rows)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)

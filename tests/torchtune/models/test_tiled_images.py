@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,19 +119,26 @@ def llama(name: str) -> LlamaImages:
 
 
 @pytest.fixture
-def theirs_of_llama(monkeypatch):
-    """The module of ``transformers``, whose rules need torch alone, though it imports torchvision."""
+def import_rules(monkeypatch):
+    """Import a module of ``transformers``, whose rules need torch alone, though it imports torchvision."""
     for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["torchvision.transforms.v2"].functional = None
-    name = "transformers.models.llama4.image_processing_llama4"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name, None)
+    sys.modules["torchvision.transforms.v2"].functional = SimpleNamespace(InterpolationMode=object)
+    imported = []
+
+    def import_(name: str) -> ModuleType:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        imported.append(name)
+        return importlib.import_module(name)
+
+    yield import_
+    for name in imported:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_canvas_of_llama_is_that_of_transformers(name, theirs_of_llama):
+def test_canvas_of_llama_is_that_of_transformers(name, import_rules):
+    theirs_of_llama = import_rules("transformers.models.llama4.image_processing_llama4")
     processor, config = llama(name), LLAMA[name][0]
     size = SizeDict(**config["size"])
     canvases = torch.tensor(theirs_of_llama.find_supported_resolutions.__wrapped__(config["max_patches"], size))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as resize_frame
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -15,10 +16,15 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 import torchtune
 from tests.recipes.runs import start
 from tests.tiny_images import (
+    GEMMA,
+    GEMMA_PROCESSOR,
     IMAGE,
     PROCESSOR,
-    VIDEO,
+    gemma4_config,
+    gemma4_small_config,
+    gemma4_unified_config,
     image_text_model,
+    inputs_of,
     mistral3_config,
     qwen2_5_vl_config,
     qwen3_5_config,
@@ -31,10 +37,19 @@ from torchtune.datasets import chat_dataset
 from torchtune.models import image_text_transform
 from torchtune.models.qwen3_vl._processor import QwenImages
 
-FAMILIES = {"qwen3_vl": qwen3_vl_config, "qwen3_5": qwen3_5_config, "qwen2_5_vl": qwen2_5_vl_config}
+FAMILIES = {
+    "qwen3_vl": qwen3_vl_config,
+    "qwen3_5": qwen3_5_config,
+    "qwen2_5_vl": qwen2_5_vl_config,
+    "gemma4": gemma4_config,
+    "gemma4_small": gemma4_small_config,
+    "gemma4_unified": gemma4_unified_config,
+}
 OLD = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
 LEAST, MOST = 1024, 6144
 OF_VIDEOS = {**PROCESSOR, "size": {"shortest_edge": LEAST, "longest_edge": MOST}}
+COLORS = {"do_normalize": True, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+OF_GEMMA = {**GEMMA_PROCESSOR, **COLORS, "max_soft_tokens": 6}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,7 +60,8 @@ def theirs(request):
 @pytest.fixture(scope="module")
 def folder(theirs, tmp_path_factory):
     folder = write_image_checkpoint(theirs, tmp_path_factory.mktemp("videos"))
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(OF_VIDEOS))
+    settings = OF_GEMMA if theirs.config.model_type in GEMMA else OF_VIDEOS
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -103,24 +119,23 @@ def test_patches_are_those_of_transformers(count):
     assert (found - wanted[0]).abs().max() * min(processor.std) <= 2 / 255
 
 
-def inputs_of(row, fps) -> dict:
+def inputs_of_row(theirs, row, fps) -> dict:
     """What ``transformers`` takes for a row with images and videos."""
     tokens, images = torch.tensor([row["tokens"]]), row["encoder_input"]["images"]
-    kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO)
-    inputs = {"input_ids": tokens, "mm_token_type_ids": kinds}
+    inputs = {"input_ids": tokens}
     parts = images.patches.split([t * h * w for t, h, w in images.grids])
-    for names in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
-        chosen = [i for i, grid in enumerate(images.grids) if (grid[0] > 1) == ("video_grid_thw" in names)]
+    for videos in (False, True):
+        chosen = [i for i, grid in enumerate(images.grids) if (grid[0] > 1) == videos]
         if chosen:
-            inputs[names[0]] = torch.cat([parts[i] for i in chosen])
-            inputs[names[1]] = torch.tensor([images.grids[i] for i in chosen])
+            grids = [images.grids[i] for i in chosen]
+            inputs |= inputs_of(theirs, tokens, torch.cat([parts[i] for i in chosen]), grids)
     return {**inputs, **({} if fps is None else {"second_per_grid_ts": [2 / one for one in fps]})}
 
 
 ROWS = {
     "alone": ([part(video(4), 2.0)], [2.0]),
     "an odd number of frames, and an image": ([picture(30, 50), part(video(5), 3.0)], [3.0]),
-    "two": ([part(video(6), 30.0), part(video(3, (16, 16), 9), 0.7)], [30.0, 0.7]),
+    "two": ([part(video(6), 30.0), part(video(3, (16, 16), 9), 0.012)], [30.0, 0.012]),
 }
 
 
@@ -134,12 +149,13 @@ def test_text_positions_and_logits_are_those_of_transformers(name, theirs, folde
     text = transform.decode(row["tokens"], skip_special_tokens=False)
     videos = [one for one in parts if isinstance(one, dict)]
     for one, grid in zip(videos, [grid for grid in images.grids if grid[0] > 1], strict=True):
-        wanted = written(one, grid, old)
+        wanted = written(one, grid, theirs.config.model_type)
         assert text.count(wanted) == 1
         assert f"<|vision_start|>{wanted}" not in text  # the first releases of the processor replace the template's
-    inputs = inputs_of(row, fps if old else None)
-    given = {key: value for key, value in inputs.items() if "pixel" not in key}
-    assert images.positions.tolist() == theirs.model.get_rope_index(**given)[0].tolist()
+    inputs = inputs_of_row(theirs, row, fps if old else None)
+    if model.grid_positions:
+        given = {key: value for key, value in inputs.items() if "pixel" not in key}
+        assert images.positions.tolist() == theirs.model.get_rope_index(**given)[0].tolist()
     with torch.no_grad():
         wanted = theirs(**inputs).logits
         found = model.eval()(inputs["input_ids"], encoder_input=row["encoder_input"])
@@ -147,10 +163,17 @@ def test_text_positions_and_logits_are_those_of_transformers(name, theirs, folde
     assert all(masked for token, masked in zip(row["tokens"], row["mask"], strict=True) if token >= IMAGE)
 
 
-def written(one, grid, old) -> str:
+def written(one, grid, kind) -> str:
     """The text of a video, as ``transformers`` writes it."""
+    if kind in GEMMA:
+        tokens = {"boi_token": "<|image>", "video_token": "<|video|>", "eoi_token": "<image|>"}
+        merge = GEMMA[kind]["merge"]
+        times = [number / one["fps"] for number in range(len(one["content"]))]
+        inputs = {"num_soft_tokens_per_video": [grid[1] * grid[2] // merge**2]}
+        inputs["video_metadata"] = [SimpleNamespace(fps=one["fps"], timestamps=times)]
+        return Gemma4Processor.replace_video_token(SimpleNamespace(**tokens), inputs, 0)
     start, pad, end = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
-    if old:
+    if kind == "qwen2_5_vl":
         return f"{start}{pad * (np.prod(grid) // 4)}{end}"
     metadata = SimpleNamespace(fps=one["fps"], frames_indices=list(range(len(one["content"]))))
     processor = SimpleNamespace(

@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 
-from torchtune.models.smolvlm._model_builders import FORMAT
-from torchtune.models.smolvlm._model_builders import SPEC as SMOLVLM
+from torchtune.models._build_vision import image_text_family
+from torchtune.models.smolvlm._model_builders import FORMAT, NAMES
+from torchtune.models.smolvlm._processor import TiledImages
 
-_ARCHITECTURE = "Idefics3ForConditionalGeneration"
-_FORMAT = replace(FORMAT, architecture=_ARCHITECTURE, model_type="idefics3", vision_type="idefics3_vision")
-SPEC = replace(
-    SMOLVLM,
-    name="idefics3",
-    architectures=(_ARCHITECTURE,),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
+_FORMAT = replace(
+    FORMAT,
+    architecture="Idefics3ForConditionalGeneration",
+    model_type="idefics3",
+    vision_type="idefics3_vision",
 )
+SPEC = image_text_family("idefics3", _FORMAT, NAMES, TiledImages)

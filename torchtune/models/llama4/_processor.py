@@ -8,15 +8,7 @@ import numpy as np
 import torch
 
 from torchtune.data import DataError
-from torchtune.models._image_processors import (
-    BILINEAR,
-    Plan,
-    TiledProcessor,
-    check_settings,
-    given_colors,
-    given_numbers,
-    resize,
-)
+from torchtune.models._image_processors import BILINEAR, Plan, TiledProcessor
 from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
     find_supported_resolutions,
     get_canvas_best_fit,
@@ -35,28 +27,21 @@ class LlamaImages(TiledProcessor):
     patch_size: int = 14
     merge: int = 2
     placeholder: ClassVar[str] = "<|image|>"
+    resample: ClassVar[int] = BILINEAR
+    tower_tile: ClassVar[int] = 448
     tile: int = 336
     most: int = 16
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "LlamaImages":
-        """Read ``preprocessor_config.json`` and ``config.json``.
-
-        Raises:
-            DataError: a field has a value that this processor does not support.
-        """
-        check_settings(config, BILINEAR)
+    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.numbers`."""
         if config.get("resize_to_max_canvas"):
             raise DataError("preprocessor_config.json has resize_to_max_canvas = True, which is not supported")
-        tower = model.get("vision_config") or {}
-        numbers = given_numbers(
-            patch_size=tower.get("patch_size"),
-            tile=(config.get("size") or {}).get("height"),
-            most=config.get("max_patches"),
-        )
-        found = cls(**numbers, **given_colors(config))
-        found.check_tile(tower.get("image_size", 448))
-        return found
+        return {
+            "patch_size": (model.get("vision_config") or {}).get("patch_size"),
+            "tile": (config.get("size") or {}).get("height"),
+            "most": config.get("max_patches"),
+        }
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size of the canvas, grids and number of tokens of an image, from its (width, height) in pixels."""
@@ -68,8 +53,8 @@ class LlamaImages(TiledProcessor):
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
         plan = self.plan(image.size)
         height, width = get_inscribed_size(image.size[::-1], (plan.height, plan.width), self.tile)
-        canvas = resize(image, width, height, BILINEAR).crop((0, 0, plan.width, plan.height))
-        return self.cut_tiles(canvas, image, BILINEAR)
+        canvas = self.resized(image, width, height).crop((0, 0, plan.width, plan.height))
+        return self.cut_tiles(canvas, image)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

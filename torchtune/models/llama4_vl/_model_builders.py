@@ -1,76 +1,64 @@
 """Llama 4 with its vision tower over tiles of an image."""
 
-from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import build_image_text
+from torchtune.models._build_vision import image_text_family
 from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_vision import ImageTextFormat, read_whole
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import image_text_names, renamed_modules
+from torchtune.models._vision_names import attention_names, image_text_names, renamed_modules
 from torchtune.models._weight_rows import Row
 from torchtune.models.llama4._model_builders import FORMAT
 from torchtune.models.llama4._model_builders import SPEC as TEXT
 from torchtune.models.llama4._processor import LlamaImages
 
-_ARCHITECTURE = "Llama4ForConditionalGeneration"
 _MERGE = 2
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    fields.skip("hidden_act", "norm_eps", "vision_feature_select_strategy")  # transformers does not use them
-    fields.require(pixel_shuffle_ratio=0.5)
-    width = read_whole(fields, "vision_output_dim", 7680)
-    for name in ("projector_input_dim", "projector_output_dim"):
-        if (found := read_whole(fields, name, 4096)) != width:
-            raise fields.refusal(name, found)
+    fields.require(pixel_shuffle_ratio=1 / _MERGE)
     if values["intermediate_dim"] != values["embed_dim"] * _MERGE**2:  # which is also the projector's input
         raise fields.refusal("intermediate_size", values["intermediate_dim"])
-    return {
-        **dict.fromkeys(("patch_bias", "projector_bias"), False),
-        **dict.fromkeys(("first_norm", "last_norm", "projector_first"), True),
-        "activation": "gelu",
-        "norm_eps": 1e-5,
-        "positions": "classed",
-        "positions_side": read_whole(fields, "image_size", 448) // values["patch_size"],
-        "rope": "neighbors",
-        "merge": _MERGE,
-        "projector_dim": width,
-    }
+    return {"positions_side": read_whole(fields, "image_size", 448) // values["patch_size"]}
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
-    return {
-        "image_size": v.positions_side * v.patch_size,
-        "pixel_shuffle_ratio": 0.5,
-        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), v.projector_dim),
-    }
+    return {"image_size": v.positions_side * v.patch_size, "pixel_shuffle_ratio": 1 / _MERGE}
 
 
 _FORMAT = ImageTextFormat(
-    _ARCHITECTURE,
+    "Llama4ForConditionalGeneration",
     "llama4",
     (FORMAT,),
     vision_type="llama4_vision_model",
-    sizes=(
+    own=(
         ("hidden_size", "embed_dim", 768),
         ("intermediate_size", "intermediate_dim", 5632),
         ("num_hidden_layers", "num_layers", 34),
         ("num_attention_heads", "num_heads", 16),
         ("num_channels", "num_channels", 3),
         ("patch_size", "patch_size", 14),
+        ("vision_output_dim", "projector_dim", 7680),
     ),
     tokens=(("image_token_index", 200_092),),
+    fixed={
+        **dict.fromkeys(("patch_bias", "projector_bias"), False),
+        **dict.fromkeys(("first_norm", "last_norm", "projector_first"), True),
+        "activation": "gelu",
+        "norm_eps": 1e-5,
+        "positions": "classed",
+        "rope": "neighbors",
+        "merge": _MERGE,
+    },
+    derived=(("projector_input_dim", "projector_dim"), ("projector_output_dim", "projector_dim")),
+    unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
     read_vision=_read,
     write_vision=_write,
     ignored=("boi_token_index", "eoi_token_index", "image_token_id"),
 )
 _LAYER = (
     ("sa_norm", "input_layernorm"),
-    ("attn.q_proj", "self_attn.q_proj"),
-    ("attn.k_proj", "self_attn.k_proj"),
-    ("attn.v_proj", "self_attn.v_proj"),
-    ("attn.output_proj", "self_attn.o_proj"),
+    *attention_names(),
     ("mlp_norm", "post_attention_layernorm"),
     ("mlp.w1", "mlp.fc1"),
     ("mlp.w2", "mlp.fc2"),
@@ -86,13 +74,5 @@ _ROWS = [
     *renamed_modules(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
     Row("multi_modal_projector.linear_1.weight", "encoder.projector.mlp.w2.weight"),
 ]
-SPEC = replace(
-    TEXT,
-    name="llama4_vl",
-    architectures=(_ARCHITECTURE,),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": image_text_names(TEXT.weight_map(), TEXT.module_prefixes, _ROWS)},
-    builder=build_image_text,
-    image_processor=LlamaImages.from_config,
-)
+_NAMES = {"hf": image_text_names(TEXT.weight_map(), TEXT.module_prefixes, _ROWS)}
+SPEC = image_text_family("llama4_vl", _FORMAT, _NAMES, LlamaImages, TEXT)

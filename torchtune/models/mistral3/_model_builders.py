@@ -3,14 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import build_image_text
+from torchtune.models._build_vision import image_text_family
 from torchtune.models._description import ModelError
 from torchtune.models._hf_config import MISTRAL
 from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, TwoFormats, activation_name, read_activation
-from torchtune.models._spec import ModelSpec
-from torchtune.models._vision_description import ImageTextDescription, VisionDescription
-from torchtune.models._vision_names import FlatPatches, image_text_names, renamed_modules
+from torchtune.models._hf_vision import ImageTextFormat, TwoFormats
+from torchtune.models._vision_description import ImageTextDescription
+from torchtune.models._vision_names import (
+    FlatPatches,
+    attention_names,
+    gated_names,
+    image_text_names,
+    renamed_modules,
+    rms_norms,
+)
 from torchtune.models._weight_names import HF_INTERLEAVED
 from torchtune.models._weight_rows import Row
 from torchtune.models.ministral3._model_builders import FORMAT as MINISTRAL
@@ -19,51 +25,25 @@ from torchtune.models.mistral3._processor import PixtralImages
 _ARCHITECTURE, _LLAVA = "Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"
 
 
-def _read_tower(fields: Fields, values: dict[str, Any], whole: Fields, last_layer: int) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
     if fields.peek("model_type") not in (None, "pixtral"):
         raise fields.refusal("model_type", fields.peek("model_type"))
-    fields.take("image_size", None)  # rotary embeddings have no largest size
-    if fields.take("head_dim", values["embed_dim"] // values["num_heads"]) * values["num_heads"] != values["embed_dim"]:
-        raise fields.refusal("head_dim", fields.peek("head_dim"))
-    for name, default, only in (("projector_hidden_act", "gelu", "gelu"), ("vision_feature_layer", last_layer, -1)):
-        if (found := whole.take(name, default)) != only:
-            raise whole.refusal(name, found)
-    return {
-        **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias"), False),
-        **dict.fromkeys(("mlp_gated", "first_norm"), True),
-        "activation": read_activation(fields, "gelu"),
-        "norm": "rms",
-        "norm_eps": 1e-5,
-        "rope": "alternating",
-        "projector_dim": values["output_dim"],
-    }
-
-
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    return {
-        **_read_tower(fields, values, whole, last_layer=-1),
-        **dict.fromkeys(("merge_channels_first", "merge_reduces"), True),
-        "merge_norm": "rms",
-        "projector_bias": bool(whole.take("multimodal_projector_bias", False)),
-    }
+    whole.require(projector_hidden_act="gelu", vision_feature_layer=-1)
+    return {"projector_dim": values["output_dim"]}
 
 
 def _read_llava(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    whole.take("image_seq_length", None)
-    if (strategy := whole.take("vision_feature_select_strategy", "default")) != "full":
-        raise whole.refusal("vision_feature_select_strategy", strategy)
-    bias = bool(whole.take("multimodal_projector_bias", True))
-    return {**_read_tower(fields, values, whole, last_layer=-2), "projector_bias": bias}
-
-
-def _write(v: VisionDescription) -> dict[str, Any]:
-    return {"hidden_act": activation_name(v.activation), "head_dim": v.head_dim}
+    for name in ("vision_feature_layer", "vision_feature_select_strategy"):  # transformers has other defaults
+        if not whole.has(name):
+            raise whole.refusal(name, None)
+    whole.require(vision_feature_select_strategy="full")
+    return _read(fields, values, whole)
 
 
 def _write_more(d: ImageTextDescription) -> dict[str, Any]:
     if d.vision.merge_norm_eps != d.norm_eps:
         raise ModelError("vision: the norm of the projector has the eps of the text (norm_eps).")
-    return {"multimodal_projector_bias": d.vision.projector_bias}
+    return {}
 
 
 def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
@@ -81,12 +61,19 @@ _TEXT_DEFAULTS = (
     ("rms_norm_eps", 1e-5),
     ("rope_theta", 1e9),
 )
+_TOWER = {
+    **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias"), False),
+    **dict.fromkeys(("mlp_gated", "first_norm"), True),
+    "norm": "rms",
+    "norm_eps": 1e-5,
+    "rope": "alternating",
+}
 _FORMAT = ImageTextFormat(
     _ARCHITECTURE,
     "mistral3",
     (replace(MISTRAL, defaults=_TEXT_DEFAULTS), MINISTRAL),
     vision_type="pixtral",
-    sizes=(
+    own=(
         ("hidden_size", "embed_dim", 1024),
         ("intermediate_size", "intermediate_dim", 4096),
         ("num_hidden_layers", "num_layers", 24),
@@ -94,11 +81,14 @@ _FORMAT = ImageTextFormat(
         ("num_channels", "num_channels", 3),
         ("patch_size", "patch_size", 16),
     ),
-    whole_sizes=(("spatial_merge_size", "merge", 2),),
+    beside=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
     tokens=(("image_token_index", 10),),
+    fixed={**_TOWER, **dict.fromkeys(("merge_channels_first", "merge_reduces"), True), "merge_norm": "rms"},
+    derived=(("head_dim", "head_dim"),),
+    unused=("image_size",),  # rotary embeddings have no largest size
+    activation=("hidden_act", "gelu"),
     read_vision=_read,
-    write_vision=_write,
-    ignored=("image_token_id",),
+    ignored=("image_token_id", "image_seq_length"),
     write_more=_write_more,
 )
 _LLAVA_FORMAT = replace(
@@ -106,20 +96,13 @@ _LLAVA_FORMAT = replace(
     architecture=_LLAVA,
     model_type="llava",
     texts=(MISTRAL,),
-    whole_sizes=(),
+    beside=(("multimodal_projector_bias", "projector_bias", True),),
+    fixed=_TOWER,
     read_vision=_read_llava,
     write_more=_write_llava,
 )
 _FORMATS = TwoFormats(_FORMAT, _LLAVA_FORMAT, _is_llava)
-_LAYER = (
-    ("attn.q_proj", "attention.q_proj"),
-    ("attn.k_proj", "attention.k_proj"),
-    ("attn.v_proj", "attention.v_proj"),
-    ("attn.output_proj", "attention.o_proj"),
-    ("mlp.w1", "feed_forward.gate_proj"),
-    ("mlp.w2", "feed_forward.down_proj"),
-    ("mlp.w3", "feed_forward.up_proj"),
-)
+_LAYER = (*attention_names("attention"), *gated_names("feed_forward"))
 
 
 def _tower_names(start: str) -> list[Row]:
@@ -130,8 +113,7 @@ def _tower_names(start: str) -> list[Row]:
         Row(f"{tower}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
         Row(f"{tower}ln_pre.weight", "encoder.first_norm.scale"),
         *renamed_modules(layer, ours, _LAYER, ["weight"]),
-        Row(f"{layer}attention_norm.weight", f"{ours}sa_norm.scale"),
-        Row(f"{layer}ffn_norm.weight", f"{ours}mlp_norm.scale"),
+        *rms_norms(layer, ours, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")]),
         Row(f"{projector}norm.weight", "encoder.projector.norm.scale", when="reduces"),
         Row(f"{projector}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when="reduces"),
         *renamed_modules(projector, "encoder.projector.", linears, ["weight"]),
@@ -153,12 +135,9 @@ _MODULES = (
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
 )
-SPEC = ModelSpec(
-    name="mistral3",
-    architectures=(_ARCHITECTURE, _LLAVA),
-    from_hf_config=_FORMATS.read,
-    to_hf_config=_FORMATS.write,
-    weight_maps={"hf": replace(_NAMES, modules=_MODULES), "hf_modules": _NESTED},
-    builder=build_image_text,
-    image_processor=PixtralImages.from_config,
+SPEC = image_text_family(
+    "mistral3",
+    _FORMATS,
+    {"hf": replace(_NAMES, modules=_MODULES), "hf_modules": _NESTED},
+    PixtralImages,
 )

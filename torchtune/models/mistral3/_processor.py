@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.models._image_processors import (
-    ImageProcessor,
-    Plan,
-    check_settings,
-    given_colors,
-    given_numbers,
-)
+from torchtune.models._image_processors import ImageProcessor, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,27 +22,17 @@ class PixtralImages(ImageProcessor):
     longest: int = 1024
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "PixtralImages":
-        """Read ``preprocessor_config.json`` and ``config.json``.
-
-        Raises:
-            DataError: a field has a value that this processor does not support.
-        """
-        check_settings(config)
+    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.numbers`."""
         patch = config.get("patch_size")
-        numbers = given_numbers(
-            patch_size=patch.get("height") if isinstance(patch, Mapping) else patch,
-            merge=model.get("spatial_merge_size", 1 if model.get("model_type") == "llava" else None),
-            longest=(config.get("size") or {}).get("longest_edge"),
-        )
-        return cls(**numbers, **given_colors(config))
+        return {
+            "patch_size": patch.get("height") if isinstance(patch, Mapping) else patch,
+            "merge": model.get("spatial_merge_size", 1 if model.get("model_type") == "llava" else None),
+            "longest": (config.get("size") or {}).get("longest_edge"),
+        }
 
     def plan(self, size: tuple[int, int]) -> Plan:
-        """Return the size, grid and number of tokens of an image, from its (width, height) in pixels.
-
-        Raises:
-            DataError: the image is so long that it would have no pixel left.
-        """
+        """See :meth:`ImageProcessor.plan`; refuses an image so long that it would have no pixel left."""
         width, height = size
         factor = self.patch_size * self.merge
         ratio = max(height / self.longest, width / self.longest)

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import build_image_text
+from torchtune.models._build_vision import image_text_family
 from torchtune.models._hf_config import QWEN2
 from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_activation, read_layers, read_whole
-from torchtune.models._spec import ModelSpec
+from torchtune.models._hf_vision import ImageTextFormat, read_layers, read_whole
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import FlatPatches, image_text_names, renamed_modules
+from torchtune.models._vision_names import FlatPatches, gated_names, image_text_names, renamed_modules, rms_norms
 from torchtune.models._weight_names import HF_HALF
 from torchtune.models._weight_rows import Row
 from torchtune.models.qwen3_vl._processor import QwenImages
@@ -28,25 +27,16 @@ def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    fields.take("tokens_per_second", None)  # the image processor reads it
     window = read_whole(fields, "window_size", 112)
     return {
-        "patch_bias": False,
-        "mlp_gated": True,
-        "activation": read_activation(fields, "silu"),
-        "norm": "rms",
-        "rope": "axial",
         "window": window // values["patch_size"] // values["merge"],
         "full_layers": read_layers(fields, "fullatt_block_indexes", [7, 15, 23, 31]),
-        "merge_norm": "rms",
-        "merge_norm_eps": 1e-6,
         "projector_dim": values["embed_dim"] * values["merge"] ** 2,
     }
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
-    window = {"window_size": v.window * v.patch_size * v.merge, "fullatt_block_indexes": list(v.full_layers)}
-    return {"hidden_act": activation_name(v.activation), **window}
+    return {"window_size": v.window * v.patch_size * v.merge, "fullatt_block_indexes": list(v.full_layers)}
 
 
 _DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14}
@@ -70,8 +60,18 @@ _FORMAT = ImageTextFormat(
     "qwen2_5_vl",
     (_TEXT,),
     vision_type="qwen2_5_vl_vision",
-    sizes=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_SIZES),
+    own=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_SIZES),
     tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
+    fixed={
+        "patch_bias": False,
+        "mlp_gated": True,
+        "norm": "rms",
+        "rope": "axial",
+        "merge_norm": "rms",
+        "merge_norm_eps": 1e-6,
+    },
+    unused=("tokens_per_second",),  # the image processor reads it
+    activation=("hidden_act", "silu"),
     read_vision=_read,
     write_vision=_write,
     sections=(16, 24, 24),
@@ -81,15 +81,13 @@ _FORMAT = ImageTextFormat(
 
 def _tower_names(start: str) -> list[Row]:
     layer, ours = f"{start}blocks.{{block}}.", "encoder.layers.{block}."
-    modules = [("attn.output_proj", "attn.proj"), ("mlp.w1", "mlp.gate_proj"), ("mlp.w2", "mlp.down_proj")]
     merger = [("mlp.w1", "mlp.0"), ("mlp.w2", "mlp.2")]
     return [
         Row(f"{start}patch_embed.proj.weight", "encoder.patch_embed.weight", FlatPatches()),
         *fused_qkv(layer, ours),
-        *renamed_modules(layer, ours, [*modules, ("mlp.w3", "mlp.up_proj")]),
-        Row(f"{layer}norm1.weight", f"{ours}sa_norm.scale"),
-        Row(f"{layer}norm2.weight", f"{ours}mlp_norm.scale"),
-        Row(f"{start}merger.ln_q.weight", "encoder.projector.norm.scale"),
+        *renamed_modules(layer, ours, [("attn.output_proj", "attn.proj"), *gated_names()]),
+        *rms_norms(layer, ours, [("sa_norm", "norm1"), ("mlp_norm", "norm2")]),
+        *rms_norms(f"{start}merger.", "encoder.projector.", [("norm", "ln_q")]),
         *renamed_modules(f"{start}merger.", "encoder.projector.", merger),
     ]
 
@@ -97,15 +95,7 @@ def _tower_names(start: str) -> list[Row]:
 _NAMES = image_text_names(HF_HALF, {}, _tower_names("visual."))
 # transformers can save tensors under its module names.
 _NESTED = image_text_names(HF_HALF, {"model.": "model.language_model."}, _tower_names("model.visual."))
-SPEC = ModelSpec(
-    name="qwen2_5_vl",
-    architectures=(_ARCHITECTURE,),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={
-        "hf": replace(_NAMES, modules=(("model.", "model.language_model."), ("visual.", "model.visual."))),
-        "hf_modules": _NESTED,
-    },
-    builder=build_image_text,
-    image_processor=QwenImages.from_config,
+_MODULES = (("model.", "model.language_model."), ("visual.", "model.visual."))
+SPEC = image_text_family(
+    "qwen2_5_vl", _FORMAT, {"hf": replace(_NAMES, modules=_MODULES), "hf_modules": _NESTED}, QwenImages
 )

@@ -1,8 +1,6 @@
 """Qwen 3.5 with its vision tower: that of Qwen 3-VL, without DeepStack; dense, or with experts."""
 
-from dataclasses import replace
-
-from torchtune.models._build_vision import build_image_text
+from torchtune.models._build_vision import image_text_family
 from torchtune.models._hf_vision import TwoFormats
 from torchtune.models._vision_names import image_text_names
 from torchtune.models.qwen3_5._model_builders import FORMAT
@@ -23,16 +21,6 @@ _FORMATS = TwoFormats(
     qwen_format(_MOE, "qwen3_5_moe", MOE_FORMAT, **_QWEN3_5),
 )
 _PREFIXES = {"model.": "model.language_model."}
-SPEC = replace(
-    TEXT,
-    name="qwen3_5_vl",
-    architectures=(_DENSE, _MOE),
-    from_hf_config=_FORMATS.read,
-    to_hf_config=_FORMATS.write,
-    # The rows of experts are those of models that have them.
-    weight_maps={
-        kind: image_text_names(MOE_TEXT.weight_map(kind), _PREFIXES, tower_names()) for kind in ("hf", "hf_fused")
-    },
-    builder=build_image_text,
-    image_processor=QwenImages.from_config,
-)
+# The rows of experts are those of models that have them.
+_NAMES = {kind: image_text_names(MOE_TEXT.weight_map(kind), _PREFIXES, tower_names()) for kind in ("hf", "hf_fused")}
+SPEC = image_text_family("qwen3_5_vl", _FORMATS, _NAMES, QwenImages, TEXT)

@@ -3,12 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import build_image_text
+from torchtune.models._build_vision import image_text_family
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, layers_without_experts
 from torchtune.models._hf_vision import TwoFormats
-from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_names import image_text_names
 from torchtune.models._weight_names import HF_HALF, experts, with_fused_experts
 from torchtune.models.qwen3_vl._processor import QwenImages
@@ -70,12 +69,5 @@ _FORMATS = TwoFormats(
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
 _TEXT = with_fused_experts(_EXPERTS, "mlp", both=True)
-SPEC = ModelSpec(
-    name="qwen3_vl",
-    architectures=(_DENSE.architecture, _MOE.architecture),
-    from_hf_config=_FORMATS.read,
-    to_hf_config=_FORMATS.write,
-    weight_maps={"hf": image_text_names(_TEXT, {"model.": "model.language_model."}, tower_names())},
-    builder=build_image_text,
-    image_processor=QwenImages.from_config,
-)
+_NAMES = {"hf": image_text_names(_TEXT, {"model.": "model.language_model."}, tower_names())}
+SPEC = image_text_family("qwen3_vl", _FORMATS, _NAMES, QwenImages)

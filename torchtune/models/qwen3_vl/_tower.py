@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, activation_name, read_activation, read_layers, read_whole
+from torchtune.models._hf_vision import ImageTextFormat, read_layers, read_whole
 from torchtune.models._vision_description import VisionDescription
 from torchtune.models._vision_names import FlatPatches, renamed_modules
 from torchtune.models._weight_ops import Split
@@ -31,12 +31,7 @@ def _read(fields: Fields, values: dict[str, Any], whole: Fields, deep_layers: li
     if side * side != table:
         raise fields.refusal("num_position_embeddings", table)
     return {
-        "activation": read_activation(fields, "gelu_pytorch_tanh"),
-        "positions": "interpolated",
         "positions_side": side,
-        "rope": "axial",
-        "merge_norm": "layer",
-        "merge_norm_eps": 1e-6,
         "projector_dim": values["embed_dim"] * values["merge"] ** 2,
         "deep_layers": read_layers(fields, "deepstack_visual_indexes", deep_layers),
     }
@@ -44,7 +39,6 @@ def _read(fields: Fields, values: dict[str, Any], whole: Fields, deep_layers: li
 
 def _write(v: VisionDescription) -> dict[str, Any]:
     return {
-        "hidden_act": activation_name(v.activation),
         "num_position_embeddings": v.positions_side**2,
         "deepstack_visual_indexes": list(v.deep_layers),
     }
@@ -64,7 +58,9 @@ def qwen_format(
         model_type,
         (text,),
         vision_type=f"{model_type}_vision",
-        sizes=TOWER_SIZES,
+        own=TOWER_SIZES,
+        fixed={"positions": "interpolated", "rope": "axial", "merge_norm": "layer", "merge_norm_eps": 1e-6},
+        activation=("hidden_act", "gelu_pytorch_tanh"),
         read_vision=partial(_read, deep_layers=deep_layers),
         write_vision=_write,
         **more,

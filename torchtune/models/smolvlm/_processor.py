@@ -2,20 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from torchtune.models._image_processors import (
-    LANCZOS,
-    Plan,
-    TiledProcessor,
-    check_settings,
-    given_colors,
-    given_numbers,
-    resize,
-)
+from torchtune.models._image_processors import LANCZOS, Plan, TiledProcessor
 
 _LARGEST = 4096
 _AROUND, _IMAGE, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
@@ -30,28 +22,26 @@ class TiledImages(TiledProcessor):
         splits: whether images are split into tiles.
     """
 
+    resample: ClassVar[int] = LANCZOS
+    tower_tile: ClassVar[int] = 224
     tile: int = 364
     longest: int = 4 * 364
     splits: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "TiledImages":
-        """Read ``preprocessor_config.json`` and ``config.json``.
+        """See :meth:`ImageProcessor.from_config`."""
+        return replace(super().from_config(config, model), splits=bool(config.get("do_image_splitting", True)))
 
-        Raises:
-            DataError: a field has a value that this processor does not support.
-        """
-        check_settings(config, LANCZOS)
-        tower = model.get("vision_config") or {}
-        numbers = given_numbers(
-            patch_size=tower.get("patch_size", 32),
-            merge=model.get("scale_factor", 2),
-            tile=(config.get("max_image_size") or {}).get("longest_edge"),
-            longest=(config.get("size") or {}).get("longest_edge"),
-        )
-        found = cls(**numbers, **given_colors(config), splits=bool(config.get("do_image_splitting", True)))
-        found.check_tile(tower.get("image_size", 224))
-        return found
+    @classmethod
+    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.numbers`."""
+        return {
+            "patch_size": (model.get("vision_config") or {}).get("patch_size", 32),
+            "merge": model.get("scale_factor", 2),
+            "tile": (config.get("max_image_size") or {}).get("longest_edge"),
+            "longest": (config.get("size") or {}).get("longest_edge"),
+        }
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
@@ -82,9 +72,9 @@ class TiledImages(TiledProcessor):
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
         plan = self.plan(image.size)
-        whole = resize(image, *self._first(image.size), LANCZOS)
-        whole = resize(whole, plan.width, plan.height, LANCZOS)
-        return self.cut_tiles(whole, whole, LANCZOS)
+        whole = self.resized(image, *self._first(image.size))
+        whole = self.resized(whole, plan.width, plan.height)
+        return self.cut_tiles(whole, whole)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

@@ -1,0 +1,78 @@
+"""Gemma 4 12B: the pixels of a token are embedded, without a vision tower."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import read_whole
+from torchtune.models._vision_description import VisionDescription
+from torchtune.models._vision_names import SwappedAxes, image_text_names, renamed_modules
+from torchtune.models._weight_rows import Row
+from torchtune.models.gemma4_unified._model_builders import FORMAT as TEXT_FORMAT
+from torchtune.models.gemma4_unified._model_builders import SPEC as TEXT
+from torchtune.models.gemma4_vl._model_builders import FORMAT as GEMMA4
+from torchtune.models.gemma4_vl._model_builders import PREFIXES, PROJECTOR, read_blocks
+from torchtune.models.gemma4_vl._processor import GemmaImages
+
+_POOL = 3
+
+
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+    pixels = read_whole(fields, "patch_size", 16) * read_whole(fields, "pooling_kernel_size", _POOL)
+    return {"patch_size": pixels}  # of all patches that become a token
+
+
+def _write(v: VisionDescription) -> dict[str, Any]:
+    return {"patch_size": v.patch_size // _POOL, "pooling_kernel_size": _POOL}
+
+
+_FORMAT = replace(
+    GEMMA4,
+    architecture="Gemma4UnifiedForConditionalGeneration",
+    model_type="gemma4_unified",
+    texts=(TEXT_FORMAT,),
+    vision_type="gemma4_unified_vision",
+    own=(
+        ("mm_embed_dim", "embed_dim", 3840),
+        ("mm_posemb_size", "positions_side", 1120),
+        ("rms_norm_eps", "merge_norm_eps", 1e-6),
+    ),
+    fixed={
+        **dict.fromkeys(("patch_norms", "first_norm"), True),
+        "norm_eps": 1e-5,
+        "positions": "axes",
+        "merge_norm": "plain",
+        "projector_bias": False,
+    },
+    derived=(("output_proj_dims", "embed_dim"),),
+    unused=(),
+    activation=(),
+    read_vision=_read,
+    write_vision=_write,
+    read_more=partial(read_blocks, default="vision"),
+)
+_EMBEDDER = "model.vision_embedder."
+_MODULES = (
+    ("patch_norm", "patch_ln1"),
+    ("patch_embed", "patch_dense"),
+    ("embed_norm", "patch_ln2"),
+    ("first_norm", "pos_norm"),
+)
+_ROWS = [
+    *renamed_modules(_EMBEDDER, "encoder.", _MODULES),
+    Row(f"{_EMBEDDER}pos_embedding", "encoder.positions.tables", SwappedAxes()),
+    *PROJECTOR,
+]
+# Names of modules in transformers.
+_INSIDE = ((_EMBEDDER, "model.embed_vision."), ("model.embed_vision.", "model.embed_vision.multimodal_embedder."))
+SPEC = image_text_family(
+    "gemma4_unified_vl",
+    _FORMAT,
+    {"hf": replace(image_text_names(TEXT.weight_map(), PREFIXES, _ROWS), modules=_INSIDE)},
+    GemmaImages,
+    TEXT,
+    untrained=("model.embed_audio.",),
+    layers_prefix="model.language_model.layers.",
+)
