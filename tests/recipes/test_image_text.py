@@ -144,7 +144,7 @@ def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(
 def test_adapters_of_all_parts_are_those_of_peft(folder, base):
     family, parts = base.name.rstrip("0123456789"), {"vision_tower": "lora", "projector": "lora"}
     if family == "gemma4_unified_vl":  # it has no tower
-        with pytest.raises(torchtune.utils.UserError, match="vision_tower is 'lora', but .* none of its layers"):
+        with pytest.raises(torchtune.utils.UserError, match=r"vision_tower is 'lora', but .* none of its layers"):
             run("lora", folder, parts)
         parts["vision_tower"] = "frozen"
     done = run("lora", folder, parts, epochs=1)

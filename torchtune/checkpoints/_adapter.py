@@ -292,7 +292,8 @@ def adapter_entries(
     prefixes = {} if whole is None else spec.module_prefixes or module_prefixes(whole.prefixes)
     weight_map, groups = spec.weight_map("hf"), view.adapter_groups
     if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
-        weight_map = spec.weight_maps.get("hf_fused", weight_map).prefixed(prefixes)
+        weight_map = spec.weight_maps.get("hf_fused", weight_map)
+        weight_map = weight_map.prefixed(prefixes) if prefixes else weight_map
         groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
     rows = {
         ours: PEFT_PREFIX + rename_prefix(theirs.removeprefix(PEFT_PREFIX), prefixes)
