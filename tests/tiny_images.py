@@ -354,7 +354,10 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
 
 
 def masks_of(theirs: Any, kinds: torch.Tensor) -> dict[str, Any]:
-    """The masks with which Gemma 4 12B generates; those that its forward pass makes are Gemma 3's, in all layers."""
+    """The masks of Gemma 4 12B in ``transformers`` for static caches, which are those of the other models of Gemma 4.
+
+    In those of its forward pass alone, a token of an image sees the later ones in layers without a window, too.
+    """
     if theirs.config.model_type != "gemma4_unified":
         return {}
     positions, embeds = torch.arange(kinds.shape[1])[None], torch.zeros(*kinds.shape, 1)

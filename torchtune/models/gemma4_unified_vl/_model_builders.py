@@ -1,4 +1,8 @@
-"""Gemma 4 12B: the pixels of a token are embedded, without a vision tower."""
+"""Gemma 4 12B: the pixels of a token are embedded, without a vision tower.
+
+As in the other models of Gemma 4, a token of an image sees the later ones only in layers with a window. So does
+``transformers`` 5.23 with static caches; otherwise, it has them see these in all layers.
+"""
 
 from dataclasses import replace
 from functools import partial
