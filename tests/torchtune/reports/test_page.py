@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.torchtune.reports.folders import START, ended, measured, write_run
+from torchtune.checkpoints import MARKER
 from torchtune.reports import RunFolder, write_report
 from torchtune.utils import UserError
 
@@ -65,6 +66,17 @@ def test_the_page_asks_for_nothing(tmp_path):
     assert not re.search(r"https?:|url\(|@import|src=|href=", page)
     (policy,) = [found["content"] for tag, found in Tags(page).tags if "http-equiv" in found]
     assert policy.startswith("default-src 'none'")
+
+
+def test_a_run_ends_after_all_other_events(tmp_path):
+    events = [START, ended("was stopped", 4), START | {"step": 4}, ended()]
+    run = write_run(tmp_path / "run", events, [{"step": 1, "loss": 1.0}])
+    (run / "skipped_steps.jsonl").write_text(json.dumps({"step": 3, "reason": "spike"}) + "\n")
+    (run / "epoch_0").mkdir()
+    (run / "epoch_0" / MARKER).write_text(json.dumps({"saves": 1, "resumable": False, "files": {}, "crc32": {}}))
+    listed = write_report(RunFolder(run)).read_text().partition("<h2>Events</h2>")[2].partition("</table>")[0]
+    kinds = re.findall(r"<td>(started|resumed|skipped|saved|ended)</td>", listed)
+    assert kinds == ["started", "ended", "resumed", "skipped", "saved", "ended"]
 
 
 def test_it_stays_small_for_a_long_run(tmp_path):
