@@ -45,7 +45,11 @@ class Import(Subcommand):
         with atomic_write(output, "w") as file:
             file.write("\n".join([recipe, *(f"# {line}" for line in report), "", rest]))
         print("\n".join(report), end="\n\n", flush=True)
-        load_and_check(output, [], recipe_named_by(output).load_main())
+        try:
+            load_and_check(output, [], recipe_named_by(output).load_main())
+        except UserError as error:
+            unfinished = f"Written to {output}, which does not pass `tune validate`: correct it, and check it again."
+            raise UserError(f"{unfinished}\n{error}") from error
         print(f"Written to {output}, which is well-formed.")
         folder = made.data["checkpointer"]["checkpoint_dir"]
         if not Path(made.repository).is_dir():

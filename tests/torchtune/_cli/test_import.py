@@ -220,6 +220,20 @@ def test_a_value_that_does_not_convert_is_listed(convert):
     assert "  lora_target_modules: ['embed_tokens']: choose out of q_proj," in said
 
 
+def test_a_config_that_fails_its_check_is_kept_to_be_corrected(tune, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(AXOLOTL.replace("micro_batch_size: 3", "micro_batch_size: 0"))
+    result = tune("import", "theirs.yaml")
+    assert result.code == 2
+    assert "Written to theirs_torchtune.yaml, which does not pass `tune validate`" in result.err
+    assert "theirs_torchtune.yaml:" in result.err, "every mistake has its line"
+    assert "batch_size" in result.err
+    Path("theirs_torchtune.yaml").write_text(
+        Path("theirs_torchtune.yaml").read_text().replace("batch_size: 0", "batch_size: 3")
+    )
+    assert tune("validate", "theirs_torchtune.yaml").code == 0
+
+
 def test_an_existing_file_is_kept(tune, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(AXOLOTL)
