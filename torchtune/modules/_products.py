@@ -24,7 +24,6 @@ from torchtune.utils import (
 
 _WORTH = 2**21  # multiplications from which on oneDNN is faster, its call included
 _ROWS = 64  # from which on a layer saves more than looking at all its operations costs: more than decoding has
-_BLOCK = 2**24  # elements of a result that is copied into another tensor
 
 
 @cache
@@ -58,25 +57,9 @@ def _dense(matrix: Tensor) -> Tensor:
     return matrix if inner[0] == 1 and outer[0] >= inner[1] else matrix.contiguous()
 
 
-def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """Compute the matrix product ``a b``, without a gradient.
-
-    Args:
-        a: ``[n, k]``, any strides.
-        b: ``[k, m]``, any strides.
-        out: ``[n, m]``, receives the result without a temporary of this size.
-        add: add the product to ``out`` instead of overwriting it.
-    """
-    if not _is_worth(a, b.t()):
-        return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
-    weight = _dense(b).t()
-    if out is None:
-        return onednn_linear(_dense(a), weight)
-    size = max(_ROWS, _BLOCK // len(weight))
-    for rows, part in zip(a.split(size), out.split(size), strict=True):
-        found = onednn_linear(_dense(rows), weight)
-        part.add_(found) if add else part.copy_(found)
-    return out
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Compute the matrix product ``a b`` of ``[n, k]`` and ``[k, m]``, any strides, without a gradient."""
+    return onednn_linear(_dense(a), _dense(b).t()) if _is_worth(a, b.t()) else torch.mm(a, b)
 
 
 class _Linear(torch.autograd.Function):

@@ -20,16 +20,12 @@ def _draw(*shape: int) -> torch.Tensor:
 
 @needs_it
 @pytest.mark.parametrize("rows", [64, 600], ids=["wide", "tall"])
-def test_a_product_of_any_strides_equals_float64(rows, monkeypatch):
-    monkeypatch.setattr(_products, "_BLOCK", 10_000)
+def test_a_product_of_any_strides_equals_float64(rows):
     a, b = _draw(rows, 120), _draw(120, 300)
-    out = torch.ones(rows, 600)[:, ::2]
     for left in (a, a.t().contiguous().t(), a[:, :1].expand(rows, 120)):
         truth = left.double() @ b.double()
-        torch.testing.assert_close(mm(left, b).double(), truth, rtol=0, atol=1e-4)
-        torch.testing.assert_close(mm(left, b.t().contiguous().t(), out=out).double(), truth, rtol=0, atol=1e-4)
-        mm(left, b, out=out, add=True)
-        torch.testing.assert_close(out.double(), 2 * truth, rtol=0, atol=2e-4)
+        for right in (b, b.t().contiguous().t()):
+            torch.testing.assert_close(mm(left, right).double(), truth, rtol=0, atol=1e-4)
 
 
 def _part(kind: str) -> torch.Tensor | None:
