@@ -204,7 +204,6 @@ class _Answer:
             yield self._put(held.put(text, text or special))
             if held.found in self._stop:
                 self.end = "stop"
-                self.job.is_cancelled = True
                 break
         rest = decoder.end()
         yield self._put(held.put(rest, rest))

@@ -4,7 +4,6 @@ import shutil
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
@@ -42,8 +41,9 @@ class ServerSampler:
     deleted at the end.
 
     With several URLs, the answers to a prompt come from one of the servers, and all of them load the weights. If a
-    server does not answer, the sampler waits up to ``weights_timeout`` seconds for it to start again, lets it load the
-    weights, and repeats the request.
+    server does not answer, another one gets its prompts, until it loads the weights of a later step. If none answers,
+    the sampler waits up to ``weights_timeout`` seconds for the server to start again, lets it load the weights, and
+    repeats the request.
 
     ``vllm`` uses token ids and returns log-probs. Adapters are loaded by name, which needs ``--enable-lora`` and
     ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; full weights are reloaded, which needs ``VLLM_SERVER_DEV_MODE=1``. For a
@@ -133,7 +133,8 @@ class ServerSampler:
             finalize(self, shutil.rmtree, root, ignore_errors=True)
         self._loaded_fingerprint: list[int] | None = None
         self._num_saves, self._num_dropped = 0, 0
-        self._lock, self._restarts, self._is_compared = threading.Lock(), Counter(), max_difference is None
+        self._lock, self._is_compared = threading.Lock(), max_difference is None
+        self._lost: set[str] = set()  # URLs of servers that did not answer since the last weights
         self._send_weights()
 
     def _send_weights(self) -> None:
@@ -145,49 +146,58 @@ class ServerSampler:
         self._num_saves += 1
         self._path = self._store.save(f"step_{self._num_saves}", self.model, contents=self._contents)
         # Rank 0 notifies the servers; every rank stores the new model name.
-        name = self._ranks.run_on_rank_0(lambda: self._load_weights(previous))
+        name, self._lost = self._ranks.run_on_rank_0(lambda: self._load_weights(previous))
         for server in self._servers:
             server.model_name = name
         self._loaded_fingerprint = found
 
-    def _load_weights(self, previous: Path | None) -> str | None:
-        """Let all servers load the weights at the same time; return the model's name."""
+    def _load_weights(self, previous: Path | None) -> tuple[str | None, set[str]]:
+        """Let all servers load the weights at the same time; return the model's name, and servers that do not reply."""
 
         def load(server: Server) -> None:
             try:
-                server.load_weights(self._path, previous)
-            except NoReplyError:
+                server.load_weights(self._path, None if server.url in self._lost else previous)
+                self._lost.discard(server.url)
+            except NoReplyError as error:
                 if previous is None:  # before training, so that the run ends early
                     raise
-                self._wait_for(server)
+                self._lose(server, error)
 
         with ThreadPoolExecutor(len(self._servers)) as pool:
             list(pool.map(load, self._servers))
-        return self._servers[0].model_name
+        if len(self._lost) == len(self._servers):
+            self._wait_for(self._servers[0])
+        return next(one.model_name for one in self._servers if one.url not in self._lost), self._lost
+
+    def _lose(self, server: Server, error: NoReplyError) -> None:
+        if server.url not in self._lost:  # the first of several requests that failed
+            self._lost.add(server.url)
+            get_logger().warning(f"{error} Other servers answer its prompts, or it is waited for.")
 
     def _wait_for(self, server: Server) -> None:
         """Wait until a server answers again, and let it load the weights."""
         deadline = time.monotonic() + server.settings.weights_timeout
         while True:
             try:
-                return server.load_weights(self._path, None)
+                server.load_weights(self._path, None)
+                return self._lost.discard(server.url)
             except NoReplyError:
                 if time.monotonic() > deadline:
                     raise
             time.sleep(0.5)
 
-    def _sample(self, server: Server, *request: Any) -> list[Rollout]:
-        """Sample answers to a prompt; once more if the server was restarted."""
-        known = self._restarts[server.url]
-        try:
-            return server.sample(*request)
-        except NoReplyError as error:
-            with self._lock:
-                if self._restarts[server.url] == known:  # the first of several requests that failed
-                    get_logger().warning(f"{error} Waiting for {server.url}.")
-                    self._wait_for(server)
-                    self._restarts[server.url] += 1
-            return server.sample(*request)
+    def _sample(self, first: Server, *request: Any) -> list[Rollout]:
+        """Sample answers to a prompt, from other servers if the first does not reply, or once more if it restarts."""
+        for server in (first, *self._servers):
+            if server.url not in self._lost:
+                try:
+                    return server.sample(*request)
+                except NoReplyError as error:
+                    self._lose(server, error)
+        with self._lock:
+            if first.url in self._lost:
+                self._wait_for(first)
+        return first.sample(*request)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None

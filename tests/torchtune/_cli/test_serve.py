@@ -247,9 +247,6 @@ def test_sessions_that_were_not_used_for_longest_are_forgotten(loaded):
         assert (status, "1 sessions were forgotten to limit memory" in reply["error"]["message"]) == (404, True)
         assert content(port, messages, session="a") == answer
         assert len(ask(port, None, "/v1/sessions/a", "GET")[1]["samples"]) == 1
-        for name in "abc":
-            ask(port, None, f"/v1/sessions/{name}", "DELETE")
-        assert server.sessions._num_tokens == 0
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "top_k": 5}, {"temperature": 0, "top_k": None}])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -124,29 +125,44 @@ def test_answers_of_another_distribution_are_refused_with_the_number(fault, said
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_groups_stay_on_one_server_and_a_restarted_one_gets_the_weights_again(adapters, checkpoint, make):
+def test_the_groups_of_a_server_that_dies_go_to_another_until_it_is_back(adapters, checkpoint, make, caplog):
+    prompts, seeds = [*PROMPTS, *PROMPTS], [1, 2, 3, 4]
     with tiny_server(checkpoint) as one:
-        with tiny_server(checkpoint) as two:
+        with tiny_server(checkpoint, "dies") as two:
             port = two.server_port
-            urls = [one.url, two.url]
-            sampler = make(one, url=urls, adapters=adapters, max_new_tokens=4, max_difference=1e-3)
-            shift(sampler, 0)
-            first = sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])
-            for server, prompt in ((one, PROMPTS[0]), (two, PROMPTS[1])):
-                asked = [body["prompt"] for path, body in server.asked if path == "/v1/completions"]
-                assert asked == [prompt] * 2
-        again: list[Any] = []
-        thread = threading.Thread(target=lambda: again.extend(sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])))
-        thread.start()
-        time.sleep(0.3)  # no server listens at the port
-        assert thread.is_alive()
+            sampler = make(one, url=[one.url, two.url], adapters=adapters, max_new_tokens=4, max_difference=1e-3)
+            found = sampler(prompts, 2, seeds)
+            answered = Counter(tuple(body["prompt"]) for path, body in one.asked if path == "/v1/completions")
+            assert answered == {tuple(PROMPTS[0]): 2, tuple(PROMPTS[1]): 1}, "two answered once, then nothing"
+        assert [answer.answer for answer in found] == [answer.answer for answer in sampler(prompts, 2, seeds)]
+        assert caplog.text.count("Other servers answer its prompts") == 1
+        shift(sampler, 0)
+        assert difference(sampler, sampler(prompts, 2, seeds)) < 1e-4
         with tiny_server(checkpoint, port=port) as two:
-            thread.join(60)
-            assert [rollout.answer for rollout in again] == [rollout.answer for rollout in first]
-            loads = [path for path, _ in two.asked if path in ("/collective_rpc", "/v1/load_lora_adapter")]
-            assert len(loads) == 1
             shift(sampler, 1)
-            assert difference(sampler, sampler(PROMPTS, 2, [1, 2])) < 1e-4
+            assert difference(sampler, sampler(prompts, 2, seeds)) < 1e-4
+            assert [body["prompt"] for path, body in two.asked if path == "/v1/completions"] == [PROMPTS[1]] * 2
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_restarted_server_gets_the_weights_again(adapters, checkpoint, make):
+    with tiny_server(checkpoint) as server:
+        port = server.server_port
+        sampler = make(server, adapters=adapters, max_new_tokens=4, max_difference=1e-3)
+        shift(sampler, 0)
+        first = sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])
+    again: list[Any] = []
+    thread = threading.Thread(target=lambda: again.extend(sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])))
+    thread.start()
+    time.sleep(0.3)  # no server listens at the port
+    assert thread.is_alive()
+    with tiny_server(checkpoint, port=port) as server:
+        thread.join(60)
+        assert [rollout.answer for rollout in again] == [rollout.answer for rollout in first]
+        loads = [path for path, _ in server.asked if path in ("/collective_rpc", "/v1/load_lora_adapter")]
+        assert len(loads) == 1
+        shift(sampler, 1)
+        assert difference(sampler, sampler(PROMPTS, 2, [1, 2])) < 1e-4
 
 
 def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, make, caplog):

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -115,8 +114,8 @@ class Sessions:
 
     def __init__(self, tokenizer: Any, max_tokens: int = 2**23) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        self._max_tokens, self._num_tokens, self.num_forgotten = max_tokens, 0, 0
+        self._sessions: dict[str, _Session] = {}  # the one that was used last is the last
+        self._max_tokens, self.num_forgotten = max_tokens, 0
 
     def begin(
         self,
@@ -182,16 +181,14 @@ class Sessions:
             **sampling: settings to record.
         """
         with self._lock:
-            after, kept = begun.after, self._sessions.setdefault(session, _Session())
-            self._sessions.move_to_end(session)
+            after = begun.after
+            self._sessions[session] = kept = self._sessions.pop(session, _Session())
             if after is not None and len(after.sample.tokens) == after.length:
                 sample, between = after.sample, begun.between
             else:
                 sample, between = Sample(begun.model, list(begun.tokens), len(begun.tokens)), []
             if sample not in kept.samples:  # new, or of a session that was forgotten meanwhile
                 kept.samples.append(sample)
-                self._num_tokens += len(sample.tokens)
-            self._num_tokens += len(between) + len(tokens)
             sample.tokens += [*between, *tokens]
             sample.mask += [False] * len(between) + [True] * len(tokens)
             sample.log_probs += [0.0] * len(between) + list(log_probs)
@@ -199,20 +196,18 @@ class Sessions:
             sample.finished = finished
             turn = _Turn(sample, len(sample.tokens), finished, calls or {})
             kept.turns.setdefault(_add(begun.hash, answer), turn)
-            while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
-                self._forget(next(iter(self._sessions)))
+            while len(self._sessions) > 1 and self._num_tokens() > self._max_tokens:
+                del self._sessions[next(iter(self._sessions))]
                 self.num_forgotten += 1
 
     def samples(self, session: str, *, forget: bool = False) -> list[Sample]:
         """Return the samples of a session, in the order of their beginnings; none for an unknown one."""
         with self._lock:
-            kept = self._sessions.get(session, _Session())
-            if forget and session in self._sessions:
-                self._forget(session)
-            return deepcopy(kept.samples)
+            find = self._sessions.pop if forget else self._sessions.get
+            return deepcopy(find(session, _Session()).samples)
 
-    def _forget(self, session: str) -> None:
-        self._num_tokens -= sum(len(sample.tokens) for sample in self._sessions.pop(session).samples)
+    def _num_tokens(self) -> int:
+        return sum(len(sample.tokens) for one in self._sessions.values() for sample in one.samples)
 
 
 def _rendered(message: Any) -> Any:
