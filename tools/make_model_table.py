@@ -6,15 +6,19 @@
 import argparse
 import functools
 import importlib
+import inspect
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import yaml
+from torch import nn
 
 from torchtune.models import Description, ModelSpec, build, get_spec, list_specs
+from torchtune.modules.model_fusion import EarlyFusionModel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "model_table.txt"
@@ -32,6 +36,15 @@ def parameters(d: Description, spec: ModelSpec) -> int:
         return count(d.num_layers)
     one = count(1)
     return one + (d.num_layers - 1) * (count(2) - one)
+
+
+def made_by(builder: Callable[[], nn.Module], d: Description, spec: ModelSpec) -> tuple[Description, ModelSpec]:
+    """Description and family of what a builder makes; of text decoders, those of the table of sizes."""
+    if inspect.signature(builder).return_annotation is not EarlyFusionModel:
+        return d, spec
+    with torch.device("meta"):
+        model = builder()
+    return model.description, model.spec
 
 
 def features(d: Description) -> list[str]:
@@ -113,7 +126,7 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
         used = configs.get(f"{module.__name__}.{builder}", [])
         lines += [
             f"   * - :func:`{builder} <{module.__name__}.{builder}>`",
-            f"     - {parameters(description, spec):,}",
+            f"     - {parameters(*made_by(getattr(module, builder), description, spec)):,}",
             f"     - {description.max_seq_len:,}",
             f"     - {', '.join(f'``{config}``' for config in used) or '-'}",
         ]

@@ -97,7 +97,7 @@ def tokenize_text(
         return row["tokens"], row["mask"], {}
     if not getattr(tokenizer, "gives_patches", False):
         raise DataError(f"a turn has an image, but a {type(tokenizer).__name__} takes text only here: use text")
-    tokens, mask = tokenizer.tokenize_messages(messages, not inference)
+    tokens, mask = tokenizer.tokenize_messages(messages, add_end_tokens=not inference)
     return tokens, mask, {"images": check_images({"messages": messages}, decode=False)}
 
 

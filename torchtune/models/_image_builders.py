@@ -1,5 +1,6 @@
 """Builders of models with image tokens from a checkpoint's ``config.json``, with the parts that are trained."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -49,7 +50,7 @@ def image_text_model(
     """
     model = _build(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
-    _check(parts, "full", "lora_image_text_model has adapters")
+    check_parts(parts, "full", "lora_image_text_model has adapters")
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:  # else a constant of the checkpoint
             parameter.requires_grad_(parts[image_part(path)] == "full")
@@ -92,7 +93,40 @@ def lora_image_text_model(
     """
     model = _build(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
-    _check(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
+    check_parts(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
+    return adapt_parts(
+        model,
+        parts,
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        apply_lora_to_output,
+        lora_rank,
+        lora_alpha,
+        lora_dropout,
+        use_dora,
+        quantize_base,
+    )
+
+
+def adapt_parts(
+    model: ImageTextModel,
+    parts: Mapping[str, Part],
+    lora_attn_modules: LoraAttnModules,
+    apply_lora_to_mlp: bool,
+    apply_lora_to_output: bool,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_dropout: float,
+    use_dora: bool,
+    quantize_base: bool,
+) -> ImageTextModel:
+    """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
+
+    See :func:`lora_image_text_model` for the arguments.
+
+    Raises:
+        ModelError: no module would have an adapter.
+    """
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     named = [path for path in linears if image_part(path) == "projector"]
     if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
@@ -118,7 +152,8 @@ def _build(checkpoint_dir: str | Path) -> ImageTextModel:
     return model
 
 
-def _check(parts: dict[str, Part], trains: Part, otherwise: str) -> None:
+def check_parts(parts: Mapping[str, Part], trains: Part, otherwise: str) -> None:
+    """Raise :class:`ModelError` unless parts are ``trains`` or ``"frozen"``, and one is ``trains``."""
     for part, way in parts.items():
         if way not in ("frozen", trains):
             hint = f" ({otherwise})" if way in ("lora", "full") else ""

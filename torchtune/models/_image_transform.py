@@ -27,6 +27,7 @@ from torchtune.data import (
 )
 from torchtune.models._description import ModelError
 from torchtune.models._hf_fields import architecture_of
+from torchtune.models._image_processors import ImageProcessor, Plan
 from torchtune.models._spec import spec_for_architecture
 from torchtune.models._vision_description import ImageTextDescription
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
@@ -36,7 +37,52 @@ _UNLIMITED = 2**62
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class ImageTextTransform(HuggingFaceModelTokenizer):
+class ImageEncoder:
+    """Base of tokenizers that also make the patches of images.
+
+    Attributes:
+        image_tokens: ids of the tokens of images.
+        processor: image processor of the family.
+    """
+
+    takes_images = True
+    gives_patches = True  # collate_documents batches its rows
+    image_tokens: tuple[int, ...]
+    processor: ImageProcessor
+    _has_grid_positions = False
+
+    def encode_images(self, messages: Sequence[MessageLike], tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``encoder_input`` of a tokenized conversation; nothing without images.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        messages = as_messages(messages)
+        pictures = each_image(open_image, [image for message in messages for image in message.get_media()])
+        if not pictures:
+            return {}
+        plans = [self.plan(picture) for picture in pictures]
+        grids = tuple(grid for plan in plans for grid in plan.grids)
+        pixels = [torch.from_numpy(self.processor.pixels(picture)) for picture in pictures]
+        check_placeholders(tokens, self.image_tokens, grids, self.processor.merge)
+        places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
+        positions = None
+        if self._has_grid_positions:
+            steps = [plan.step for plan in plans for _ in plan.grids]
+            found = grid_positions(tokens, self.image_tokens, grids, self.processor.merge, steps)
+            positions = torch.from_numpy(found)[:, None]
+        colors = self.processor.colors
+        images = Images(join_pixels(pixels, colors), grids, places, positions, colors=colors)
+        return {"encoder_input": {"images": images}}
+
+    def plan(self, image: Any) -> Plan:
+        """Return sizes and number of tokens of an image, from the header of its file."""
+        if isinstance(image, Video) and not self.processor.video_placeholder:
+            raise DataError("the model takes images, but no videos: give frames as images")
+        return self.processor.plan(image_size(image))
+
+
+class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
     """Tokenizer of a checkpoint with image tokens, which also processes the images of conversations.
 
     The chat template writes a placeholder for each image or video. It is replaced by as many tokens as the image has,
@@ -56,14 +102,11 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         False
     """
 
-    takes_images = True
-    gives_patches = True  # collate_documents batches its rows
-
     def __init__(
-        self, tokenizer_json_path: str, description: ImageTextDescription, processor: Any, **options: Any
+        self, tokenizer_json_path: str, description: ImageTextDescription, processor: ImageProcessor, **options: Any
     ) -> None:
         super().__init__(tokenizer_json_path, **options)
-        self.image_tokens, self._merge = description.image_tokens, description.vision.merge
+        self.image_tokens = description.image_tokens
         self._has_grid_positions = bool(description.rope_axes)
         self.processor = processor
         known = self.special_tokens.get(processor.placeholder)
@@ -94,35 +137,6 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         tokens, mask = self.tokenize_messages(messages, not inference, tools=sample.pop("tools", None))
         return {**sample, "tokens": tokens, "mask": mask, **self.encode_images(messages, tokens)}
 
-    def encode_images(self, messages: Sequence[MessageLike], tokens: Sequence[int]) -> dict[str, Any]:
-        """Return the ``encoder_input`` of a tokenized conversation; nothing without images.
-
-        Raises:
-            DataError: an image cannot be read.
-        """
-        messages = as_messages(messages)
-        pictures = each_image(open_image, [image for message in messages for image in message.get_media()])
-        if not pictures:
-            return {}
-        plans = [self._plan(picture) for picture in pictures]
-        grids = tuple(grid for plan in plans for grid in plan.grids)
-        pixels = [torch.from_numpy(self.processor.pixels(picture)) for picture in pictures]
-        check_placeholders(tokens, self.image_tokens, grids, self._merge)
-        places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
-        positions = None
-        if self._has_grid_positions:
-            steps = [plan.step for plan in plans for _ in plan.grids]
-            found = grid_positions(tokens, self.image_tokens, grids, self._merge, steps)
-            positions = torch.from_numpy(found)[:, None]
-        colors = self.processor.colors
-        images = Images(join_pixels(pixels, colors), grids, places, positions, colors=colors)
-        return {"encoder_input": {"images": images}}
-
-    def _plan(self, image: Any) -> Any:
-        if isinstance(image, Video) and not self.processor.video_placeholder:
-            raise DataError("the model takes images, but no videos: give frames as images")
-        return self.processor.plan(image_size(image))
-
     def _turn(self, message: Message) -> dict[str, Any]:
         if not message.contains_media:
             return super()._turn(message)
@@ -145,7 +159,7 @@ class ImageTextTransform(HuggingFaceModelTokenizer):
         messages = [_masked(message) if message.contains_media else message for message in as_messages(messages)]
         tokens, mask = super()._tokenized(messages, closed, _UNLIMITED, tools)
         images = [image for message in messages for image in message.get_media()]
-        plans = iter(each_image(self._plan, images))
+        plans = iter(each_image(self.plan, images))
         found = sum(token in self._placeholders for token in tokens)
         if found != len(images):
             raise DataError(f"the chat template writes {found} placeholders for {len(images)} image(s)")

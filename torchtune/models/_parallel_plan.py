@@ -32,7 +32,6 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
         SplitNorm,
     )
 
-    layer = model.layers[0]
     if any(isinstance(module, MoE) for module in model.modules()):
         raise ParallelError(
             "tensor_parallel_dim: a model with experts has no tensor-parallel plan: set it to 1, and "
@@ -53,6 +52,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
             "tensor_parallel_dim: a model with latent attention cannot be split by tensor parallelism: set it to 1, "
             "and data_parallel_shard_dim to -1 to shard the weights instead."
         )
+    layer = model.layers[0]
     block: dict[str, ParallelStyle] = {
         "attn": GatherInput(),
         "attn.q_proj": ByColumns(),

@@ -1,18 +1,16 @@
 """Chat layout of Llama 3: turns with headers."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtune.data import DataError, Message, PromptTemplateInterface
 from torchtune.tokenizers._patterns import CL100K_PATTERN
 from torchtune.tokenizers._tiktoken import TikTokenBaseTokenizer
 from torchtune.tokenizers._turns import Part, TurnsTokenizer
 
-_REQUIRED = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
-
 
 class HeaderTurns(TurnsTokenizer):
-    """``tiktoken`` tokenizer with the chat layout of Llama 3: role header, text, end-of-turn token.
+    """``tiktoken`` tokenizer with the chat layout of Llama: role header, text, end-of-turn token.
 
     Args:
         path: tiktoken rank file.
@@ -26,6 +24,14 @@ class HeaderTurns(TurnsTokenizer):
     """
 
     takes_images = False
+    family: ClassVar[str] = "Llama 3"
+    pattern: ClassVar[str] = CL100K_PATTERN
+    # Special tokens: begin and end of text, begin and end of a header, end of message and of turn, then the Python tag.
+    required: ClassVar[tuple[str, ...]] = (
+        *("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id"),
+        "python_tag",
+    )
+    optional: ClassVar[tuple[str, str]] = ("finetune_right_pad_id", "step_id")
 
     def __init__(
         self,
@@ -37,27 +43,21 @@ class HeaderTurns(TurnsTokenizer):
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
         self.special_tokens = dict(special_tokens)
-        missing = [f"<|{name}|>" for name in _REQUIRED if f"<|{name}|>" not in self.special_tokens]
+        missing = [f"<|{name}|>" for name in self.required if f"<|{name}|>" not in self.special_tokens]
         if missing:
-            raise DataError(f"special_tokens lacks {', '.join(missing)}, which Llama 3's layout needs.")
-        (
-            self.bos_id,
-            self.eos_id,
-            self.start_header_id,
-            self.end_header_id,
-            self.eom_id,
-            self.eot_id,
-            self.python_tag,
-        ) = (self.special_tokens[f"<|{name}|>"] for name in _REQUIRED)
+            raise DataError(f"special_tokens lacks {', '.join(missing)}, which {self.family}'s layout needs.")
+        ids = [self.special_tokens[f"<|{name}|>"] for name in self.required]
+        self.bos_id, self.eos_id, self.start_header_id, self.end_header_id, self.eom_id, self.eot_id, *tag = ids
+        self.python_tag = tag[0] if tag else None
         self._special_ids = frozenset(self.special_tokens.values())
-        self.pad_id = self.special_tokens.get("<|finetune_right_pad_id|>", self.eos_id)
-        self.step_id = self.special_tokens.get("<|step_id|>")
+        pad, step = (self.special_tokens.get(f"<|{name}|>") for name in self.optional)
+        self.pad_id, self.step_id = self.eos_id if pad is None else pad, step
         self.image_id = self.special_tokens.get("<|image|>")
         self.stop_tokens = [self.eos_id, self.eot_id, self.eom_id]
         self.tt_model = TikTokenBaseTokenizer(
             path=path,
-            name="llama3_tiktoken",
-            pattern=CL100K_PATTERN,
+            name=f"{self.family} (tiktoken)",
+            pattern=self.pattern,
             bos_id=self.bos_id,
             eos_id=self.eos_id,
             special_tokens=self.special_tokens,
@@ -125,7 +125,7 @@ class HeaderTurns(TurnsTokenizer):
         return "".join(text.removeprefix("\n\n") if i in headers else text for i, text in enumerate(decoded))
 
     def _body(self, message: Message) -> list[int]:
-        ids = [self.python_tag] if message.ipython else []
+        ids = [self.python_tag] if message.ipython and self.python_tag is not None else []
         if message.extra.get("tool_calls") and not message.text_content:
             raise DataError(
                 f"{type(self).__name__} has no layout for structured tool_calls: write the call as the turn's text, or "
@@ -135,10 +135,13 @@ class HeaderTurns(TurnsTokenizer):
             if item["type"] == "text":
                 ids += self.encode(item["content"].strip(), add_bos=False, add_eos=False)
             elif item["type"] == "image" and self.image_id is not None:
-                ids.append(self.image_id)
+                ids += self._image_ids(item["content"])
             else:
-                raise DataError(f"Llama 3's layout has no place for content of type '{item['type']}'.")
+                raise DataError(f"{self.family}'s layout has no place for content of type '{item['type']}'.")
         return ids
+
+    def _image_ids(self, image: Any) -> list[int]:
+        return [self.image_id]
 
     def tokenize_message(
         self, message: Message, *, add_start_tokens: bool = True, add_end_tokens: bool = True

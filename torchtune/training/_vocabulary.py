@@ -63,17 +63,20 @@ def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
             f"tokenizer: a {type(tokenizer).__name__} gives images, but the model reads text only: take a text "
             "tokenizer, or a vision model."
         )
-    clip = getattr(model.encoder, "clip", None)
-    if clip is None or not hasattr(tokenizer, "tile_size"):
+    if not hasattr(tokenizer, "tile_size"):
         return
-    patch = clip.conv.kernel_size[0]
-    tile = patch * math.isqrt(clip.patches_per_tile)
+    clip, vision, most = getattr(model.encoder, "clip", None), getattr(model.description, "vision", None), None
+    if clip is not None:
+        patch, side, most = clip.conv.kernel_size[0], math.isqrt(clip.patches_per_tile), clip.max_num_tiles
+    elif vision is not None:
+        patch, side = vision.patch_size, vision.positions_side
+    else:
+        return
+    tile = patch * side
     if (tokenizer.tile_size, tokenizer.patch_size) != (tile, patch):
         raise UserError(
             f"tokenizer: its images have tiles of {tokenizer.tile_size} pixels in patches of {tokenizer.patch_size}, "
             f"but those of the model have {tile} in patches of {patch}: set image_size of both to the checkpoint's."
         )
-    if clip.max_num_tiles is not None and tokenizer.max_num_tiles > clip.max_num_tiles:
-        raise UserError(
-            f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {clip.max_num_tiles} at most."
-        )
+    if most is not None and tokenizer.max_num_tiles > most:
+        raise UserError(f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {most} at most.")

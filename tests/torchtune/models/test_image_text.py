@@ -38,7 +38,6 @@ from tests.tiny_images import (
 from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
-from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.peft import LoRA, get_adapter_params
@@ -361,14 +360,76 @@ def test_early_fusion_takes_tiles_by_the_name_of_its_encoder(tmp_path):
 def test_builders_of_llama4_choose_what_is_trained(size, count):
     builder = getattr(torchtune.models.llama4, f"llama4_{size}")
     with torch.device("meta"):
-        model, tower = builder(fusion_trainable=True), builder(decoder_trainable=False, encoder_trainable=True)
-        assert isinstance(builder(), TransformerDecoder)
+        model, tower = builder(), builder(decoder_trainable=False, encoder_trainable=True)
     assert isinstance(model, EarlyFusionModel)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     for one, trains_decoder, trains_tower in ((model, True, False), (tower, False, True)):
         for name, parameter in one.named_parameters():
             wanted = trains_decoder if name.startswith("decoder.") else trains_tower or ".projector." in name
             assert parameter.requires_grad == wanted, name
+
+
+def test_component_builders_of_llama4_make_its_sizes():
+    """Numbers of the reference: models.md."""
+    llama4 = torchtune.models.llama4
+    scout = {"vocab_size": 202_048, "num_layers": 48, "num_heads": 40, "num_kv_heads": 8, "embed_dim": 5120}
+    scout |= {"hidden_dim": 8192, "skip_rope_interval": 4, "attention_chunk_size": 8192}
+    maverick = {**scout, "max_seq_len": 1_048_576, "num_experts": 128, "use_qk_norm": False, "moe_every_n_layers": 2}
+    maverick["mlp_hidden_dim"] = 16_384
+    scout |= {"max_seq_len": 10_485_760, "use_scaled_rope": True}
+    tower = {"patch_size": 14, "num_heads": 16, "clip_num_layers": 34, "tile_size": 336, "max_num_tiles": 16}
+    widths = {"clip_embed_dim": 1408, "projection_embed_dim": 4096, "decoder_embed_dim": 5120}
+    with torch.device("meta"):
+        for sizes, name in ((scout, "llama4_scout_17b_16e"), (maverick, "llama4_maverick_17b_128e")):
+            found, wanted = llama4.llama4_decoder(**sizes).description, getattr(llama4, name)().description.text
+            assert replace(found, intermediate_dim=16_384) == wanted
+        model, encoder = llama4.llama4_scout_17b_16e(), llama4.llama4_vision_encoder(**tower, **widths)
+        head = llama4.llama4_vision_projection_head(**widths)
+        shapes = [{key: value.shape for key, value in one.state_dict().items()} for one in (encoder, model.encoder)]
+        assert shapes[0] == shapes[1]
+        assert isinstance(encoder, llama4.Llama4VisionEncoder)
+        assert isinstance(head, llama4.Llama4VisionProjectionHead)
+        assert {key: value.shape for key, value in head.state_dict().items()} == {
+            key: value.shape for key, value in encoder.projector.state_dict().items()
+        }
+        small = {**scout, "num_layers": 4}
+        decoder = llama4.lora_llama4_decoder(True, ["q_proj"], **small)
+        assert len(get_adapter_params(decoder)) == 8
+        assert not get_adapter_params(llama4.lora_llama4_decoder(False, ["q_proj"], **small))
+        tower["clip_num_layers"] = 2
+        adapted = llama4.lora_llama4_vision_encoder(True, True, ["q_proj"], False, True, **tower, **widths)
+        assert len(get_adapter_params(adapted)) == 2 * (2 + 3)
+        head = llama4.lora_llama4_vision_projection_head(**widths, apply_lora_to_output=True, lora_rank=4, lora_alpha=8)
+        assert len(get_adapter_params(head)) == 2 * 3
+    with pytest.raises(UserError, match="clip_hidden_states: the projector of Llama 4 takes no hidden states"):
+        llama4.llama4_vision_encoder(**tower, **widths, clip_hidden_states=[1])
+
+
+def test_adapters_of_llama4_are_on_the_parts_that_are_asked_for():
+    """Counts of the reference: models.md."""
+    every, builder = ["q_proj", "k_proj", "v_proj", "output_proj"], torchtune.models.llama4.lora_llama4_scout_17b_16e
+    with torch.device("meta"):
+        model = builder(every)
+        whole = builder(["q_proj"], encoder_trainable="lora", apply_lora_to_mlp=True, apply_lora_to_output=True)
+        projector = builder([], decoder_trainable="frozen", apply_lora_to_output=True)
+        quantized = torchtune.models.llama4.qlora_llama4_maverick_17b_128e(["q_proj"])
+    counts = [sum(p.numel() for p in model.parameters() if p.requires_grad >= trained) for trained in (False, True)]
+    assert counts == [108_654_376_448, 12_582_912]
+    assert all(name.startswith("decoder.layers.") for name in get_adapter_params(model))
+    found = {name.rpartition(".lora_")[0] for name in get_adapter_params(whole)}
+    heads = {f"encoder.projector.{name}" for name in ("reduce.0", "mlp.w1", "mlp.w2")}
+    assert {name for name in found if ".layers." not in name} == heads | {"decoder.output"}
+    inside = ("mlp.w1", "mlp.w2", "attn.q_proj")
+    assert {name for name in found if ".layers.33." in name} == {f"encoder.layers.33.{name}" for name in inside} | {
+        f"decoder.layers.33.{name}"
+        for name in ("attn.q_proj", "mlp.experts", *(f"mlp.shared_expert.w{i}" for i in (1, 2, 3)))
+    }
+    assert {name.rpartition(".lora_")[0] for name in get_adapter_params(projector)} == heads
+    assert [type(conversion).__name__ for conversion in quantized.conversions] == ["QuantizeBase", "LoRA"]
+    with pytest.raises(UserError, match=r"encoder_trainable is 'full': choose 'lora' or 'frozen' \(adapter files"):
+        builder(every, encoder_trainable="full")
+    with pytest.raises(UserError, match="all 'frozen': nothing would be trained"):
+        builder(every, decoder_trainable="frozen", fusion_trainable="frozen")
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")

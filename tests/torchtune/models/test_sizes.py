@@ -13,6 +13,7 @@ import torch
 from tests.torchtune.checkpoints.small import OF_TEXT
 from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.models.published import OF_SIZES, PUBLISHED, STATED
+from torchtune.models import get_spec
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 
@@ -119,8 +120,8 @@ SIZES = [
     ("qwen3_next", "qwen3_next_80b_a3b", 79_674_391_296, None),
     ("glm4_moe", "glm4_5_air", 106_852_251_264, None),
     ("glm4_moe", "glm4_5", 352_797_829_024, None),
-    ("llama4", "llama4_scout_17b_16e", 107_769_861_120, None),
-    ("llama4", "llama4_maverick_17b_128e", 400_711_848_960, None),
+    ("llama4", "llama4_scout_17b_16e", 108_641_793_536, 12_582_912),
+    ("llama4", "llama4_maverick_17b_128e", 401_583_781_376, None),
     ("glm4_moe_lite", "glm4_7_flash", 29_943_393_920, None),
     ("deepseek_v3", "deepseek_v3", 671_026_419_200, None),
     ("deepseek_v3", "moonlight_16b_a3b", 15_960_110_208, None),
@@ -164,21 +165,17 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
     with torch.device("meta"):
         model = getattr(_module(family), name)()
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert model.spec is _module(family).SPEC
+    assert model.spec is (get_spec("llama4_vl") if family == "llama4" else _module(family).SPEC)
 
     import transformers
 
     config = model.spec.to_hf_config(model.description)
     architecture = config["architectures"][0]
     with torch.device("meta"):
-        theirs = getattr(transformers, architecture)(
-            getattr(
-                transformers,
-                architecture.replace("ForSequenceClassification", "ForCausalLM").replace(
-                    "ForCausalLM", "TextConfig" if architecture.startswith(OF_TEXT) else "Config"
-                ),
-            )(**config)
-        )
+        kind = re.sub("For(CausalLM|SequenceClassification)$", "", architecture)
+        kind = f"{kind}TextConfig" if kind.startswith(OF_TEXT) else f"{kind}Config"
+        kind = re.sub("ForConditionalGeneration.*", "Config", kind)
+        theirs = getattr(transformers, architecture)(getattr(transformers, kind)(**config))
     untrained = [
         (key, value)
         for key, value in theirs.named_buffers()

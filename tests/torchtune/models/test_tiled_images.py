@@ -19,8 +19,10 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 
 from tests.tiny_images import patches_by, pixels_of, squares
 from tests.torchtune.models.test_image_transform import picture, sizes
-from torchtune.data import DataError
+from tests.torchtune.models.tokenizer_files import write_ranks
+from torchtune.data import DataError, Message, collate_documents
 from torchtune.models.clip import CLIPImageTransform
+from torchtune.models.llama4 import Llama4Transform, llama4_transform
 from torchtune.models.llama4._processor import LlamaImages
 from torchtune.models.mistral3._processor import PixtralImages
 from torchtune.models.smolvlm._processor import TiledImages
@@ -167,3 +169,59 @@ def test_tiles_and_text_of_llama(size):
         torch.testing.assert_close(found[-1], (whole / 255 - 0.5) / 0.5)
     text = Llama4Processor._prompt_split_image(None, (rows, columns), 4)
     assert processor.layout(plan) == text
+
+
+def turn(role: str, body: str) -> str:
+    return f"<|header_start|>{role}<|header_end|>\n\n{body}<|eot|>"
+
+
+def test_rows_of_llama4_have_its_layout_and_its_patches(tmp_path):
+    """Layout and ids of the reference: prompt_formats.md."""
+    transform = Llama4Transform(
+        write_ranks(tmp_path / "tokenizer.model"), tile_size=16, patch_size=4, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    processor = llama("small")
+    images = [picture(9, 60), picture(16, 16)]
+    content = [{"type": "image", "content": image} for image in images]
+    content.insert(1, {"type": "text", "content": " one "})
+    messages = [Message("user", content), Message("assistant", "two three"), Message("user", "cat", masked=True)]
+    row = transform({"messages": messages, "id": 3})
+    first, second = (processor.layout(processor.plan(image.size)) for image in images)
+    assert "<|tile_y_separator|>" in first
+    assert second == "<|image_start|><|image|><|patch|><|patch|><|patch|><|patch|><|image_end|>"
+    user, answer = turn("user", f"{first}one{second}"), turn("assistant", "two three")
+    parts = ("<|begin_of_text|>", user, answer, turn("user", "cat"), "<|end_of_text|>")
+    parse = transform.tt_model.tt_model.encode
+    assert row["tokens"] == parse("".join(parts), allowed_special="all")
+    assert [token for token, masked in zip(row["tokens"], row["mask"], strict=True) if not masked] == parse(
+        turn("user", "one") + answer, allowed_special="all"
+    )
+    found = row["encoder_input"]["images"]
+    assert found.grids == sum((processor.plan(image.size).grids for image in images), ())
+    wanted = torch.from_numpy(np.concatenate([processor.pixels(image) for image in images]))
+    torch.testing.assert_close(found.patches, (wanted / 255 - 0.5) / 0.5)
+    assert found.places.tolist() == [i for i, token in enumerate(row["tokens"]) if token == 200_092]
+    row["labels"] = [*row["tokens"][1:], -100]
+    batch = collate_documents([{name: row[name] for name in ("tokens", "labels", "encoder_input")}])
+    assert batch.inputs["encoder_input"]["images"].grids == found.grids
+    opened = transform({"messages": messages[:2]}, inference=True)
+    assert opened["tokens"] == parse("".join(parts[:3]).removesuffix("<|eot|>"), allowed_special="all")
+    assert "encoder_input" not in transform({"messages": messages[1:]})
+    assert (transform.vocab_size, transform.pad_id, transform.stop_tokens) == (
+        202_048,
+        200_018,
+        [200_001, 200_008, 200_007],
+    )
+    ids = transform.special_tokens
+    assert sorted(ids.values()) == list(range(200_000, 202_048))
+    known = {"text_post_train_reserved_special_token_68": 200_079, "vision_reserved_special_token_1047": 201_133}
+    known |= {"reasoning_thinking_end": 201_143, "reserved_special_token_0": 201_144, "tile_x_separator": 200_084}
+    assert {name: ids[f"<|{name}|>"] for name in known} == known
+
+
+def test_rows_of_llama4_are_never_cut_in_images(tmp_path):
+    transform = llama4_transform(write_ranks(tmp_path / "tokenizer.model"), max_seq_len=100, max_num_tiles=1)
+    messages = [Message("user", [{"type": "image", "content": picture(20, 20)}]), Message("assistant", "two")]
+    with pytest.raises(DataError, match=r"max_seq_len=100 would cut .* tokens of images"):
+        transform({"messages": messages})
+    assert (transform.processor.tile, transform.processor.patch_size, transform.processor.most) == (336, 14, 1)

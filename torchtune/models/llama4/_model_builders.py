@@ -12,12 +12,11 @@ from torchtune.models._family import (
     Llama3RopeScaling,
     experts,
     family,
-    model_builders,
     renamed,
     shared_expert,
     with_fused_experts,
 )
-from torchtune.models.llama4._early_fusion import with_images
+from torchtune.models.llama4._early_fusion import early_fusion_builders
 
 _KINDS = ("full_attention", "chunked_attention")
 
@@ -135,5 +134,7 @@ SIZES = {
         expertless_layers=tuple(range(0, 48, 2)),
     ),
 }
-BUILDERS = model_builders(__name__, "Llama 4", SPEC, SIZES)
-BUILDERS |= exported(__name__, {name: with_images(BUILDERS[name], SPEC.to_hf_config(SIZES[name])) for name in SIZES})
+BUILDERS = {}
+for _name, _title in zip(SIZES, ("Build Llama 4 Scout 17B-16E", "Build Llama 4 Maverick 17B-128E"), strict=True):
+    BUILDERS |= early_fusion_builders(__name__, _name, _title, SPEC.to_hf_config(SIZES[_name]))
+exported(__name__, BUILDERS)
