@@ -190,9 +190,11 @@ def _load_owned(
 def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
     """The tensors with this library's names and order of rows."""
     tensors = [(name, source.read(name)) for name in source.names()]
-    if not any(name.startswith(PEFT_PREFIX) for name, _ in tensors):
-        return tensors
     spec, description = weights.identity
+    if not any(name.startswith(PEFT_PREFIX) for name, _ in tensors):
+        earlier = spec.weight_maps.get("earlier", WeightMap(())).groups(description)
+        modules = {group.external[0].removesuffix("weight"): group.tune[0].removesuffix("weight") for group in earlier}
+        return [(rename_prefix(name, modules), tensor) for name, tensor in tensors]
     prefixes = _prefixes_of_text(spec, [name for name, _ in tensors])
     tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
     weight_map = _map_of(spec, [name for name, _ in tensors])

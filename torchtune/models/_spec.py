@@ -29,8 +29,8 @@ class ModelSpec:
         from_hf_config: converts a ``config.json`` (a dict) to a description; raises :class:`ModelError` for the first
             field that a description cannot express. The second argument lists fields to skip.
         to_hf_config: inverse: makes a ``config.json`` from which ``transformers`` builds the same model.
-        weight_maps: weight maps by format: ``"hf"``, ``"meta"``, ``"gguf"``; other keys are variants of ``"hf"`` that
-            are read but not written.
+        weight_maps: weight maps by format: ``"hf"``, ``"meta"``, ``"gguf"``, ``"earlier"`` (names of this library's
+            earlier releases); other keys are variants of ``"hf"`` that are read but not written.
         untrained: prefixes of Hugging Face names of weights that the model does not have and an export copies, such as
             multi-token prediction.
         untrained_modules: further weights of this kind: (prefix of the name within a layer, attribute of a description

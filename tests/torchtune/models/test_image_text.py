@@ -369,6 +369,52 @@ def test_builders_of_llama4_choose_what_is_trained(size, count):
             assert parameter.requires_grad == wanted, name
 
 
+# Names of earlier releases, of the reference (state_dict_keys.md), and ours.
+EARLIER = {
+    "encoders.vision.clip.conv.weight": "encoder.patch_embed.weight",
+    "encoders.vision.clip.token_pos_embedding.positional_embedding": "encoder.positions.table.weight",
+    "encoders.vision.clip.cls_token_embedding.weight": "encoder.positions.class_token",
+    "encoders.vision.clip.ln_pre.weight": "encoder.first_norm.weight",
+    "encoders.vision.clip.ln_pre.bias": "encoder.first_norm.bias",
+    "encoders.vision.clip.ln_post.weight": "encoder.norm.weight",
+    "encoders.vision.clip.ln_post.bias": "encoder.norm.bias",
+    "encoders.vision.projection.output.0": "encoder.projector.reduce.0",
+    "encoders.vision.projection.output.2": "encoder.projector.mlp.w1",
+    "encoders.vision.projection.output.4": "encoder.projector.mlp.w2",
+}
+
+
+def test_files_of_earlier_releases_of_llama4_are_read(tmp_path):
+    folder = write_image_checkpoint(image_text_model(llama4_config()), tmp_path / "base")
+    parts = {"vision_tower": "lora", "projector": "lora", "apply_lora_to_mlp": True}
+
+    def built(device):
+        with torch.device(device):
+            return torchtune.models.lora_image_text_model(folder, ["q_proj"], **parts)
+
+    def named(model, adapters):
+        found = {}
+        for name, value in model.state_dict().items():
+            older = name.replace("encoder.layers.", "encoders.vision.clip.layers.")
+            for theirs, ours in EARLIER.items():
+                older = older.replace(ours, theirs)
+            if (".lora_" in name) == adapters:
+                found[older] = value.unflatten(1, (3, 4, 4)) if older.endswith("clip.conv.weight") else value
+        assert not any(name.startswith("encoder.") for name in found)
+        return found
+
+    model = built("cpu")
+    ModelSource(folder).read(model, torch.device("cpu"))
+    randomize_adapter(model)
+    torch.save(named(model, False), folder / "earlier.pt")
+    torch.save(named(model, True), tmp_path / "adapter_model.pt")
+    again = built("meta")
+    source = ModelSource(folder, ["earlier.pt"], adapter_checkpoint=str(tmp_path / "adapter_model.pt"))
+    source.read(again, torch.device("cpu"))
+    for (name, one), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
 def test_component_builders_of_llama4_make_its_sizes():
     """Numbers of the reference: models.md."""
     llama4 = torchtune.models.llama4

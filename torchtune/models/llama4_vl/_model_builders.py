@@ -5,8 +5,11 @@ from typing import Any
 from torchtune.models._build_vision import image_text_family
 from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_vision import ImageTextFormat, read_whole
+from torchtune.models._parts import rename_prefix
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import attention_names, image_text_names, renamed_modules
+from torchtune.models._vision_names import FlatPatches, attention_names, image_text_names, renamed_modules
+from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_ops import Identity
 from torchtune.models._weight_rows import Row
 from torchtune.models.llama4._model_builders import FORMAT
 from torchtune.models.llama4._model_builders import SPEC as TEXT
@@ -74,5 +77,24 @@ _ROWS = [
     *renamed_modules(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
     Row("multi_modal_projector.linear_1.weight", "encoder.projector.mlp.w2.weight"),
 ]
-_NAMES = {"hf": image_text_names(TEXT.weight_map(), TEXT.module_prefixes, _ROWS)}
+_HF = image_text_names(TEXT.weight_map(), TEXT.module_prefixes, _ROWS)
+# Our names -> those of earlier releases.
+_CLIP, _HEAD = "encoders.vision.clip.", "encoders.vision.projection.output."
+_EARLIER = {
+    "encoder.layers.": f"{_CLIP}layers.",
+    "encoder.patch_embed.": f"{_CLIP}conv.",
+    "encoder.positions.table.weight": f"{_CLIP}token_pos_embedding.positional_embedding",
+    "encoder.positions.class_token": f"{_CLIP}cls_token_embedding.weight",
+    "encoder.first_norm.": f"{_CLIP}ln_pre.",
+    "encoder.norm.": f"{_CLIP}ln_post.",
+    "encoder.projector.reduce.0.": f"{_HEAD}0.",
+    "encoder.projector.mlp.w1.": f"{_HEAD}2.",
+    "encoder.projector.mlp.w2.": f"{_HEAD}4.",
+}
+_OWN = [(row, name) for row in _HF.rows for name in ([row.tune] if isinstance(row.tune, str) else row.tune)]
+_ROWS_OF_EARLIER = [
+    Row(rename_prefix(name, _EARLIER), name, FlatPatches() if ".patch_embed." in name else Identity(), row.when)
+    for row, name in _OWN
+]
+_NAMES = {"hf": _HF, "earlier": WeightMap(tuple(_ROWS_OF_EARLIER))}
 SPEC = image_text_family("llama4_vl", _FORMAT, _NAMES, LlamaImages, TEXT)
