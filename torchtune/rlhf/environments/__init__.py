@@ -4,7 +4,7 @@ from torchtune.rlhf._rollouts import ENDS, Episode
 from torchtune.rlhf.environments._bridge import Bridge
 from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
-from torchtune.rlhf.environments._other_libraries import Gymnasium, OpenEnv, TextArena
+from torchtune.rlhf.environments._other_libraries import Gymnasium, OpenEnv, OpenEnvGym, TextArena
 from torchtune.rlhf.environments._sessions import Sample, Sessions, episodes_of
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
 
@@ -17,6 +17,7 @@ __all__ = [
     "Episode",
     "Gymnasium",
     "OpenEnv",
+    "OpenEnvGym",
     "Sample",
     "Sessions",
     "TextArena",

@@ -1,5 +1,6 @@
 """Environments of other libraries; each needs a package or a server."""
 
+import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from torchtune.utils import require
 class OpenEnv:
     """Environment of an OpenEnv server with MCP tools, over HTTP, so that its packages stay in its own process.
 
-    Every episode has a session of the server. There is no reward: name one in ``rewards``. Written for OpenEnv 0.3.
+    Every episode has a session of the server. There is no reward: name one in ``rewards``. Tried with OpenEnv 0.10.
 
     Args:
         url: URL of the server.
@@ -69,6 +70,68 @@ class OpenEnv:
         """End the session."""
         if self._session:
             self._request("openenv/session/close")
+
+
+class OpenEnvGym:
+    """Environment of an OpenEnv server with Gym steps, over a WebSocket (extra ``openenv``), with the tool ``act``.
+
+    The arguments of ``act`` are the fields of the server's actions. ``reset`` sends a seed and the columns of the row,
+    of which the server takes those that its environment knows. Tried with OpenEnv 0.10.
+
+    Args:
+        url: URL of the server.
+        timeout: seconds for a request.
+
+    Raises:
+        UserError: the package is not installed.
+        RolloutError: the server is unreachable.
+
+    Example:
+        >>> environment = torchtune.rlhf.environments.OpenEnvGym("http://localhost:8000")  # doctest: +SKIP
+    """
+
+    def __init__(self, url: str, timeout: float = 60.0) -> None:
+        self._client = require("websockets.sync.client", extra="openenv", purpose="OpenEnvGym")
+        self._url, self._timeout = url.rstrip("/"), timeout
+        self._socket, self._reward, self.done = None, 0.0, False
+        self._action = post_json(f"{self._url}/schema", None, timeout=timeout)["action"]
+
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the definition of ``act``."""
+        properties = {name: one for name, one in self._action["properties"].items() if name != "metadata"}
+        parameters = {"type": "object", "properties": properties, "required": self._action.get("required", [])}
+        function = {"name": "act", "description": "Take an action.", "parameters": parameters}
+        return [{"type": "function", "function": function}]
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """Begin a session and an episode."""
+        self._socket = self._client.connect(f"ws{self._url.removeprefix('http')}/ws", open_timeout=self._timeout)
+        return self._send("reset", {"seed": seed % 2**31, **row})
+
+    def act(self, **action: Any) -> str:
+        """Take an action."""
+        return self._send("step", action)
+
+    def _send(self, kind: str, data: Mapping[str, Any]) -> str:
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(self._socket.recv(timeout=self._timeout))
+        if reply["type"] == "error":
+            if kind == "step" and reply["data"].get("code") == "VALIDATION_ERROR":  # the model's mistake
+                return json.dumps([one["msg"] for one in reply["data"]["errors"]])
+            raise RolloutError(f"{self._url} replies to {kind} with {str(reply['data'])[:300]}.")
+        self._reward += float(reply["data"]["reward"] or 0.0)
+        self.done = reply["data"]["done"]
+        observation = {name: one for name, one in reply["data"]["observation"].items() if name != "metadata"}
+        return json.dumps(observation, ensure_ascii=False)
+
+    def get_reward(self) -> float:
+        """Return the sum of the rewards."""
+        return self._reward
+
+    def close(self) -> None:
+        """End the session."""
+        if self._socket is not None:
+            self._socket.close()
 
 
 class Gymnasium:

@@ -1,15 +1,26 @@
 """Environments of other libraries: a server of OpenEnv's interface over HTTP, and the packages that are installed."""
 
 import json
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.serving import serving
 from torchtune.rlhf import RolloutError
-from torchtune.rlhf.environments import Gymnasium, OpenEnv, TextArena, check_call, parameters_of, parse_calls, tools_of
+from torchtune.rlhf.environments import (
+    Gymnasium,
+    OpenEnv,
+    OpenEnvGym,
+    TextArena,
+    check_call,
+    parameters_of,
+    parse_calls,
+    tools_of,
+)
 from torchtune.utils import UserError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -68,10 +79,66 @@ def test_an_openenv_server_has_a_session_for_each_episode(server):
         one.reset()
 
 
-@pytest.mark.parametrize("kind", [Gymnasium, TextArena])
-def test_a_missing_package_is_named_with_its_extra(kind, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, kind.__name__.lower(), None)
-    with pytest.raises(UserError, match=rf"pip install 'torchtune\[{kind.__name__.lower()}\]'"):
+class _GymHandler(BaseHTTPRequestHandler):
+    """Schema of the actions, as OpenEnv 0.10 replies."""
+
+    def do_GET(self) -> None:
+        action = {"properties": {"metadata": {"type": "object"}, "number": {"type": "integer"}}, "required": ["number"]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"action": action}).encode())
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_gym_steps_of_an_openenv_server(monkeypatch):
+    """Messages of OpenEnv 0.10, over a socket that the test replaces: the format of the reply is what is tested."""
+    replies = [
+        {"observation": {"metadata": {}, "text": "From 1 to 9."}, "reward": None, "done": False},
+        {"observation": {"text": "higher"}, "reward": -0.25, "done": False},
+        {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [{"msg": "Field required"}]},
+        {"observation": {"text": "right"}, "reward": 1, "done": True},
+        {"message": "gone", "code": "EXECUTION_ERROR"},
+    ]
+    sent: list[Any] = []
+    reply = [{"type": "error" if "code" in one else "observation", "data": one} for one in replies]
+    urls: list[str] = []
+    socket = SimpleNamespace(send=sent.append, close=replies.clear)
+    socket.recv = lambda timeout: json.dumps(reply[len(sent) - 1])
+    client = SimpleNamespace(connect=lambda url, open_timeout: urls.append(url) or socket)
+    monkeypatch.setitem(sys.modules, "websockets.sync.client", client)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _GymHandler) as server, serving(server):
+        game = OpenEnvGym(f"http://127.0.0.1:{server.server_port}/")
+        assert parameters_of(tools_of(game))["act"]["properties"] == {"number": {"type": "integer"}}
+        assert game.reset(seed=2**31 + 4, low=1) == '{"text": "From 1 to 9."}'
+        assert urls == [f"ws://127.0.0.1:{server.server_port}/ws"]
+    assert game.act(number=2) == '{"text": "higher"}'
+    assert game.act(count=2) == '["Field required"]'
+    assert not game.done
+    game.act(number=5)
+    assert (game.done, game.get_reward()) == (True, 0.75)
+    with pytest.raises(RolloutError, match=r"replies to step with .*gone"):
+        game.act(number=5)
+    assert json.loads(sent[0]) == {"type": "reset", "data": {"seed": 4, "low": 1}}
+    assert json.loads(sent[1]) == {"type": "step", "data": {"number": 2}}
+    game.close()
+    assert not replies
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "extra"),
+    [
+        (Gymnasium, "gymnasium", "gymnasium"),
+        (TextArena, "textarena", "textarena"),
+        (OpenEnvGym, "websockets", "openenv"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(kind, package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs the package '{package}'.*pip install 'torchtune\[{extra}\]'"):
         kind("any")
 
 
