@@ -4,7 +4,7 @@ import errno
 import re
 from pathlib import Path
 
-from torchtune.utils import UserError, explain_os_error, refuse_foreign, write_json
+from torchtune.utils import UserError, explain_os_error, first_line, refuse_foreign, write_json
 
 REPO_ID_FILE = "original_repo_id.json"
 # Duplicates of the safetensors weights in other formats.
@@ -96,8 +96,7 @@ def describe_access(timeout: float = 5.0) -> str:
         answer = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout)
         name = answer.json()["name"] if answer.status_code == 200 else None
     except (errors.HTTPError, OSError, ValueError, LookupError, TypeError) as error:
-        reason = _first_line(error, token) or type(error).__name__
-        return f"offline: {constants.ENDPOINT} gives no answer of a hub ({reason})"
+        return f"offline: {constants.ENDPOINT} gives no answer of a hub ({_first_line(error, token)})"
     if name is not None:
         return f"{constants.ENDPOINT} answers, signed in as {name}"
     if answer.status_code != 401:
@@ -122,7 +121,7 @@ def upload(folder: Path, repo_id: str) -> str:
         return str(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"]).commit_url)
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         raise UserError(
-            f"--push {repo_id}: {constants.ENDPOINT} does not take the files ({_first_line(error, None)}): give "
+            f"--push {repo_id}: {constants.ENDPOINT} does not take the files ({first_line(error)}): give "
             f"owner/name, set HF_TOKEN to a token that may write there, and check the network; they are in {folder}."
         ) from error
 
@@ -147,5 +146,5 @@ def _make_own(folder: Path) -> None:
 
 
 def _first_line(error: Exception, token: str | None) -> str:
-    text = str(error).partition("\n")[0]
+    text = first_line(error)
     return text.replace(token, "<redacted>") if token else text

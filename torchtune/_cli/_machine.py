@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from torchtune._hub import describe_access, hub_cache
 from torchtune.datasets import cache_path
 from torchtune.training.precision import has_fast_matmul
-from torchtune.utils import UserError, find_device, get_device_support, has_cpp_compiler
+from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
 
 _DEVELOPMENT = {"test", "docs", "bench"}  # extras that no run uses
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "fuse.sshfs", "afs")
@@ -63,7 +63,7 @@ def _devices(found: Findings) -> list[str]:
                 lines.append(f"{name}: {facts.name}, {facts.total_memory / 2**30:.1f} GiB, compute {major}.{minor}")
             _try_step(device)
         except (RuntimeError, UserError) as error:
-            found.problems.append(f"{name}: a small training step fails: {str(error).splitlines()[0]}")
+            found.problems.append(f"{name}: a small training step fails: {first_line(error)}")
             continue
         emulated = [text for text in ("bfloat16", "float16") if not has_fast_matmul(getattr(torch, text), device)]
         lines.append(f"{name}: a small training step works; {' and '.join(emulated) or 'no dtype'} emulated")

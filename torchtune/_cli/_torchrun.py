@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 
-from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError
+from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError, first_line
 
 # Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and 75 (saved after a signal,
 # or lost another machine).
@@ -164,7 +164,7 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
             "same --nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
             _TEMPORARY,
         )
-    cause = str(error.__cause__ or error).partition("\n")[0].rstrip(". ")
+    cause = first_line(error.__cause__ or error)
     # torch has one class for both; these frames occur only after workers have run.
     if {"num_nodes_waiting", "_restart_workers"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
         return (

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.models import Slices
-from torchtune.utils import read_json
+from torchtune.utils import first_line, read_json
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -219,7 +219,7 @@ def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap
     try:
         loaded = torch.load(path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code
             reason = "it is damaged, or holds more than tensors, which could run code when it is read"
         raise CheckpointError(

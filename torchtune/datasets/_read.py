@@ -13,7 +13,7 @@ from torchtune.data import DataError
 from torchtune.datasets._lines import Line, line_files, matching, parsed, refuse_shrunk
 from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._row_source import LOADERS, load_rows, plain_files, resolve_source
-from torchtune.utils import is_gzip
+from torchtune.utils import first_line, is_gzip
 
 _EDGE = 1 << 20
 # Position of a reader, as plain data.
@@ -133,9 +133,9 @@ class HubReader:
             rows = list(islice(self._open[1], count))
             after = [_plain(self._dataset.state_dict()), before + len(rows)] if len(rows) == count else None
         except Exception as error:  # remote readers raise errors of a dozen packages
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError(
-                f"{self._source} cannot be read on after {before:,} rows ({reason}): resume the run when it can."
+                f"{self._source} cannot be read on after {before:,} rows ({first_line(error)}): resume the run when it "
+                "can."
             ) from error
         self._open = None if after is None else (after, self._open[1])
         return [Row(row, {"source": self._source, "row": before + i}) for i, row in enumerate(rows, 1)], after

@@ -22,7 +22,7 @@ from torchtune.datasets._file_report import read_rows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._lines import LineRows, line_files
 from torchtune.datasets._preview import limited, look
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import UserError, first_line, get_logger
 
 # File suffix -> loader of the datasets package.
 LOADERS = {
@@ -353,20 +353,20 @@ def load_rows(
         missing = ", ".join(_files(load_dataset_kwargs.get("data_files")))
         here = f", and there is no data file {missing} in {Path.cwd()}" if missing else ""
         if isinstance(error, FileNotFoundError):
-            raise DataError(f"{shown} cannot be found: {_first_line(error)}{here}.") from error
+            raise DataError(f"{shown} cannot be found: {first_line(error)}{here}.") from error
         raise DataError(
             f"Dataset '{source}' cannot be fetched: the hub cannot be reached{here}; check the network, or give a "
             "local file with dataset.data_files."
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
-        reason = _broken_place(names) or f"{shown}: {_first_line(error.__cause__ or error)}"
+        reason = _broken_place(names) or f"{shown}: {first_line(error.__cause__ or error)}"
         raise DataError(f"Cannot read the data file {reason}.") from error
     except (EOFError, zlib.error, StopIteration) as error:  # StopIteration: a second read of a file that failed before
         raise DataError(f"Cannot load {shown}: a file is not packed to its end, pack it again.") from error
     except (ValueError, TypeError, OSError) as error:
         if "corresponds to no data" in str(error):
             raise DataError(f"There are no rows in {shown} (split {split}).") from error
-        raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
+        raise DataError(f"Cannot load {shown}: {first_line(error)}.") from error
     if isinstance(rows, dict):
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
     if streaming:
@@ -436,7 +436,3 @@ def _saved_rows(folder: str, split: str | None) -> Any:
             raise DataError(f"{folder} has the splits {', '.join(rows)}, not '{split}'.")
         return rows[split]
     return rows
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.evaluation._evaluation_error import EvaluationError
-from torchtune.utils import hide_import_warnings, require
+from torchtune.utils import first_line, hide_import_warnings, require
 
 
 def missing_packages(*names: str) -> list[str]:
@@ -49,8 +49,7 @@ def read_elsewhere(
             model, unread = _READERS[library](module, files)
             logits = [found.float().cpu() for found in _compute(model, prompts, device)]
     except Exception as error:  # of another library
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise EvaluationError(f"{library} cannot read {files}: {said.rstrip('.')}.") from error
+        raise EvaluationError(f"{library} cannot read {files}: {first_line(error)}.") from error
     return f"{library} {module.__version__}", logits, unread
 
 

@@ -14,7 +14,7 @@ from torchtune.datasets import without_waiting_for_the_hub
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.evaluation._harness_images import explain_no_images
 from torchtune.generation import model_digest
-from torchtune.utils import atomic_write, convert_os_errors, require
+from torchtune.utils import atomic_write, convert_os_errors, first_line, require
 
 # Tasks of this library, which need no download.
 _OWN_TASKS = Path(__file__).parent / "tasks"
@@ -86,10 +86,9 @@ def _manager_class() -> Any:
                 with without_waiting_for_the_hub():
                     found = super().load(task_list)
             except Exception as error:  # from lm-eval, the datasets package, or a task's code
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise EvaluationError(
-                    f"{', '.join(map(str, task_list))}: the data cannot be loaded ({reason}): correct the task, or "
-                    "connect to the hub once; tune_facts, tune_arithmetic and tune_texts need no download."
+                    f"{', '.join(map(str, task_list))}: the data cannot be loaded ({first_line(error)}): correct the "
+                    "task, or connect to the hub once; tune_facts, tune_arithmetic and tune_texts need no download."
                 ) from error
             for name, task in found["tasks"].items():
                 if getattr(task.config, "doc_to_audio", None):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import ConversionError
-from torchtune.utils import require
+from torchtune.utils import first_line, require
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
             ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise ConversionError(
-            f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({_first_line(error)}): "
+            f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({first_line(error)}): "
             "choose another quantizer."
         ) from error
     return layer[0].activation_fake_quantizer, layer[0].weight_fake_quantizer
@@ -124,7 +124,7 @@ def quantize_linears(model: nn.Module, base_config: Any, paths: set[str]) -> Non
     except (ValueError, AssertionError, NotImplementedError, ImportError, RuntimeError) as error:
         device = next(model.parameters()).device
         raise ConversionError(
-            f"quantizer: torchao refuses {type(base_config).__name__} on {device} ({_first_line(error)}): choose "
+            f"quantizer: torchao refuses {type(base_config).__name__} on {device} ({first_line(error)}): choose "
             "another quantizer, or another device."
         ) from error
 
@@ -205,7 +205,3 @@ def low_bit_format(optimizer: Any) -> tuple[StateFormat, type[torch.optim.Optimi
             if type(optimizer) is getattr(torchao.optim, base + name, None):
                 return StateFormat(name.lower(), optimizer.block_size), same
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

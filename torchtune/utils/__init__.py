@@ -80,6 +80,7 @@ __getattr__, __dir__, __all__ = attach(
         "WriteError": "_atomic_files",
         "allow_compiled_versions": "_torch_private",
         "find_device": "_device",
+        "first_line": "_user_error",
         "has_json_lines": "_json_lines",
         "is_gzip": "_json_lines",
         "parse_json_line": "_json_lines",

@@ -13,6 +13,11 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 2
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, for a sentence of one's own; its class if it says nothing."""
+    return str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+
+
 class LostRankError(RuntimeError):
     """Error of a rank that must stop because another rank is lost or has failed.
 
