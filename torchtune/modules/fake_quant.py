@@ -119,7 +119,7 @@ class FakeQuantize(Conversion):
         check_group_size(layers, torchao_formats.group_size(self._base_config))
         new = {path: self._convert_layer(path, layer) for path, layer in layers.items()}
         for path, layer in new.items():
-            _replace(model, path, layer)
+            model.set_submodule(path, layer)
         if self._after:
             model.register_forward_pre_hook(self._set_switch)
         when = f"from step {self._after + 1} on" if self._after else "from the first step on"
@@ -151,7 +151,7 @@ class FakeQuantize(Conversion):
         for path, layer in fake_quant_layers(model).items():
             new = change_class(layer, LoRALinear if isinstance(layer, LoRALinear) else nn.Linear)
             del new.activation_fake_quantizer, new.weight_fake_quantizer, new.fake_quant
-            _replace(model, path, new)
+            model.set_submodule(path, new)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Raise for fake-quantized layers: a sharded input has no quantization range per token.
@@ -176,8 +176,3 @@ def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
     """Enable or disable fake quantization of a layer and of all layers with the same switch."""
     if isinstance(module, FakeQuantized):
         module.fake_quant.on = enabled
-
-
-def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, new)

@@ -147,8 +147,7 @@ class QATQuantizer(Quantizer):
             plain = nn.Linear(*reversed(layer.weight.shape), bias=layer.bias is not None, device="meta")
             plain.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
             plain.bias = layer.bias
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, plain)
+            model.set_submodule(path, plain)
         model.conversions = []
         torchao_formats.quantize_linears(model, self.base_config, set(layers))
         return model

@@ -90,13 +90,12 @@ class QuantizeBase(Conversion):
         chosen, left = self._select_modules(model)
         before = _size_in_mib(model)
         for path, module in chosen.items():
-            parent, _, name = path.rpartition(".")
             if isinstance(module, GroupedExperts):
                 dtype = next(module.parameters()).dtype
                 new = QuantizedExperts.from_experts(module, self._format(dtype))
             else:
                 new = _LAYERS[self.dtype].from_linear(module, **self.options)
-            setattr(model.get_submodule(parent), name, new)
+            model.set_submodule(path, new)
         model.requires_grad_(False)
         self._formats |= {name: module.format for name, module, _ in _quantized_weights(model)}
         note = f"{before:,.1f} MiB of weights become {_size_in_mib(model):,.1f} MiB"
@@ -175,9 +174,8 @@ class QuantizeBase(Conversion):
                     "applied any more: apply it while the model is on the meta device."
                 )
         for path, module in modules:
-            parent, _, name = path.rpartition(".")
             plain = module.to_experts() if isinstance(module, QuantizedExperts) else module.to_linear()
-            setattr(model.get_submodule(parent), name, plain)
+            model.set_submodule(path, plain)
 
     def stored_weights(self, model: nn.Module) -> dict[str, StoredWeight]:
         """Return the quantized weights, which are stored ``by_rows``."""

@@ -223,13 +223,12 @@ class LoRA(Conversion):
             chosen |= {path: model.get_submodule(path) for path in beside}
         linear_kind = DoRALinear if self.use_dora else LoRALinear
         for path, layer in chosen.items():
-            parent, _, name = path.rpartition(".")
             make = LoRAGroupedExperts.from_experts if isinstance(layer, GroupedExperts) else linear_kind.from_linear
             new = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
             if self.init is not None:
                 new.start = self.init
             new.scaling = lora_scaling(self.rank, self.alpha, use_rslora=self.use_rslora)
-            setattr(model.get_submodule(parent), name, new)
+            model.set_submodule(path, new)
         adapter = get_adapter_params(model)
         frozen = {name for name in adapter if name.startswith(tuple(f"{path}." for path in beside))}
         set_trainable_params(model, adapter.keys() - frozen)
@@ -259,8 +258,7 @@ class LoRA(Conversion):
                 "any more: apply it while the model is on the meta device."
             )
         for path in self.adapted_paths(model):
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, model.get_submodule(path).without_adapter())
+            model.set_submodule(path, model.get_submodule(path).without_adapter())
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
         """Return the names of the adapters' parameters."""
