@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from torchtune.data import DataError
-from torchtune.utils import UserError
+from torchtune.utils import UserError, get_world_size_and_rank
 
 
 def _nodes() -> Any:
@@ -23,10 +22,6 @@ def _nodes() -> Any:
             "installed: pip install torchdata."
         ) from error
     return torchdata.nodes
-
-
-def _world() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
 
 
 def load_hf_dataset(
@@ -63,7 +58,7 @@ def load_hf_dataset(
     rows = load_dataset(source, streaming=streaming, **load_dataset_kwargs)
     if filter_fn is not None:
         rows = rows.filter(filter_fn)
-    size, rank = _world()
+    size, rank = get_world_size_and_rank()
     if streaming:
         if shuffle:
             rows = rows.shuffle(seed=seed)
@@ -101,7 +96,7 @@ def get_multi_dataset(
     known = {str(v): v for k, v in vars(nodes.StopCriteria).items() if k.isupper() and isinstance(v, str)}
     if wanted not in known:
         raise DataError(f"stop_criteria: '{stop_criteria}' is none of {', '.join(sorted(known))}")
-    size, rank = _world()
+    size, rank = get_world_size_and_rank()
     return nodes.MultiNodeWeightedSampler(
         source_nodes=datasets, weights=weights, stop_criteria=known[wanted], seed=seed, rank=rank, world_size=size
     )

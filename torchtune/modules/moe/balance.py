@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.modules.moe.moe import TokenChoiceTopKRouter, in_backward_pass
+from torchtune.utils import get_world_size_and_rank
 
 
 def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
@@ -244,7 +245,7 @@ def _local_counts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _all_reduce_counts(counts: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not counts or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not counts or get_world_size_and_rank()[0] == 1:
         return counts
     together = torch.stack(list(counts.values()))
     dist.all_reduce(together)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchtune.training._rng import RNGState
-from torchtune.utils import UserError
+from torchtune.utils import UserError, get_world_size_and_rank
 
 T = TypeVar("T")
 # How long a rank waits for another one that writes; a dead rank is noticed at once.
@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(hours=3)
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the value of every rank (pickled); ``[value]`` without distributed training. A collective."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if get_world_size_and_rank()[0] == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
@@ -27,7 +27,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     """Return rank 0's value (pickled); ``value`` without distributed training. A collective."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if get_world_size_and_rank()[0] == 1:
         return value
     found = [value]
     dist.broadcast_object_list(found, src=0, group=group)
@@ -36,7 +36,7 @@ def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) ->
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether ``flag`` is True on any rank, by an all-reduce. A collective."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if get_world_size_and_rank()[0] == 1:
         return flag
     found = torch.tensor(int(flag), device=_device(group))
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -64,10 +64,9 @@ class Ranks:
     """
 
     def __init__(self, error: type[UserError] = UserError) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        self.size, self.rank = get_world_size_and_rank()
         self._error = error
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if is_distributed else None
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank."""
