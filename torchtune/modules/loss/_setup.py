@@ -61,16 +61,24 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     return loss if balance is None else BalancedLoss(loss, balance)
 
 
-class LogitsLoss(nn.Module):
-    """Adapter of a loss of logits and labels, which computes logits only for labeled tokens.
+class _Adapter(nn.Module):
+    """Base class of the adapters of a loss."""
 
-    Args:
-        loss: (logits [n, v], labels [n]) -> mean, or losses [n].
-    """
-
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
+
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Compile the loss (arguments of ``torch.compile``); return this one."""
+        self.loss.apply_compile_strategy(*args, **kwargs)
+        return self
+
+
+class LogitsLoss(_Adapter):
+    """Adapter of a loss of logits and labels, (logits [n, v], labels [n]) -> mean, or losses [n].
+
+    It computes logits only for labeled tokens.
+    """
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Compile the loss (arguments of ``torch.compile``); return this one."""
@@ -88,28 +96,15 @@ class LogitsLoss(nn.Module):
         return record_row_losses(losses).sum() if losses.dim() else losses * count, count
 
 
-class MeanLoss(nn.Module):
-    """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens).
-
-    Args:
-        loss: the loss, with its model output set if it needs one.
-    """
-
-    def __init__(self, loss: SFTLoss) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Compile the loss (arguments of ``torch.compile``); return this one."""
-        self.loss.apply_compile_strategy(*args, **kwargs)
-        return self
+class MeanLoss(_Adapter):
+    """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens), with its model output set."""
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         return SFTLoss.sum_and_count(self.loss, hidden, labels, projection)
 
 
-class BalancedLoss(nn.Module):
+class BalancedLoss(_Adapter):
     """A loss plus, for each label, the balancing loss of the model's experts.
 
     Args:
@@ -118,13 +113,8 @@ class BalancedLoss(nn.Module):
     """
 
     def __init__(self, loss: TokenLoss, balance: Balance) -> None:
-        super().__init__()
-        self.loss, self.balance = loss, balance
-
-    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Compile the loss (arguments of ``torch.compile``); return this one."""
-        self.loss.apply_compile_strategy(*args, **kwargs)
-        return self
+        super().__init__(loss)
+        self.balance = balance
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
