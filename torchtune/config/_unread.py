@@ -89,17 +89,12 @@ def keys_of(tree: ast.Module) -> tuple[set[str], set[str]]:
                 read |= {node.attr} if _is_config(node.value) else set()
             case ast.Constant(value=str()):
                 mentioned.update(node.value.replace(".", " ").split())
-            case ast.Subscript(value=source, slice=ast.Constant(value=key)) if _is_config(source):
-                read.add(key)
-            case ast.Compare(left=ast.Constant(value=key), comparators=[source, *_]) if _is_config(source):
-                read.add(key)
-            case ast.Call(func=ast.Attribute(value=source, attr="get"), args=[ast.Constant(value=key), *_]) if (
-                _is_config(source)
-            ):
-                read.add(key)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[source, ast.Constant(value=key), *_]) if (
-                _is_config(source)
-            ):
+            case (
+                ast.Subscript(value=source, slice=ast.Constant(value=key))
+                | ast.Compare(left=ast.Constant(value=key), comparators=[source, *_])
+                | ast.Call(func=ast.Attribute(value=source, attr="get"), args=[ast.Constant(value=key), *_])
+                | ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[source, ast.Constant(value=key), *_])
+            ) if _is_config(source):
                 read.add(key)
     return read, mentioned
 
