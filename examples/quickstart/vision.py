@@ -38,7 +38,7 @@ WORDS = (  # each is one token
     "tree wall water wind winter wood"
 ).split()
 TRAIN, HELD_OUT = 3000, 100  # pictures of each kind
-ALIGN_STEPS, ALIGN_SIZE, STEPS = 800, 64, 40
+ALIGN_STEPS, ALIGN_SIZE, STEPS = 600, 64, 64
 PATCH, MERGE, WIDTH = 4, 4, 192  # a token for 16 x 16 pixels
 # Tokens that no text has become those of images.
 TOKENS = {"<jupyter_script>": "[IMG]", "<jupyter_output>": "[IMG_BREAK]", "<empty_output>": "[IMG_END]"}
