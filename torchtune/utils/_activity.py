@@ -111,7 +111,12 @@ def doing(phase: str) -> Iterator[None]:
 
 
 def count_written() -> None:
-    """Tell the watchdog, if there is one, that a tensor was written to a checkpoint."""
+    """Tell the watchdog, if there is one, that a tensor was written to a checkpoint.
+
+    Example:
+        >>> with torchtune.utils.watch_activity(torchtune.utils.Activity()):
+        ...     torchtune.utils.count_written()
+    """
     if _watched_activity is not None:
         _watched_activity.written += 1
 

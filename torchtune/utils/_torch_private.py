@@ -79,7 +79,12 @@ def in_function_transform() -> bool:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode sees the operations, such as selective checkpointing; modes of tracers do not count."""
+    """Whether a dispatch mode sees the operations, such as selective checkpointing; modes of tracers do not count.
+
+    Example:
+        >>> torchtune.utils.in_dispatch_mode()
+        False
+    """
     return is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
