@@ -10,7 +10,13 @@ import pytest
 from tests.recipes.killing import Forker, wait_for
 from tests.recipes.killing import said as said_by
 from tests.recipes.runs import RECIPES, read_log, start, write_config
-from tests.tiny_images import image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
+from tests.tiny_images import (
+    gemma4_unified_config,
+    image_text_model,
+    qwen3_vl_config,
+    write_image_checkpoint,
+    write_pictures,
+)
 from tests.tiny_vision import write_vision_checkpoint
 
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
@@ -132,10 +138,12 @@ def test_two_processes_train_on_images_as_one(forker, tmp_path):
     close(losses(tmp_path / "output"), alone, {1, 2, 3})
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_two_processes_train_on_image_tokens_as_one(packed, forker, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "packed"), [(qwen3_vl_config, False), (qwen3_vl_config, True), (gemma4_unified_config, False)]
+)
+def test_two_processes_train_on_image_tokens_as_one(config, packed, forker, tmp_path):
     """In a step one rank has text alone, and the other an image: both must run the sharded tower."""
-    write_image_checkpoint(image_text_model(qwen3_vl_config()), tmp_path / "checkpoint")
+    write_image_checkpoint(image_text_model(config()), tmp_path / "checkpoint")
     settings = write_pictures(tmp_path, count=6)
     rows = [json.loads(line) for line in (tmp_path / "pictures.jsonl").read_text().splitlines()]
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "text " * 6}]

@@ -106,8 +106,9 @@ class FusionModel(nn.Module):
     def needs_blank_image(self) -> bool:
         """Return whether a batch without images must encode a blank image.
 
-        With FSDP every rank must run the encoder, or the others would hang. The loss must also depend on some trained
-        parameter; its gradient is zero, and a warning says so.
+        With FSDP every rank must run the encoder, or the others would hang, and have gradients of it, which may be
+        reduced with those of the rest. The loss must also depend on some trained parameter; its gradient is zero, and a
+        warning says so.
         """
         trains_nothing = self.training and torch.is_grad_enabled() and self.has_frozen_text()
         if trains_nothing:
@@ -116,7 +117,7 @@ class FusionModel(nn.Module):
                 "A batch without images trains nothing: the text decoder is frozen, and only images reach the rest.",
                 logging.WARNING,
             )
-        return trains_nothing or is_sharded(self.encoder)
+        return trains_nothing or is_sharded(self)
 
 
 def is_sharded(module: nn.Module) -> bool:
