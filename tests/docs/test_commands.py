@@ -48,6 +48,8 @@ NOT_RUN = {
     "curl localhost:8000/v1/chat/completions -d "
     """'{"model": "orders", "messages": [{"role": "user", "content": "Two teas"}], "temperature": 0}'""": "a server",
     "curl localhost:8000/v1/sessions/episode-7": "needs a server",
+    "tune run --config qwen3/0.6B_lora_grpo_single_device dataset.source=my_shop.jsonl dataset.name=null "
+    "environment._component_=my_shop.Shop max_turns=6 rewards=[]": "tests/recipes/test_environments.py trains so",
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks tune_facts,tune_arithmetic,tune_texts": "needs the extra eval",
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks hellaswag,arc_easy --limit 100 --chat-template": "needs the hub",
     "tune run eleuther_eval --config eleuther_evaluation tasks=[truthfulqa_mc2] limit=100": "needs the hub",

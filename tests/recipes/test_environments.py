@@ -40,6 +40,7 @@ def test_calls_become_more_frequent_and_are_written_down(tmp_path):
     assert any("val_tools/turns" in record for record in run.records)
     found = lines(run)
     assert all(line["reward"] == 1 + line["calls"] for line in found)
+    assert all("Begin with nothing." in line["prompt"] for line in found), "what the model has read"
     assert any("<|im_start|>tool" in line["episode"] and "2 notes" in line["episode"] for line in found)
     assert {line["end"] for line in found} > {"completed", "max_turns"}
 

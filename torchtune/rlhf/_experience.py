@@ -358,16 +358,16 @@ class RolloutRecord:
 
     def _lines(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> Any:
         size = advantages.shape[1]
-        prompts = [self._tokenizer.decode(prompt.tokens) for prompt in scored.prompts]
         for i, rollout in enumerate(scored.rollouts):
             group, sample = divmod(i, size)
             if scored.prompts[group].is_blank:
                 continue
+            first = rollout.parts[0]
             yield {
                 "step": step,
                 "row": scored.prompts[group].number,
                 "sample": sample,
-                "prompt": prompts[group],
+                "prompt": self._tokenizer.decode(first.tokens[: first.prompt_len].tolist()),
                 "answer": scored.texts[i],
                 "reward": _json_number(scored.rewards[group, sample].item()),
                 "rewards": {name: _json_number(part[i]) for name, part in scored.parts.items()},

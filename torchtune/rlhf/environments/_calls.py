@@ -74,9 +74,9 @@ def _call(found: Any, arguments: str = "arguments") -> ToolCall:
     return ToolCall(found["name"], values)
 
 
-def _json(text: str) -> Any:
+def _json(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
     try:
-        return json.loads(text)
+        return decode(text)
     except (ValueError, RecursionError) as error:
         raise CallError(f"the tool call is not valid JSON: {error}") from error
 
@@ -123,12 +123,8 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
 
 def _llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     text = re.sub(r"<\|(python_tag|eot_id|eom_id)\|>", "", text).strip()
-    decoder = json.JSONDecoder()
     while text.startswith("{"):
-        try:
-            found, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError) as error:
-            raise CallError(f"the tool call is not valid JSON: {error}") from error
+        found, end = _json(text, json.JSONDecoder().raw_decode)
         if not isinstance(found.get("name"), str):
             return  # an answer in JSON
         yield _call(found, "parameters" if "parameters" in found else "arguments")

@@ -164,6 +164,21 @@ def run_tools(environment: Any, calls: list[ToolCall]) -> tuple[list[str], bool]
     return replies, bool(done() if callable(done) else done)
 
 
+def score(environment: Any) -> float:
+    """Return the reward, NaN for None."""
+    reward = _call(environment.get_reward)
+    if reward is None:
+        return math.nan
+    try:
+        if not math.isfinite(found := float(reward)):
+            raise ValueError("it is not finite")
+    except Exception as error:
+        raise TypeError(
+            f"get_reward returned a {type(reward).__name__}, not a finite number or None: {error}"
+        ) from error
+    return found
+
+
 def close(environment: Any) -> Any:
     return environment.close() if callable(getattr(environment, "close", None)) else None
 

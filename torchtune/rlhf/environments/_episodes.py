@@ -1,7 +1,6 @@
 """Episodes: conversations of a model with environments, in one continuous batch."""
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from torchtune.rlhf.environments._conversation import (
     close,
     reset,
     run_tools,
+    score,
     with_observation,
 )
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
@@ -91,10 +91,17 @@ class Environments:
         named = factories if isinstance(factories, Mapping) else {None: factories}
         self._kinds = {name: self._kind(build) for name, build in named.items()}
         self.give_rewards = all(kind.has_reward for kind in self._kinds.values())
-        if self._format not in FORMATS and any(kind.schemas for kind in self._kinds.values()):
+        has_tools = any(kind.schemas for kind in self._kinds.values())
+        if self._format not in FORMATS and has_tools:
             raise RolloutError(
-                f"tool_format is {self._format!r}, and the chat template shows no known one: set it to one of "
-                f"{', '.join(FORMATS)}."
+                f"tool_format is {self._format!r}, and the chat template shows no known one: set "
+                "tokenizer.chat_template to a template for tools, or, if the messages describe the tools, tool_format "
+                f"to one of {', '.join(FORMATS)}."
+            )
+        if has_tools and template and "tools" not in template:
+            get_logger().warning(
+                "The chat template omits the definitions of tools, so that the model reads of them what the messages "
+                "say: set tokenizer.chat_template to a template for tools."
             )
         self.seconds = dict.fromkeys(("generate", "tools", "idle", "score"), 0.0)
         self._closing: list[Task] = []
@@ -165,20 +172,15 @@ class Environments:
     def _begin(self, conversations: list[Conversation], seeds: Sequence[int | None], num_samples: int) -> None:
         """Reset an environment for each conversation, at the same time, and render the prompts."""
         tasks = []
-        for place, one in enumerate(conversations):
+        for one in conversations:
             if one.prompt.is_blank:
                 one.end = "completed"
             else:
-                seed = seeds[place // num_samples]
-                tasks.append((one, Task(self._timeout, reset, one, seed or 0)))
-        rendered: dict[Any, list[int]] = {}
+                tasks.append((one, Task(self._timeout, reset, one, seeds[one.number // num_samples] or 0)))
         for one, task in tasks:
             observation = self._wait(one, task)
             if one.end is None:
-                key = (id(one.prompt), observation)
-                if key not in rendered:
-                    rendered[key] = one.kind.bridge.prompt(with_observation(one.prompt, observation))
-                one.tokens = list(rendered[key])
+                one.tokens = one.kind.bridge.prompt(with_observation(one.prompt, observation))
                 self._limit(one, one.tokens)
         for one in conversations:
             one.start = list(one.tokens)
@@ -214,22 +216,22 @@ class Environments:
             ]
             draws = seeded_draws(keys, sampler.max_new_tokens, device)
         stop = set(sampler.stop_tokens)
-        pending: deque[tuple[int, Conversation, Callable[[], bool]]] = deque()
+        pending: deque[tuple[int, Conversation, list[ToolCall], Task]] = deque()
         step = 0
 
         def more(batch: Batch) -> list[Request]:
             """Return the next turns of episodes whose tools have had their steps; if all wait, time goes on."""
             nonlocal step
-            for due, one, _ in pending:
+            for due, one, *_ in pending:
                 if due == step + _STEPS_FOR_TOOLS:
                     one.past = batch.past((one.turns - 1) * count + one.number)
             step += 1
             found: list[Request] = []
             started = time.monotonic()
             while pending and (pending[0][0] <= step or not (batch.is_unfinished or found)):
-                due, one, reply = pending.popleft()
+                due, one, calls, task = pending.popleft()
                 step = max(step, due)
-                if reply():
+                if self._next_turn(one, calls, task):
                     request = Request(one.turns * count + one.number, list(one.tokens), one.limit, past=one.past)
                     found.append(request)
                 one.past = None
@@ -259,17 +261,15 @@ class Environments:
                 if one.end is not None:  # it ended before its first turn, and has a slot for one token
                     continue
                 one.append([token], [log_prob], is_sampled=True)
-                if token in stop or len(one.tokens) - one.turn_start == one.limit:
-                    reply = self._end_turn(one, token in stop)
-                    if reply is not None:
-                        pending.append((step + _STEPS_FOR_TOOLS, one, reply))
+                is_at_end = token in stop or len(one.tokens) - one.turn_start == one.limit
+                if is_at_end and (started := self._end_turn(one, token in stop)) is not None:
+                    pending.append((step + _STEPS_FOR_TOOLS, one, *started))
 
-    def _end_turn(self, one: Conversation, is_stopped: bool) -> Callable[[], bool] | None:
+    def _end_turn(self, one: Conversation, is_stopped: bool) -> tuple[list[ToolCall], Task] | None:
         """Start the tools that a turn calls.
 
         Returns:
-            a function that waits for the results, appends them, and returns whether there is a next turn; ``None`` if
-            the episode has ended.
+            the calls, and the task of their results; ``None`` if the episode has ended.
         """
         turn = one.tokens[one.turn_start :]
         one.history.append(Turn(turn, [], []))
@@ -289,19 +289,16 @@ class Environments:
                 one.end = "parse_error"
                 return None
             replies = [f"Error: {mistake}."] * max(len(calls), 1)
-            return partial(self._next_turn, one, calls, lambda: (replies, False))
+            return calls, Task(self._timeout, lambda: (replies, False))
         if not calls:
             one.end = "completed"
             return None
         one.calls += len(calls)
-        task = Task(self._timeout, run_tools, one.environment, calls)
-        return partial(self._next_turn, one, calls, partial(self._wait, one, task))
+        return calls, Task(self._timeout, run_tools, one.environment, calls)
 
-    def _next_turn(
-        self, one: Conversation, calls: list[ToolCall], results: Callable[[], tuple[list[str], bool]]
-    ) -> bool:
-        """Append the tokens before the next turn; return False if the episode has ended."""
-        found = results()
+    def _next_turn(self, one: Conversation, calls: list[ToolCall], task: Task) -> bool:
+        """Wait for the results; append the tokens before the next turn; return False if the episode has ended."""
+        found = self._wait(one, task)
         if one.end is not None:
             return False
         replies, is_done = found
@@ -326,18 +323,11 @@ class Environments:
         tasks = []
         for one in conversations:
             if one.end not in INVALID_ENDS and callable(getattr(one.environment, "get_reward", None)):
-                tasks.append((one, Task(self._timeout, one.environment.get_reward)))
+                tasks.append((one, Task(self._timeout, score, one.environment)))
         for one, task in tasks:
             reward = self._wait(one, task)
-            if one.end in INVALID_ENDS:
-                continue
-            try:
-                one.reward = math.nan if reward is None else float(reward)
-                if reward is not None and not math.isfinite(one.reward):
-                    raise ValueError("it is not finite")
-            except Exception as error:  # noqa: BLE001 - raised by a user's object
-                kind = type(reward).__name__
-                one.fail("environment_failed", f"get_reward returned a {kind}, not a finite number or None: {error}")
+            if one.end not in INVALID_ENDS:
+                one.reward = reward
         begun = [one.environment for one in conversations if one.environment is not None]
         self._closing = [Task(self._timeout, close, environment) for environment in begun]
 

@@ -285,13 +285,14 @@ def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts,
     assert (none.end, none.num_sampled) == ("context", 0)
 
 
-def test_environments_by_column_and_wrong_ones(make, prompts, tiny):
+def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
     class Other(Notes):
         def look(self, at: str) -> str:
             """Look at something."""
             return at
 
     both = make({"notes": Notes, "other": Other})
+    assert "The chat template omits the definitions of tools" in caplog.text
     rows = [
         Prompt(one.tokens, {**one.row, "environment": name}, one.number, messages=one.messages)
         for one, name in zip(prompts, ("notes", "other", "notes"), strict=True)
