@@ -99,7 +99,7 @@ class OpenEnvGym:
     def tools(self) -> list[dict[str, Any]]:
         """Return the definition of ``act``."""
         properties = {name: one for name, one in self._action["properties"].items() if name != "metadata"}
-        parameters = {"type": "object", "properties": properties, "required": self._action.get("required", [])}
+        parameters = {**self._action, "properties": properties}
         function = {"name": "act", "description": "Take an action.", "parameters": parameters}
         return [{"type": "function", "function": function}]
 
