@@ -1,8 +1,8 @@
 """Builders of models with image tokens from a checkpoint's ``config.json``, with the parts that are trained."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import LoRA
 
 Part = Literal["frozen", "lora", "full"]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def image_part(path: str) -> str:
@@ -100,47 +101,46 @@ def lora_image_text_model(
         lora_attn_modules,
         apply_lora_to_mlp,
         apply_lora_to_output,
-        lora_rank,
-        lora_alpha,
-        lora_dropout,
-        use_dora,
         quantize_base,
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        use_dora=use_dora,
     )
 
 
 def adapt_parts(
-    model: ImageTextModel,
+    model: Model,
     parts: Mapping[str, Part],
     lora_attn_modules: LoraAttnModules,
     apply_lora_to_mlp: bool,
     apply_lora_to_output: bool,
-    lora_rank: int,
-    lora_alpha: float,
-    lora_dropout: float,
-    use_dora: bool,
     quantize_base: bool,
-) -> ImageTextModel:
+    part_of: Callable[[str], str] = image_part,
+    **options: Any,
+) -> Model:
     """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
 
-    See :func:`lora_image_text_model` for the arguments.
+    See :func:`lora_image_text_model` for the arguments, and :class:`~torchtune.modules.peft.LoRA` for ``options``;
+    ``part_of`` returns the part of a module from its path.
 
     Raises:
         ModelError: no module would have an adapter.
     """
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    named = [path for path in linears if image_part(path) == "projector"]
+    named = [path for path in linears if part_of(path) == "projector"]
     if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
         named += LoRA(
             attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
         ).select(model)
-    targets = [path for path in dict.fromkeys(named) if parts[image_part(path)] == "lora"]
+    targets = [path for path in dict.fromkeys(named) if parts.get(part_of(path)) == "lora"]
     for part, way in parts.items():
-        if way == "lora" and part not in map(image_part, targets):
+        if way == "lora" and part not in map(part_of, targets):
             raise ModelError(
                 f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
                 "projections of attention, or choose 'frozen'."
             )
-    lora = LoRA(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, use_dora=use_dora, target_modules=targets)
+    lora = LoRA(target_modules=targets, **options)
     apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
     return model
 

@@ -26,7 +26,7 @@ class HeaderTurns(TurnsTokenizer):
     takes_images = False
     family: ClassVar[str] = "Llama 3"
     pattern: ClassVar[str] = CL100K_PATTERN
-    # Special tokens: begin and end of text, begin and end of a header, end of message and of turn, then the Python tag.
+    # Special tokens: begin and end of text, begin and end of a header, end of message and of turn, then others.
     required: ClassVar[tuple[str, ...]] = (
         *("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id"),
         "python_tag",
@@ -47,8 +47,8 @@ class HeaderTurns(TurnsTokenizer):
         if missing:
             raise DataError(f"special_tokens lacks {', '.join(missing)}, which {self.family}'s layout needs.")
         ids = [self.special_tokens[f"<|{name}|>"] for name in self.required]
-        self.bos_id, self.eos_id, self.start_header_id, self.end_header_id, self.eom_id, self.eot_id, *tag = ids
-        self.python_tag = tag[0] if tag else None
+        self.bos_id, self.eos_id, self.start_header_id, self.end_header_id, self.eom_id, self.eot_id = ids[:6]
+        self.python_tag = self.special_tokens.get("<|python_tag|>")
         self._special_ids = frozenset(self.special_tokens.values())
         pad, step = (self.special_tokens.get(f"<|{name}|>") for name in self.optional)
         self.pad_id, self.step_id = self.eos_id if pad is None else pad, step

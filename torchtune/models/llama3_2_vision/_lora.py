@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -50,29 +50,23 @@ def adapt(
     Raises:
         ModelError: no part or module is chosen, or ``lora_attn_modules`` has an unknown name.
     """
-    from torchtune.modules.conversion import apply_conversions
-    from torchtune.modules.low_precision import QuantizeBase
-    from torchtune.modules.peft import LORA_ATTN_MODULES, LoRA
+    from torchtune.models._image_builders import adapt_parts
 
     if not any(parts.values()):
         raise ModelError(f"No part has adapters ({', '.join(parts)}): nothing would be trained, choose one at least.")
-    known = get_args(LORA_ATTN_MODULES)
-    if wrong := [name for name in lora_attn_modules if name not in known]:
-        raise ModelError(f"lora_attn_modules has '{wrong[0]}': choose out of {', '.join(known)}.")
-    leaves = [f"attn.{name}" for name in lora_attn_modules]
-    leaves += ["mlp.w1", "mlp.w2", "mlp.w3"] if apply_lora_to_mlp else []
-    targets = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and parts.get(part_of(path))
-        and (path.endswith(tuple(leaves)) or (apply_lora_to_output and path.rpartition(".")[2] == "output"))
-    ]
-    if not targets:
-        raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")
-    lora = LoRA(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, use_dora=use_dora, target_modules=targets)
-    apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
-    return model
+    return adapt_parts(
+        model,
+        {part: "lora" if has_adapters else "frozen" for part, has_adapters in parts.items()},
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        apply_lora_to_output,
+        quantize_base,
+        part_of=part_of,
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        use_dora=use_dora,
+    )
 
 
 def lora_part_builder(base: Callable[..., Model], part: str, name: str, what: str) -> Callable[..., Model]:

@@ -7,15 +7,6 @@ __getattr__, __dir__, __all__ = face(
     {
         "Llama4Tokenizer": "_tokenizer",
         **dict.fromkeys(("Llama4Transform", "llama4_transform"), "_transform"),
-        **dict.fromkeys(
-            (
-                *("Llama4VisionEncoder", "Llama4VisionProjectionHead", "llama4_decoder", "lora_llama4_decoder"),
-                *("llama4_vision_encoder", "lora_llama4_vision_encoder"),
-                *("llama4_vision_projection_head", "lora_llama4_vision_projection_head"),
-            ),
-            "_component_builders",
-        ),
-        "Llama4ScaledRoPE": "_position_embeddings",
         "decoder_only_tp_plan": "_parallelism",
     },
 )

@@ -94,11 +94,11 @@ def early_fusion_builders(module: str, name: str, title: str, text_config: dict[
                 lora_attn_modules,
                 apply_lora_to_mlp,
                 apply_lora_to_output,
-                lora_rank,
-                lora_alpha,
-                lora_dropout,
-                use_dora,
                 quantize_base,
+                rank=lora_rank,
+                alpha=lora_alpha,
+                dropout=lora_dropout,
+                use_dora=use_dora,
             )
 
         return dress(lora, builder_name, module, _LORA_DOC.format(title=title, image_size=_IMAGE_SIZE))

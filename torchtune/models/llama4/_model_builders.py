@@ -94,6 +94,7 @@ SPEC = family(
     "llama4",
     FORMAT,
     renamed(shared_expert(_EXPERTS, "mlp.shared_expert"), _NAMES),
+    model_types=("LLAMA4",),
     module_prefixes={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
 

@@ -38,6 +38,8 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
         DataError: a file is missing or broken, or lacks a token of images.
     """
 
+    required = (*Llama4Tokenizer.required, *_LAYOUT)
+
     def __init__(
         self,
         path: str,
@@ -55,10 +57,7 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
     ) -> None:
         special_tokens = None if special_tokens_path is None else parse_hf_tokenizer_json(special_tokens_path)
         super().__init__(path, special_tokens, max_seq_len, get_prompt_template(prompt_template))
-        if missing := [f"<|{name}|>" for name in _LAYOUT if f"<|{name}|>" not in self.special_tokens]:
-            raise DataError(f"{special_tokens_path} lacks {', '.join(missing)}, which Llama 4's images need.")
         self.tile_size, self.patch_size, self.max_num_tiles = tile_size, patch_size, max_num_tiles
-        self._image_ids_of_layout = frozenset(self.special_tokens[f"<|{name}|>"] for name in _LAYOUT)
         self.image_tokens = (self.special_tokens["<|patch|>"],)
         self.processor = LlamaImages(
             patch_size=patch_size,
@@ -86,7 +85,7 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
         wanted = sum(self.plan(image).tokens for message in messages for image in message.get_media())
         if lost := wanted - tokens.count(self.image_tokens[0]):
             raise DataError(f"max_seq_len={self.max_seq_len} would cut {lost} tokens of images off a row: raise it")
-        drawn = self._image_ids_of_layout
+        drawn = {self.special_tokens[f"<|{name}|>"] for name in _LAYOUT}
         return tokens, [masked or token in drawn for token, masked in zip(tokens, mask, strict=True)]
 
     def _image_ids(self, image: Any) -> list[int]:
