@@ -1,5 +1,6 @@
 """The report of a run: ``report.html``, one file without a network, and ``report.json``."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ def write_page(template: str, path: Path, **values: Any) -> None:
         file.write(page.encode("utf-8", "replace"))
 
 
+@functools.cache
 def environment(*, autoescape: bool) -> jinja2.Environment:
     """Return the environment of the templates; the filters ``code`` and ``plain`` quote text for Markdown."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
