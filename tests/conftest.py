@@ -3,6 +3,7 @@
 import gc
 import logging
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -92,6 +93,14 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Rows that tests prepare do not go to the user's cache, nor come from it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHTUNE_CACHE", str(tmp_path_factory.mktemp("torchtune_cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_without_sync() -> Iterator[None]:
+    """No test loses power: to wait for the disk would take half of the time of a short run that saves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
         yield
 
 
