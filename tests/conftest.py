@@ -108,9 +108,7 @@ def files_without_sync() -> Iterator[None]:
 def imported_aside() -> None:
     """Children of ``tune export`` and ``tune selfcheck`` fork from a process that has imported what most need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torchtune._cli._selfchecks", "transformers.modeling_utils", "tests.recipes.imported"]
-    )
+    context.set_forkserver_preload(["torchtune._cli._selfchecks", "tests.recipes.imported"])
     forkserver.ensure_running()
 
 

@@ -20,10 +20,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-MODULES = "datasets omegaconf torch._dynamo torch.distributed.fsdp torchtune._recipe_registry"
+MODULES = (
+    "datasets omegaconf torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent.server "
+    "torch.distributed.fsdp torchtune._recipe_registry"
+)
 # Seconds after which a module of the tests is killed.
 PATIENCE = 900
-ROOMS = "config data datasets models modules modules.loss modules.peft tokenizers training utils"
+ROOMS = (
+    "config data datasets generation models modules modules.loss modules.peft modules.transforms reports rlhf "
+    "rlhf.loss tokenizers training utils"
+)
 
 _held: list[socket.socket] = []
 
@@ -106,6 +112,8 @@ def import_rooms() -> None:
         face = importlib.import_module(f"torchtune.{room}")
         for name in face.__all__:
             getattr(face, name)
+    importlib.import_module("torchtune.models").list_specs()  # imports all families
+    importlib.import_module("torchtune.reports._page").environment(autoescape=True).get_template("report.html")
 
 
 def main() -> None:

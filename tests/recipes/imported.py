@@ -1,8 +1,12 @@
-"""Imports what recipes import, for a process that forks them."""
+"""Imports what recipes import, and what reads their files, for a process that forks both."""
 
 import gc
+import importlib
 
 from tests.recipes.forker import import_rooms
 
 import_rooms()
+for name in ("torchtune._facade", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"):
+    importlib.import_module(name)
+gc.freeze()  # children do not look for garbage here, which would copy all of it
 gc.enable()  # in its children, too
