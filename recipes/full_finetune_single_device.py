@@ -120,6 +120,8 @@ class Settings:
     shuffle: bool = True
     # Collate function; the default is padding-free.
     collate_fn: str = "torchtune.data.collate_documents"
+    # Folder of cached features of images, which a frozen vision tower computes once; null: in every epoch.
+    image_cache: str | None = None
     # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
     # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.
@@ -188,6 +190,7 @@ class FullFinetuneRecipeSingleDevice:
             self.checkpointer.resume(self.resume_point, self.model, state)
             self.global_step = state["progress"]["global_step"]
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
+        training.cache_images(self.model, self.tokenizer, cfg.image_cache, self.dims)
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Build on the meta device, convert, load and wrap: there is never a second copy of the weights."""

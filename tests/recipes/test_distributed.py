@@ -139,26 +139,42 @@ def test_two_processes_train_on_images_as_one(forker, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "packed"), [(qwen3_vl_config, False), (qwen3_vl_config, True), (gemma4_unified_config, False)]
+    ("config", "way"),
+    [
+        (qwen3_vl_config, "rows"),
+        (qwen3_vl_config, "packed"),
+        (qwen3_vl_config, "cached"),
+        (gemma4_unified_config, "rows"),
+    ],
 )
-def test_two_processes_train_on_image_tokens_as_one(config, packed, forker, tmp_path):
-    """In a step one rank has text alone, and the other an image: both must run the sharded tower."""
+def test_two_processes_train_on_image_tokens_as_one(config, way, forker, tmp_path):
+    """In a step one rank has text alone, and the other an image: both must run the sharded tower.
+
+    So they must if the features of an image are cached on one rank, and not on the other.
+    """
     write_image_checkpoint(image_text_model(config()), tmp_path / "checkpoint")
     settings = write_pictures(tmp_path, count=6)
     rows = [json.loads(line) for line in (tmp_path / "pictures.jsonl").read_text().splitlines()]
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "text " * 6}]
     lines = [line for row in rows for line in (row, {"image": None, "conversations": turns})]
+    if way == "cached":
+        lines = [line for i, row in enumerate(rows) for line in (row, lines[1], row, rows[i - 1])]
     (tmp_path / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings["dataset"]["packed"] = packed
+    settings["dataset"]["packed"] = way == "packed"
     settings["tokenizer"]["max_seq_len"] = 60
     model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(tmp_path / "checkpoint")}
-    settings |= {"model": {**model, "vision_tower": "full"}, "lr_scheduler": None, "shuffle": False}
+    model["vision_tower"] = "frozen" if way == "cached" else "full"
+    settings |= {"model": model, "lr_scheduler": None, "shuffle": False}
     settings |= {"collate_fn": "torchtune.data.collate_documents", "clip_grad_norm": 1.0, "epochs": 1}
     alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=2).losses
-    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, batch_size=1)
-    codes, said = fork(forker, config, "enable_activation_checkpointing=True")
-    assert codes == [0, 0], said[-4000:]
-    close(losses(tmp_path / "output"), alone, set(alone))
+    settings["image_cache"] = str(tmp_path / "features") if way == "cached" else None
+    for _ in range(2 if way == "cached" else 1):
+        output = tmp_path / f"output_{len(list(tmp_path.glob('output_*')))}"
+        config = write_config("full_finetune_distributed", tmp_path, output, **settings, batch_size=1)
+        codes, said = fork(forker, config, "enable_activation_checkpointing=True")
+        assert codes == [0, 0], said[-4000:]
+        close(losses(output), alone, set(alone))
+    assert len(list(tmp_path.glob("features/*/*"))) == (6 if way == "cached" else 0)
     assert len(alone) >= 2
 
 

@@ -14,9 +14,8 @@ import torch
 from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.reports._run_report import _fingerprint
 from torchtune.supervision import explain_no_validation, explain_short_epoch
-from torchtune.training import RecipeSettingsError, RunReport, SettingsView
+from torchtune.training import RecipeSettingsError, RunReport, SettingsView, checksum_trained
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -151,16 +150,16 @@ def test_any_bit_of_any_trained_parameter_counts(dtype):
     model = torch.nn.Module()
     model.trained = torch.nn.ParameterList([torch.nn.Parameter(base[3:40].clone()), torch.nn.Parameter(base[41:78])])
     model.frozen = torch.nn.Parameter(torch.randn(4, dtype=dtype), requires_grad=False)
-    before = _fingerprint(model)
+    before = checksum_trained(model)
     model.frozen.data[0] += 1
-    assert _fingerprint(model) == before
+    assert checksum_trained(model) == before
     for parameter in model.trained:
         for index in (0, 20, 36):
             old = parameter.data[index].clone()
             parameter.data[index] = torch.nextafter(old, old.new_tensor(float("inf")))
-            assert _fingerprint(model) != before
+            assert checksum_trained(model) != before
             parameter.data[index] = old
-            assert _fingerprint(model) == before
+            assert checksum_trained(model) == before
 
 
 def test_what_a_resume_could_not_set_is_refused_before_training(tmp_path):

@@ -53,6 +53,7 @@ __getattr__, __dir__, __all__ = attach(
         "read_pixels": "_images",
         "copy_sample": "_common",
         "Colors": "_ragged_images",
+        "ImageCache": "_image_cache",
         "Grid": "_ragged_images",
         "check_placeholders": "_ragged_images",
         "grid_positions": "_ragged_images",

@@ -56,7 +56,8 @@ class SFTTransform(Transform):
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         if self.model_transform is not None:
-            sample = tokenize(self.model_transform, with_open_images(sample))
+            opens = getattr(self.model_transform, "gives_patches", False)
+            sample = tokenize(self.model_transform, sample if opens else with_open_images(sample))
         sample = copy_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(

@@ -19,7 +19,7 @@ from torchtune.generation._prompt_file import AnswerFile, Prompt
 from torchtune.generation._prompt_images import images_of_row
 from torchtune.generation._tokens import TokenStep, finite_steps, seeded_draws, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
-from torchtune.supervision import checksum_bits
+from torchtune.training import checksum_bits
 
 # Prompts per continuous batch, for each of its sequences.
 _PROMPTS_PER_SEQUENCE = 64

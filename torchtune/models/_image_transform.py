@@ -12,6 +12,7 @@ from torch import nn
 
 from torchtune.data import (
     DataError,
+    ImageCache,
     Images,
     Message,
     MessageLike,
@@ -43,12 +44,14 @@ class ImageEncoder:
     Attributes:
         image_tokens: ids of the tokens of images.
         processor: image processor of the family.
+        image_cache: cache of the features of images, which are not decoded then.
     """
 
     takes_images = True
     gives_patches = True  # collate_documents batches its rows
     image_tokens: tuple[int, ...]
     processor: ImageProcessor
+    image_cache: ImageCache | None = None
     _has_grid_positions = False
 
     def encode_images(self, messages: Sequence[MessageLike], tokens: Sequence[int]) -> dict[str, Any]:
@@ -57,13 +60,15 @@ class ImageEncoder:
         Raises:
             DataError: an image cannot be read.
         """
-        messages = as_messages(messages)
-        pictures = each_image(open_image, [image for message in messages for image in message.get_media()])
+        pictures = [image for message in as_messages(messages) for image in message.get_media()]
         if not pictures:
             return {}
-        plans = [self.plan(picture) for picture in pictures]
+        plans, cached = each_image(self.plan, pictures), ()
         grids = tuple(grid for plan in plans for grid in plan.grids)
-        pixels = [torch.from_numpy(self.processor.pixels(picture)) for picture in pictures]
+        if self.image_cache is not None:
+            cached = tuple(map(self.image_cache.find, pictures, [plan.grids for plan in plans]))
+            pictures = [one if image.features is None else None for one, image in zip(pictures, cached, strict=True)]
+        pixels = each_image(self._pixels, pictures)
         check_placeholders(tokens, self.image_tokens, grids, self.processor.merge)
         places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
         positions = None
@@ -72,8 +77,14 @@ class ImageEncoder:
             found = grid_positions(tokens, self.image_tokens, grids, self.processor.merge, steps)
             positions = torch.from_numpy(found)[:, None]
         colors = self.processor.colors
-        images = Images(join_pixels(pixels, colors), grids, places, positions, colors=colors)
+        pixels = join_pixels(pixels, colors)
+        images = Images(pixels, grids, places, positions, colors=colors, cached=cached)
         return {"encoder_input": {"images": images}}
+
+    def _pixels(self, image: Any) -> torch.Tensor:
+        """Return the pixels of an image's patches; none if it is None."""
+        found = np.empty((0, 0), np.uint8) if image is None else self.processor.pixels(open_image(image))
+        return torch.from_numpy(found)
 
     def plan(self, image: Any) -> Plan:
         """Return sizes and number of tokens of an image, from the header of its file."""

@@ -137,3 +137,12 @@ def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
         for index in range(length)[slice(*numbers)]:
             chosen[index] = True
     return chosen
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is sharded, so that its forward pass has all-gathers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+    return any(isinstance(part, FSDPModule) for part in module.modules())

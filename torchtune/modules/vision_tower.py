@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import Documents, Grid, Images
+from torchtune.data import Documents, Grid, Images, token_counts
 from torchtune.modules._document_attention import Boundaries
+from torchtune.modules.common_utils import is_sharded
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
 from torchtune.modules.rms_norm import rms_norm
 
@@ -234,8 +235,41 @@ class VisionTower(nn.Module):
             Tokens ``[n, width of the decoder]`` of all images, then, for each layer of ``deep_projectors``, tokens of
             the same shape.
         """
-        device, dtype = images.patches.device, self.patch_embed.weight.dtype
-        places = patch_places(images.grids, self.merge)
+        return self._with_cache(images) if images.cached else self._project(self._encode(images))
+
+    def blank(self, device: torch.device) -> Images:
+        """Return a blank image of one token."""
+        pixels = torch.zeros(self.merge**2, self.patch_embed.in_features, device=device)
+        return Images(pixels, ((1, self.merge, self.merge),))
+
+    def _with_cache(self, images: Images) -> list[Tensor]:
+        """Encode images whose features are not cached, and add these; the features are tokens if all is frozen."""
+        is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
+        parts: list[Tensor] = []
+        if images.pixel_grids:
+            found = self._encode(images)
+            found = torch.cat(self._project(found) if is_frozen else found, dim=1)
+            counts = [token_counts(one.grids, self.merge if is_frozen else 1) for one in images.cached]
+            missing = zip(images.cached, counts, strict=True)
+            parts = list(found.split([sum(count) for one, count in missing if one.features is None]))
+        elif is_sharded(self):  # other ranks may need the layers
+            self._encode(self.blank(images.pixels.device))
+        features = [parts.pop(0) if one.features is None else one.features for one in images.cached]
+        for one, found in zip(images.cached, features, strict=True):
+            if one.features is None:
+                one.write(found)
+        whole = list(torch.cat(features).chunk(1 + len(self.deep_layers), dim=1))
+        return whole if is_frozen else self._project(whole)
+
+    def _project(self, features: Sequence[Tensor]) -> list[Tensor]:
+        """Project the output of the layers, and those of single layers, to tokens."""
+        deep = [self.deep_projectors[self.deep_layers.index(layer)] for layer in sorted(self.deep_layers)]
+        return [project(part) for project, part in zip((self.projector, *deep), features, strict=True)]
+
+    def _encode(self, images: Images) -> list[Tensor]:
+        """Return the output of the layers ``[p, d]`` for the pixels, and that of each layer of ``deep_projectors``."""
+        device, dtype = images.pixels.device, self.patch_embed.weight.dtype
+        places = patch_places(images.pixel_grids, self.merge)
         x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))
         if self.positions is not None:
             x = x + self.positions(places.to(device))
@@ -246,7 +280,7 @@ class VisionTower(nn.Module):
             x, places = self.positions.with_class(x, places, tiles)
             lengths = [length + 1 for length in lengths]
         if self.window:
-            order, lengths_of_windows = self._windows(images.grids)
+            order, lengths_of_windows = self._windows(images.pixel_grids)
             x, places = x[order.to(device)], places[:, order]
             windows = Boundaries.of(Documents.from_lengths(lengths_of_windows, device))
         frames = Boundaries.of(Documents.from_lengths(lengths, device))
@@ -257,12 +291,13 @@ class VisionTower(nn.Module):
             inside = frames if not self.window or index in self.full_layers else windows
             x = layer(x, documents=inside, rope=rope)
             if index in self.deep_layers:
-                deep.append(self.deep_projectors[self.deep_layers.index(index)](x[0]))
+                deep.append(x[0])
         x = self.norm(x[0])
-        tokens = self.projector(x.unflatten(0, (tiles, -1))[:, :-1].flatten(0, 1) if classed else x)
+        if classed:
+            x = x.unflatten(0, (tiles, -1))[:, :-1].flatten(0, 1)
         if order is not None:
-            tokens = tokens[order[:: self.merge**2].argsort().to(device)]
-        return [tokens, *deep]
+            x, *deep = (each[order.argsort().to(device)] for each in (x, *deep))
+        return [x, *deep]
 
     def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
         """Return the order of patches by window, and the number of patches of each window."""

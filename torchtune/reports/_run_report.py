@@ -29,7 +29,6 @@ from torchtune.supervision import (
     StepGuard,
     StepMetrics,
     align_rows,
-    checksum_bits,
     component_name,
     count_steps,
     count_tokens,
@@ -38,16 +37,9 @@ from torchtune.supervision import (
     explain_short_epoch,
     rows_per_step,
 )
-from torchtune.training import RecipeSettingsError, SettingsView
+from torchtune.training import RecipeSettingsError, SettingsView, checksum_trained
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero, logged_once
-
-
-@torch.no_grad()
-def _fingerprint(model: torch.nn.Module) -> list[int]:
-    """Return a fingerprint of the bits of all trained parameters."""
-    sums = [one for parameter in model.parameters() if parameter.requires_grad for one in checksum_bits(parameter)]
-    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
 
 
 class TrainedRecipe(Protocol):
@@ -109,7 +101,7 @@ class RunReport:
         self._recipe, self._cfg, self._started = recipe, SettingsView.of(recipe.cfg), time.monotonic()
         self._folder, self._has_ended = Path(self._cfg.output_dir), False
         unused = explain_no_validation(self._cfg, recipe.total_steps)
-        self._first_step, self._initial_fingerprint = recipe.global_step, _fingerprint(recipe.model)
+        self._first_step, self._initial_fingerprint = recipe.global_step, checksum_trained(recipe.model)
         log_rank_zero(get_logger(), f"This run:\n{align_rows(list(self._summary_rows()))}")
         if unused is not None:
             log_rank_zero(get_logger(), f"dataset_val: {unused}.", logging.WARNING)
@@ -186,7 +178,7 @@ class RunReport:
     def end(self, code: int) -> int:
         """Log the result of the run; all ranks call it after the last step. Return ``code``, that of ``train``."""
         recipe, steps = self._recipe, self._recipe.global_step - self._first_step
-        changed = recipe.dims.any(_fingerprint(recipe.model) != self._initial_fingerprint)
+        changed = recipe.dims.any(checksum_trained(recipe.model) != self._initial_fingerprint)
         took = duration(time.monotonic() - self._started)
         is_finished, stops_early = recipe.global_step >= recipe.total_steps, code == 0 and recipe.best.should_stop
         if is_finished or stops_early:

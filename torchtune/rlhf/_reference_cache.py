@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from torchtune.data import Batch, BatchLoader
 from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
-from torchtune.supervision import checksum_bits
-from torchtune.training import ParallelDims
+from torchtune.training import ParallelDims, fingerprint_weights
 from torchtune.utils import atomic_write, get_logger, is_simulated, log_rank_zero
 
 _SIDES = ("chosen", "rejected")
@@ -74,7 +73,7 @@ def cache_log_probs(
             for loader, rows in zip(loaders, zeros, strict=True)
         ]
     create_folder(Path(folder), "reference_cache")
-    of_model, found = _fingerprint(parameters, dims), []
+    of_model, found = fingerprint_weights(parameters, dims), []
     for loader in loaders:
         data = loader.dataset
         if getattr(data, "fingerprint", None) is None:
@@ -97,14 +96,6 @@ def cache_log_probs(
                     file.write(save({"log_probs": known}, {"crc32": str(zlib.crc32(known.tobytes()))}))
         found.append(loader.derive(dataset=WithReference(data, known)))
     return found
-
-
-def _fingerprint(parameters: Sequence[tuple[str, nn.Parameter]], dims: ParallelDims) -> tuple[str, int]:
-    """Return a fingerprint of names, dtypes and bits of the parameters."""
-    names = repr([(name, value.dtype) for name, value in parameters])
-    sums = (sum(map(int, checksum_bits(value))) for _, value in parameters)
-    total = sum((place + 1) * value for place, value in enumerate(sums)) % 2**40  # float64 sums are exact below this
-    return hashlib.sha256(names.encode()).hexdigest(), dims.exchange([total])[0][0]
 
 
 def _read(path: Path, rows: int) -> np.ndarray:

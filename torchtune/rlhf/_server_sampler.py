@@ -13,7 +13,6 @@ from weakref import finalize
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.generation import evaluating
@@ -22,7 +21,7 @@ from torchtune.rlhf._http import NoReplyError
 from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens, is_tensor_parallel
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
-from torchtune.training import CheckpointStore
+from torchtune.training import CheckpointStore, checksum_trained
 from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger
 
@@ -139,7 +138,7 @@ class ServerSampler:
 
     def _send_weights(self) -> None:
         """Save the weights and let the server load them, if they have changed."""
-        found = _fingerprint(self.model)
+        found = checksum_trained(self.model)
         if not self._ranks.any(found != self._loaded_fingerprint):
             return
         previous = self._store.output_dir / f"step_{self._num_saves}" if self._num_saves else None
@@ -289,15 +288,3 @@ def _make_server(
         stop = eos if eos in settings.stop_tokens else settings.stop_tokens[0]
         return TransformersServer(url, None, settings, checkpoint_dir / "tokenizer.json", stop)
     raise RolloutError(f"sampler.server is {kind!r}: it must be vllm or transformers.")
-
-
-@torch.no_grad()
-def _fingerprint(model: nn.Module) -> list[int]:
-    """Sum the bits of each trained parameter's local shard, to detect changes."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
-    for weight in model.parameters():
-        if weight.requires_grad:
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            sums.append(local.detach().contiguous().view(kinds[local.element_size()]).sum(dtype=torch.int64))
-    return torch.stack(sums).tolist() if sums else []

@@ -32,7 +32,6 @@ __getattr__, __dir__, __all__ = attach(
         "PROGRESS_METRICS": "_step_metrics",
         "align_rows": "_describe_run",
         "attention_pairs": "_flops",
-        "checksum_bits": "_describe_run",
         "component_name": "_describe_run",
         "count_steps": "_describe_run",
         "count_tokens": "_describe_run",

@@ -1,10 +1,9 @@
 """Sentences about the steps, the batches and the data of a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchtune.training import RecipeSettingsError, SettingsView
 
@@ -71,21 +70,6 @@ def explain_short_epoch(cfg: SettingsView, data_size: int, examples: int | None)
 def component_name(node: Any) -> str:
     """Return the last part of a component's dotted path."""
     return str(node.get("_component_")).rpartition(".")[2]
-
-
-def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
-    if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantized
-        for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # others are the device mesh
-                yield from checksum_bits(inner)
-        return
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() // 8 * 8
-    yield data[:whole].view(torch.int64).sum()
-    yield data[whole:].sum()
 
 
 def row_lengths(dataset: Any) -> np.ndarray | None:

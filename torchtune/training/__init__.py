@@ -96,6 +96,7 @@ __getattr__, __dir__, __all__ = attach(
         "VALID_BACKENDS_FOR_MEMORY_STATS": "memory",
         "apply_selective_activation_checkpointing": "activations",
         "checkpoint_activations": "activations",
+        "cache_images": "_cache_images",
         "choose_dtype": "precision",
         "cleanup_before_training": "memory",
         "clip_grad_norm_": "optim._clip_grad",
@@ -144,4 +145,9 @@ __getattr__, __dir__, __all__ = attach(
         "quantization",
         "seed",
     ),
+    between_rooms={
+        "checksum_bits": "_checksums",
+        "checksum_trained": "_checksums",
+        "fingerprint_weights": "_checksums",
+    },
 )

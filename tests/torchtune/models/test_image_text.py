@@ -179,15 +179,20 @@ def test_logits_are_those_of_transformers(theirs, ours, name):
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_are_those_of_transformers(theirs, ours, folder, tmp_path):
+def test_gradients_are_those_of_transformers(theirs, ours, tmp_path):
     tokens, sizes = fitting(ours, LAST)
     (logits_of_transformers(theirs, ours, tokens, sizes) ** 2).sum().backward()
     (ours(torch.tensor([tokens]), **images_of(ours, sizes)) ** 2).sum().backward()
+    compare_gradients(theirs, ours, tmp_path)
+
+
+def compare_gradients(theirs, ours, folder):
+    """Compare the gradients of all trained parameters, by way of a checkpoint of the gradients of ``transformers``."""
     gradients = copy.deepcopy(theirs)
     for parameter, original in zip(gradients.parameters(), theirs.parameters(), strict=True):
         parameter.data = torch.zeros_like(parameter) if original.grad is None else original.grad
-    gradients.save_pretrained(tmp_path)
-    wanted = dict(read(tmp_path).named_parameters())
+    gradients.save_pretrained(folder)
+    wanted = dict(read(folder).named_parameters())
     assert wanted.keys() == dict(ours.named_parameters()).keys()
     # Biases of keys have no gradient in exact arithmetic without rotary embeddings.
     largest = max(parameter.detach().abs().max() for parameter in wanted.values() if parameter.isfinite().all())

@@ -1,4 +1,4 @@
-"""Videos as frames against ``transformers``: plans, patches, text, positions, logits; packs and a training step."""
+"""Videos as frames against ``transformers``: plans, patches, text, positions, logits, gradients, answers; packs."""
 
 import json
 import random
@@ -31,9 +31,11 @@ from tests.tiny_images import (
     qwen3_vl_config,
     write_image_checkpoint,
 )
+from tests.torchtune.models.test_image_text import compare_gradients
 from tests.torchtune.models.test_image_transform import picture
 from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.datasets import chat_dataset
+from torchtune.generation import generate_tokens, images_of_row, stream
 from torchtune.models import image_text_transform
 from torchtune.models.qwen3_vl._processor import QwenImages
 
@@ -141,18 +143,15 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_text_positions_and_logits_are_those_of_transformers(name, theirs, folder):
-    parts, fps = ROWS[name]
     model, transform = torchtune.load(folder, device="cpu", images=True)
-    row = transform(turns(*parts))
-    old = theirs.config.model_type == "qwen2_5_vl"
+    row, inputs = prepared(name, theirs, transform)
     images = row["encoder_input"]["images"]
     text = transform.decode(row["tokens"], skip_special_tokens=False)
-    videos = [one for one in parts if isinstance(one, dict)]
+    videos = [one for one in ROWS[name][0] if isinstance(one, dict)]
     for one, grid in zip(videos, [grid for grid in images.grids if grid[0] > 1], strict=True):
         wanted = written(one, grid, theirs.config.model_type)
         assert text.count(wanted) == 1
         assert f"<|vision_start|>{wanted}" not in text  # the first releases of the processor replace the template's
-    inputs = inputs_of_row(theirs, row, fps if old else None)
     if model.grid_positions:
         given = {key: value for key, value in inputs.items() if "pixel" not in key}
         assert images.positions.tolist() == theirs.model.get_rope_index(**given)[0].tolist()
@@ -161,6 +160,45 @@ def test_text_positions_and_logits_are_those_of_transformers(name, theirs, folde
         found = model.eval()(inputs["input_ids"], encoder_input=row["encoder_input"])
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert all(masked for token, masked in zip(row["tokens"], row["mask"], strict=True) if token >= IMAGE)
+
+
+def prepared(name, theirs, transform, **options) -> tuple[dict, dict]:
+    """A row of ``ROWS``, and what ``transformers`` takes for it."""
+    parts, fps = ROWS[name]
+    row = transform(turns(*parts), **options)
+    return row, inputs_of_row(theirs, row, fps if theirs.config.model_type == "qwen2_5_vl" else None)
+
+
+@pytest.mark.parametrize("name", ["an odd number of frames, and an image", "two"])
+def test_gradients_are_those_of_transformers(name, theirs, folder, tmp_path):
+    model, transform = torchtune.load(folder, device="cpu", images=True)
+    row, inputs = prepared(name, theirs, transform)
+    (theirs(**inputs).logits ** 2).sum().backward()
+    (model(inputs["input_ids"], encoder_input=row["encoder_input"]) ** 2).sum().backward()
+    compare_gradients(theirs, model, tmp_path)
+
+
+def test_answers_about_videos_are_those_of_transformers(theirs, folder):
+    """Alone with and without caches, and together in the continuous batch, where answers end at different times."""
+    model, transform = torchtune.load(folder, device="cpu", images=True)
+    rows, wanted = [], []
+    for name in ROWS:
+        row, inputs = prepared(name, theirs, transform, inference=True)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        found = theirs.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        wanted.append(found[0, len(row["tokens"]) :].tolist())
+        rows.append(row)
+    assert len(set(map(tuple, wanted))) > 1, wanted
+    with torch.no_grad():
+        for use_cache in (True, False):
+            for row, answer in zip(rows, wanted, strict=True):
+                more = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
+                images = images_of_row(row, torch.device("cpu"))
+                assert list(stream(model.eval(), torch.tensor(row["tokens"]), **more, **images)) == answer
+    images = [{"encoder_input": row["encoder_input"]} for row in rows]
+    prompts, limits = [row["tokens"] for row in rows], [6, 2, 4]
+    together = generate_tokens(model, prompts, max_new_tokens=limits, temperature=0.0, images=images, max_sequences=2)
+    assert [found.tolist() for found in together.tokens] == [a[:n] for a, n in zip(wanted, limits, strict=True)]
 
 
 def written(one, grid, kind) -> str:

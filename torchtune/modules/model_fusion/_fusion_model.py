@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from torchtune.modules.common_utils import is_sharded
 from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import get_logger, log_once
@@ -118,12 +119,3 @@ class FusionModel(nn.Module):
                 logging.WARNING,
             )
         return trains_nothing or is_sharded(self)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module is sharded, so that its forward pass has all-gathers."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FSDPModule  # slow to import
-
-    return any(isinstance(part, FSDPModule) for part in module.modules())

@@ -165,6 +165,4 @@ class ImageTextModel(FusionModel):
 
     def _blank(self, h: Tensor) -> Tensor:
         """Return zero that depends on the tower's output for a blank image."""
-        merge, width = self.encoder.merge, self.encoder.patch_embed.in_features
-        blank = Images(torch.zeros(merge**2, width, device=h.device), ((1, merge, merge),))
-        return sum(part.sum() for part in self.encoder(blank)).to(h.dtype) * 0
+        return sum(part.sum() for part in self.encoder(self.encoder.blank(h.device))).to(h.dtype) * 0

@@ -1,0 +1,64 @@
+"""Keys and files of cached image features."""
+
+import base64
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from torchtune.data import ImageCache, Video
+from torchtune.utils import UserError
+
+GRIDS = ((1, 2, 2),)
+FEATURES = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+
+
+def picture(path: Path, seed: int = 0) -> Path:
+    Image.frombytes("RGB", (5, 4), random.Random(seed).randbytes(60)).save(path)
+    return path
+
+
+def test_the_key_is_the_content_of_an_image_and_what_its_features_are_made_by(tmp_path):
+    one, copy, other = (picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    cache = ImageCache(tmp_path / "features", "a processor")
+    url = f"data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}"
+    same = [one, str(copy), one.read_bytes(), {"bytes": one.read_bytes(), "path": None}, {"path": str(copy)}]
+    decoded = [url, Image.open(copy)]
+    different = [other, Image.open(other), Video((one, copy), 2.0), Video((one, other), 2.0)]
+    paths = [cache.find(image, GRIDS).path for image in [*same, *decoded, *different]]
+    assert len(set(paths[:5])) == len(set(paths[5:7])) == 1
+    assert len(set(paths)) == 2 + len(different)
+    assert ImageCache(tmp_path / "features", "another").find(one, GRIDS).path != paths[0]
+    found = cache.find(one, GRIDS)
+    assert found.features is None
+    found.write(FEATURES)
+    again = cache.find(copy.read_bytes(), GRIDS)
+    assert again.grids == GRIDS
+    assert torch.equal(again.features, FEATURES)
+    assert again.features.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1] + b"!", lambda data: data[:-3], lambda data: b""])
+def test_a_damaged_file_counts_as_missing(damage, tmp_path):
+    cache, image = ImageCache(tmp_path / "features", None), picture(tmp_path / "a.png")
+    cache.find(image, GRIDS).write(FEATURES)
+    path = cache.find(image, GRIDS).path
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache.find(image, GRIDS).features is None
+
+
+def test_half_of_the_free_space_is_left(tmp_path, caplog):
+    found = ImageCache(tmp_path / "features", None).find(picture(tmp_path / "a.png"), GRIDS)
+    assert 0 < found.least_free < 0.6 * shutil.disk_usage(tmp_path).free
+    found._replace(least_free=2**62).write(FEATURES)
+    assert not found.path.exists()
+    assert "half of the space is used" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file"):
+        ImageCache(tmp_path / "file" / "features", None)
