@@ -43,6 +43,12 @@ class Request:
         images = self.images.get("encoder_input", {}).get("images")
         return images.offset if isinstance(images, Images) else 0
 
+    @property
+    def images_end(self) -> int:
+        """Number of tokens up to the last token of an image."""
+        images = self.images.get("encoder_input", {}).get("images")
+        return int(images.places.max()) + 1 if isinstance(images, Images) else 0
+
 
 @dataclass
 class Row:
@@ -235,6 +241,8 @@ class Batch:
         starts = self._starts[count:, None]
         input_pos = columns - starts + self._offsets[count:, None]
         if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
+            return None
+        if any(len(request.tokens) - new < request.images_end for request in newcomers):  # they are encoded elsewhere
             return None
         for row, request in enumerate(newcomers, count):
             for cache, past in zip(self._caches, request.past or [], strict=False):

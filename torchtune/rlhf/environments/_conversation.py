@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtune.data import Message
+from torchtune.data import Message, as_messages
 from torchtune.rlhf._experience import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
 from torchtune.rlhf.environments._bridge import Bridge, Turn
@@ -46,6 +46,7 @@ class Conversation:
         past: keys and values of the tokens, while tools run.
         earlier: turns before the chat template omitted their reasoning.
         history: turns since the prompt of the episode, whose tokens are ``start``.
+        images: the ``encoder_input`` of the prompt's images; empty without.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Conversation:
     earlier: list[Rollout] = field(default_factory=list)
     history: list[Turn] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
+    images: Mapping[str, Any] = field(default_factory=dict)
     environment: Any = None
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -78,7 +80,7 @@ class Conversation:
 
     def restart(self, context: list[int]) -> None:
         """Keep the turns as a sample, and continue from a context without the reasoning of earlier turns."""
-        self.earlier.append(Rollout(*self._sampled(), True, torch.tensor(self.mask)))
+        self.earlier.append(Rollout(*self._sampled(), True, torch.tensor(self.mask), self.images))
         self.tokens, self.log_probs, self.mask, self.past = context, [], [], None
         self.prompt_len = self.turn_start = len(context)
 
@@ -89,6 +91,9 @@ class Conversation:
     def turns(self) -> int:
         return len(self.history)
 
+    def shares_images(self, other: "Conversation") -> bool:
+        return self.images.get("encoder_input") is other.images.get("encoder_input")
+
     def fail(self, end: str, failure: str) -> None:
         """End the episode as an invalid one."""
         self.end, self.failure, self.reward = end, failure, math.nan
@@ -98,6 +103,7 @@ class Conversation:
             *self._sampled(),
             self.end == "completed",
             torch.tensor(self.mask, dtype=torch.bool),
+            self.images,
             end=self.end,
             reward=self.reward,
             environment=self.kind.name,
@@ -152,8 +158,10 @@ def reset(conversation: Conversation, seed: int) -> Any:
     if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
         values = {name: value for name, value in values.items() if name in known}
     observation = _call(environment.reset, **values)
+    if isinstance(observation, list):
+        return as_messages([{"role": "user", "content": observation}])[0].content
     if not isinstance(observation, str | None):
-        raise TypeError(f"reset returned a {type(observation).__name__}, not a text or None")
+        raise TypeError(f"reset returned a {type(observation).__name__}, not a text, a list of parts or None")
     return observation if observation is None else reply_text(observation)
 
 
@@ -183,7 +191,7 @@ def close(environment: Any) -> Any:
     return environment.close() if callable(getattr(environment, "close", None)) else None
 
 
-def with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
+def with_observation(prompt: Prompt, observation: str | list[dict[str, Any]] | None) -> list[Message]:
     """Append an observation to the last message of the user."""
     messages = list(prompt.messages)
     if not messages:
@@ -196,6 +204,6 @@ def with_observation(prompt: Prompt, observation: str | None) -> list[Message]:
     place = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
     if place is None:
         return [*messages, Message(role="user", content=observation)]
-    last = messages[place]
-    messages[place] = Message(role="user", content=last.text_content + observation, extra=last.extra)
+    last, seen = messages[place], Message(role="user", content=observation)
+    messages[place] = Message(role="user", content=[*last.content, *seen.content], extra=last.extra)
     return messages

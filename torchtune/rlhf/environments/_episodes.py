@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchtune import config
+from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, finite_steps, seeded_draws, stream_tokens
 from torchtune.rlhf._experience import Prompt
 from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
@@ -39,9 +40,10 @@ class Environments:
 
     Every episode has an environment of its own. ``reset(**row)`` begins it, with the columns of the row that it takes
     (and a ``seed``, the same in a group), and returns ``None`` or an observation, which is appended to the last message
-    of the user. Public methods are the tools, see :func:`tools_of`. ``get_reward()`` is optional and returns the
-    reward. ``done`` is optional and True after a call that ends the episode; ``close()`` is optional, too. Methods may
-    be coroutines. An environment that raises, or exceeds the time limit, makes its episode invalid.
+    of the user: a text, or a list of parts such as ``{"type": "image", "image": "a.png"}``. Public methods are the
+    tools, see :func:`tools_of`. ``get_reward()`` is optional and returns the reward. ``done`` is optional and True
+    after a call that ends the episode; ``close()`` is optional, too. Methods may be coroutines. An environment that
+    raises, or exceeds the time limit, makes its episode invalid.
 
     All episodes share the slots of one continuous batch: tools of an episode run while others decode. Sampled tokens
     are never decoded and rendered again, see :class:`Bridge`.
@@ -177,14 +179,31 @@ class Environments:
                 one.end = "completed"
             else:
                 tasks.append((one, Task(self._timeout, reset, one, seeds[one.number // num_samples] or 0)))
+        rendered: dict[Any, tuple[list[int], Mapping[str, Any], str]] = {}  # a group shares its images
         for one, task in tasks:
             observation = self._wait(one, task)
             if one.end is None:
-                one.tokens = one.kind.bridge.prompt(with_observation(one.prompt, observation))
+                key = (id(one.prompt), repr(observation))
+                if key not in rendered:
+                    rendered[key] = self._render(one, with_observation(one.prompt, observation))
+                tokens, one.images, failure = rendered[key]
+                one.tokens = list(tokens)
                 self._limit(one, one.tokens)
+                if failure:
+                    one.fail("environment_failed", failure)
         for one in conversations:
             one.start = list(one.tokens)
             one.prompt_len = one.turn_start = len(one.tokens)
+
+    def _render(self, one: Conversation, messages: list[Message]) -> tuple[list[int], Mapping[str, Any], str]:
+        """Return the tokens of a prompt and its images, or why an image that the environment gave cannot be read."""
+        if not getattr(self._tokenizer, "gives_patches", False):
+            return one.kind.bridge.prompt(messages), {}, ""
+        try:
+            tokens = one.kind.bridge.prompt(messages)
+            return tokens, self._tokenizer.encode_images(messages, tokens), ""
+        except DataError as error:
+            return one.prompt.tokens, {}, str(error)
 
     def _limit(self, conversation: Conversation, context: list[int]) -> None:
         """Set the maximum length of a turn after a context; without room, the episode ends."""
@@ -232,7 +251,8 @@ class Environments:
                 due, one, calls, task = pending.popleft()
                 step = max(step, due)
                 if self._next_turn(one, calls, task):
-                    request = Request(one.turns * count + one.number, list(one.tokens), one.limit, past=one.past)
+                    index = one.turns * count + one.number
+                    request = Request(index, list(one.tokens), one.limit, images=one.images, past=one.past)
                     found.append(request)
                 one.past = None
             self.seconds["idle"] += time.monotonic() - started
@@ -240,7 +260,9 @@ class Environments:
 
         groups = [conversations[start : start + num_samples] for start in range(0, count, num_samples)]
         are_equal = all(
-            one.tokens == group[0].tokens and one.limit == group[0].limit for group in groups for one in group
+            one.tokens == group[0].tokens and one.limit == group[0].limit and one.shares_images(group[0])
+            for group in groups
+            for one in group
         )
         first = conversations[::num_samples] if are_equal else conversations
         steps = stream_tokens(
@@ -253,6 +275,7 @@ class Environments:
             draws=draws,
             max_sequences=sampler.max_sequences,
             more=more,
+            images=[one.images for one in first],
         )
         for found in finite_steps(steps, sampler.model):
             rows = zip(found.rows.tolist(), found.tokens.tolist(), found.log_probs.tolist(), strict=True)

@@ -5,16 +5,22 @@ import itertools
 import math
 import threading
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+import torchtune
 from tests.recipes.noting import STOP, Notes
 from tests.tiny import write_checkpoint
+from tests.tiny_images import gemma4_config, image_text_model, qwen3_vl_config, write_image_checkpoint
 from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
+from torchtune.datasets import prompt_dataset
 from torchtune.models import from_hf_config
 from torchtune.rlhf import LocalSampler, Prompt, RewardSum, RolloutError, collate_rollouts, score_rollouts
 from torchtune.rlhf.environments import ENDS, Environments, Episode
@@ -315,3 +321,51 @@ def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
     blank = Prompt(prompts[0].tokens, {}, 0, is_blank=True)
     (one,) = make()([blank], 1, [1])
     assert (one.num_sampled, one.reward) == (0, None)
+
+
+class Sights(Notes):
+    """Shows a picture, which is missing for one row."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def reset(self, seed: int, start: str) -> list[dict[str, Any]]:
+        super().reset(seed, start)
+        return [{"type": "text", "text": "And this?"}, {"type": "image", "image": str(self.folder / f"{start}.png")}]
+
+
+@pytest.mark.parametrize("family", [qwen3_vl_config, gemma4_config])
+def test_images_of_rows_and_of_environments_are_seen_in_all_turns(family, tmp_path):
+    folder = write_image_checkpoint(image_text_model(family()), tmp_path / "checkpoint")
+    model, tokenizer = torchtune.load(folder, device="cpu", images=True)
+    data = []
+    for name, color in (("s0", "red"), ("s1", "lime"), ("lost", "blue")):
+        picture = Image.new("RGB", (30, 20 + len(data)), color)
+        picture.save(tmp_path / f"{name}.png")
+        data.append({"prompt": "<image>?", "image": picture, "start": name})
+    (tmp_path / "lost.png").unlink()
+    found = rlhf.collate_prompts(list(prompt_dataset(tokenizer, source=data)))
+    sampler = LocalSampler(model, tokenizer, max_new_tokens=9, stop_tokens=STOP, max_sequences=6)
+    environments = Environments(partial(Sights, tmp_path), sampler, tokenizer, max_turns=3, tool_format="by_length")
+    episodes = environments(found.prompts, 8, SEEDS)
+    lost = episodes[16:]
+    assert {one.end for one in lost} == {"environment_failed"}
+    assert "image 2 of 2: the image" in lost[0].failure
+    assert "lost.png cannot be read (there is no such file)" in lost[-1].failure
+    episodes = episodes[:16]
+    assert max(one.turns for one in episodes) == 3
+    for one in episodes:
+        assert len(one.images["encoder_input"]["images"].grids) == 2
+    batch = collate_rollouts(episodes, [0.5] * len(episodes))
+    assert len(batch.inputs["encoder_input"]["images"].grids) == 2 * 2  # the answers to a row share them
+    loss = setup_loss(GRPOLoss(), model)
+    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    sampled = torch.cat([one.log_probs[one.mask] for one in episodes])
+    with torch.no_grad():
+        scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+        images = batch.inputs["encoder_input"]["images"]
+        batch.inputs["encoder_input"] = {"images": replace(images, pixels=images.pixels.flip(0))}
+        others = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+    torch.testing.assert_close(scores[labelled], sampled, atol=1e-4, rtol=0)
+    assert (others[labelled] - sampled).abs().max() > 1e-3
