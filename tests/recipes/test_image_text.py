@@ -356,6 +356,18 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsy
     table = tune("eval", checkpoint, "--data", data, "--score", "exact", "--output", tmp_path / "eval")
     assert "0.667" in table
 
+    # Perplexity of the right answers.
+    log_probs = []
+    for row in rows:
+        content = [{"type": "image", "content": row["image"]}, {"type": "text", "content": "What?"}]
+        found = transform({"messages": [Message("user", content), Message("assistant", row["answer"])]})
+        images, tokens = found["encoder_input"]["images"], torch.tensor([found["tokens"]])
+        logits = reference(input_ids=tokens, **inputs_of(reference, tokens, images.patches, images.grids)).logits
+        chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        log_probs.append(chosen[~torch.tensor(found["mask"][1:], dtype=torch.bool)].detach())
+    data.write_text("".join(json.dumps({**row, "question": row.pop("prompt")}) + "\n" for row in rows))
+    assert f"  {(-torch.cat(log_probs).mean()).exp():.4g}\n" in tune("eval", checkpoint, "--data", data, "--perplexity")
+
 
 def test_data_are_shown_with_sizes_and_tokens_of_images(folder, monkeypatch, capsys):
     settings = write_pictures(folder, count=2)
