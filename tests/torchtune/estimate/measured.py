@@ -39,6 +39,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp lora": (2, LORA_MANY, {**BF16, "tensor_parallel_dim": 2}),
     "cp": (2, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
     "images": (1, FULL, {"model__checkpoint_dir": "images"}),
+    "images, fsdp": (2, FULL_MANY, {"model__checkpoint_dir": "images"}),
     "hsdp x tp": (4, FULL_MANY, {**BF16, "data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2}),
 }
 LLAMA = {
