@@ -7,6 +7,13 @@ __getattr__, __dir__, __all__ = face(
     {
         "Llama4Tokenizer": "_tokenizer",
         **dict.fromkeys(("Llama4Transform", "llama4_transform"), "_transform"),
+        **dict.fromkeys(
+            (
+                *("Llama4VisionEncoder", "Llama4VisionProjectionHead"),
+                *("llama4_decoder", "llama4_vision_encoder", "llama4_vision_projection_head"),
+            ),
+            "_component_builders",
+        ),
         "decoder_only_tp_plan": "_parallelism",
     },
 )
