@@ -79,6 +79,21 @@ def write_checkpoint(
     return folder
 
 
+def write_adapter(folder: Path, base: Path, *, rank: int = 2, init: bool | str = True) -> Path:
+    """Write a random adapter of the checkpoint ``base`` into ``folder``, as ``peft`` does."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    lora = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    torch.manual_seed(rank)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
 def _sentence(rng: random.Random, longest: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
 

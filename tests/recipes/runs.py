@@ -214,15 +214,32 @@ def class_of(module: ModuleType) -> type:
     return cls
 
 
+def set_up(
+    name: str, folder: Path, config: Path, *overrides: str, changes: dict[str, str] | None = None
+) -> tuple[Any, Any]:
+    """A recipe after its ``setup``, and its settings."""
+    module = load_recipe(name, folder, changes)
+    cfg = load_and_check(config, overrides, module.recipe_main)
+    recipe = class_of(module)(cfg)
+    recipe.setup(cfg)
+    return recipe, cfg
+
+
+def set_up_on(checkpoint: Path, name: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """A recipe that does not train, after its ``setup``, and its settings."""
+    source = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(checkpoint)}
+    cfg = {"checkpointer": source, "device": "cpu", "dtype": "fp32", "log_level": "ERROR", **settings}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(cfg))
+    return set_up(name, folder, path)
+
+
 def start(
     name: str, folder: Path, *, changes: dict[str, str] | None = None, train: bool = True, **settings: Any
 ) -> Run:
     """Set up a run in a new output folder (or ``settings['output_dir']``) and, with ``train``, finish it."""
     output_dir = Path(settings.pop("output_dir", folder / f"output_{next(_count)}"))
-    module = load_recipe(name, folder, changes)
-    cfg = load_and_check(write_config(name, folder, output_dir, **settings), [], module.recipe_main)
-    recipe = class_of(module)(cfg)
-    recipe.setup(cfg)
+    recipe, _ = set_up(name, folder, write_config(name, folder, output_dir, **settings), changes=changes)
     try:
         if train:
             recipe.train()

@@ -8,8 +8,7 @@ import torch
 
 from tests.recipes import checks
 from tests.recipes.checks import GRADIENT, is_close
-from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, class_of, load_recipe, read_log, start
-from torchtune.config import load_and_check
+from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, read_log, set_up, start
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import UserError
 
@@ -175,12 +174,9 @@ def test_saved_config_runs_again_unchanged(name, tmp_path):
     (saved,) = run.output_dir.glob("epoch_*/torchtune_config.yaml")
     copy = tmp_path / "again.yaml"
     shutil.copy(saved, copy)
-    module = load_recipe(name, tmp_path)
     again = tmp_path / "again"
     overrides = [f"output_dir={again}", f"checkpointer.output_dir={again}", f"metric_logger.log_dir={again}/logs"]
-    cfg = load_and_check(copy, overrides, module.recipe_main)
-    recipe = class_of(module)(cfg)
-    recipe.setup(cfg)
+    recipe, _ = set_up(name, tmp_path, copy, *overrides)
     recipe.train()
     recipe.cleanup()
     assert [r["loss"] for r in read_log(again) if "loss" in r] == list(run.losses.values())

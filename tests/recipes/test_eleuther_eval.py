@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from tests import tiny_vision
-from tests.recipes.runs import class_of, load_recipe
+from tests.recipes.runs import set_up_on
 from tests.tiny import write_checkpoint
-from torchtune.config import instantiate, load_and_check
+from torchtune.config import instantiate
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.evaluation import EvaluationError, find_tasks
 from torchtune.utils import UserError
@@ -27,26 +27,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkpoint: Path, folder: Path, **settings: Any) -> dict[str, Any]:
-    cfg = {
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(checkpoint),
-        },
-        "tasks": TASKS,
-        "limit": 8,
-        "batch_size": 5,
-        "max_seq_length": 96,
-        "device": "cpu",
-        "dtype": "fp32",
-        "log_level": "ERROR",
-        **settings,
-    }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(cfg))
-    module = load_recipe("eleuther_eval", folder)
-    cfg = load_and_check(path, [], module.recipe_main)
-    recipe = class_of(module)(cfg)
-    recipe.setup(cfg)
+    settings = {"tasks": TASKS, "limit": 8, "batch_size": 5, "max_seq_length": 96, **settings}
+    recipe, cfg = set_up_on(checkpoint, "eleuther_eval", folder, **settings)
     return recipe.evaluate(cfg)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import class_of, load_recipe, read_log, write_config
+from tests.recipes.runs import read_log, set_up, write_config
 from tests.torchtune.checkpoints import ranks
-from torchtune.config import load_and_check
 from torchtune.utils import UserError, get_logger
 
 NAME = "full_finetune_distributed"
@@ -23,10 +22,7 @@ def train(config: Path, *overrides: str) -> None:
     os.environ |= {"MASTER_ADDR": "given", "MASTER_PORT": "0"}  # the process group is there
     folder = config.parent / f"rank_{os.environ['RANK']}"
     folder.mkdir(exist_ok=True)
-    module = load_recipe(NAME, folder)
-    cfg = load_and_check(config, overrides, module.recipe_main)
-    recipe = class_of(module)(cfg)
-    recipe.setup(cfg)
+    recipe, _ = set_up(NAME, folder, config, *overrides)
     try:
         recipe.train()
     finally:

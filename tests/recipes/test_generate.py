@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.recipes.runs import class_of, load_recipe
+from tests.recipes.runs import set_up_on
 from tests.tiny import write_checkpoint
-from torchtune.config import ConfigError, load_and_check
+from torchtune.config import ConfigError
 from torchtune.generation import GenerationError, generate_tokens, read_prompts
 from torchtune.utils import UserError
 
@@ -19,26 +18,8 @@ def recipe_of(folder: Path, **settings: Any) -> tuple[Any, Any]:
     checkpoint = folder / "checkpoint"
     if not checkpoint.exists():
         write_checkpoint(checkpoint)
-    cfg = {
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(checkpoint),
-        },
-        "prompt": {"user": "the cat sees"},
-        "max_new_tokens": 12,
-        "seed": 0,
-        "device": "cpu",
-        "dtype": "fp32",
-        "log_level": "ERROR",
-        **settings,
-    }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(cfg))
-    module = load_recipe("generate", folder)
-    cfg = load_and_check(path, [], module.recipe_main)
-    recipe = class_of(module)(cfg)
-    recipe.setup(cfg)
-    return recipe, cfg
+    settings = {"prompt": {"user": "the cat sees"}, "max_new_tokens": 12, "seed": 0, **settings}
+    return set_up_on(checkpoint, "generate", folder, **settings)
 
 
 def answer(folder: Path, **settings: Any) -> str:

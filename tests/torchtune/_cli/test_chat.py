@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import write_checkpoint
+from tests.tiny import write_adapter, write_checkpoint
 from torchtune._cli.tune import main
 from torchtune.modules import TransformerDecoder
 
@@ -19,19 +19,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint: Path) -> Path:
-    """Written by peft."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    folder = checkpoint.parent / "adapter"
-    model.save_pretrained(folder)
-    return folder
+    return write_adapter(checkpoint.parent / "adapter", checkpoint)
 
 
 def _chat(monkeypatch: pytest.MonkeyPatch, lines: str, *args: object) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.serving import serving
-from tests.tiny import write_checkpoint
+from tests.tiny import write_adapter, write_checkpoint
 from tests.torchtune._cli.test_chat import _reference as reference
 from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
 from torchtune._cli._chat_api import ChatServer
@@ -77,20 +77,9 @@ def server(loaded: tuple[Any, Any]) -> Iterator[ChatServer]:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_path, monkeypatch, capsys, request):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     checkpoint = write_checkpoint(tmp_path / "tiny")
-    for name, rank in (("one", 2), ("two", 3)):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint)
-        init = {2: True, 3: "pissa"}[rank]  # the second changes the base weights under it
-        lora = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
-        model = get_peft_model(model, lora)
-        torch.manual_seed(rank)
-        for key, parameter in model.named_parameters():
-            if "lora_" in key:
-                nn.init.normal_(parameter, std=0.5)
-        model.save_pretrained(tmp_path / name)
+    write_adapter(tmp_path / "one", checkpoint)
+    write_adapter(tmp_path / "two", checkpoint, rank=3, init="pissa")  # changes the base weights under it
     expected = {"tiny": reference(checkpoint, ["the cat"])}
     expected |= {name: reference(checkpoint, ["the cat"], tmp_path / name) for name in ("one", "two")}
     adapters = [f"{name}={tmp_path / name}" for name in ("one", "two")]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtune
-from tests.tiny import write_checkpoint
+from tests.tiny import write_adapter, write_checkpoint
 from torchtune.models import from_hf_config
 from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.peft import LoRA, get_adapter_params
@@ -27,15 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path) -> Path:
-    """Written by peft, its parameters random; it names its base."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    model.save_pretrained(base.parent / "adapter")
-    return base.parent / "adapter"
+    return write_adapter(base.parent / "adapter", base)
 
 
 def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
