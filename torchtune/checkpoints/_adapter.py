@@ -386,11 +386,6 @@ def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _ends(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
-
-
 def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
     """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
     if not names:
@@ -404,7 +399,8 @@ def _shortest(names: Collection[str], weight_map: WeightMap, description: Descri
     parts = [name.split(".") for name in modules]
     parents = {".".join(part[:end]) for part in parts for end in range(1, len(part))}  # peft looks at all modules
     ends = {name: (name.rpartition(".")[2], _LAYER.sub("", name)) for name in modules.union(parents, names)}
-    others = {end for name in ends.keys() - names for end in _ends(name)}
+    others = [name.split(".") for name in ends.keys() - names]
+    others = {".".join(part[start:]) for part in others for start in range(len(part))}
     return sorted({next(end for end in (*ends[name], name) if end not in others) for name in names})
 
 

@@ -35,7 +35,7 @@ _SETTINGS = {
     "tokenizer dataset dataset_val collate_fn batch_size batch_size_val "
     "gradient_accumulation_steps epochs loss clip_grad_norm run_val_every_n_steps "
     "ref_checkpointer ref_model reference_cache teacher_model teacher_checkpointer "
-    "kd_loss kd_ratio teacher_cache "
+    "kd_loss kd_ratio teacher_cache image_cache "
     "policy_model.checkpoint_dir reward_and_value_model.checkpoint_dir "
     "value_checkpointer reward_checkpointer ref_policy_checkpointer forward_batch_size top_k "
     "max_generated_tokens temperature stop_token_ids min_response_length penalise_no_eos "

@@ -18,7 +18,7 @@ from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._directories import Sums, new_directory, prune
 from torchtune.checkpoints._safetensors_file import Entry, FileWriter, TensorFile, TensorSlice
 from torchtune.training.parallel import Ranks
-from torchtune.utils import FolderLock, UserError, count_written, explain_os_error, get_logger
+from torchtune.utils import Activity, FolderLock, UserError, explain_os_error, get_logger, watched_activity
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ class Saver:
     def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Sums:
         """Write and flush the files of this rank; return size and checksum of each."""
         writers: dict[str, FileWriter] = {}
+        activity = watched_activity() or Activity()
         found: Sums = {}
         write_error: OSError | ValueError | None = None
         is_incomplete = False
@@ -234,7 +235,7 @@ class Saver:
                             writer.finish()
                         writers[file.path] = FileWriter(file, folder)
                     writers[file.path].write(slices)
-                    count_written()
+                    activity.written += 1
                 except (OSError, ValueError) as error:
                     write_error = error.with_traceback(None)
             if write_error is not None:

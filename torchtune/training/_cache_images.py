@@ -27,6 +27,11 @@ def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: Par
 
     Raises:
         UserError: the model has no image tokens, or its vision tower is trained.
+
+    Example:
+        >>> torchtune.training.cache_images(model, tokenizer, "features", torchtune.training.ParallelDims())
+        Traceback (most recent call last):
+        torchtune.utils._user_error.UserError: image_cache: the model has no image tokens, ...
     """
     if folder is None:
         return

@@ -22,7 +22,6 @@ __getattr__, __dir__, __all__ = attach(
         "batch_to_device": "_device",
         "close_run_logger": "_log_files",
         "computes_on_cpu": "_simulated",
-        "count_written": "_activity",
         "deprecate_parameter": "_logging",
         "deprecated": "_logging",
         "doing": "_activity",

@@ -110,17 +110,6 @@ def doing(phase: str) -> Iterator[None]:
         activity.move(before)
 
 
-def count_written() -> None:
-    """Tell the watchdog, if there is one, that a tensor was written to a checkpoint.
-
-    Example:
-        >>> with torchtune.utils.watch_activity(torchtune.utils.Activity()):
-        ...     torchtune.utils.count_written()
-    """
-    if _watched_activity is not None:
-        _watched_activity.written += 1
-
-
 def sign_of_life(row: str = "") -> None:
     """Send a heartbeat to the watchdog, if there is one, from inside a long loop.
 
