@@ -14,7 +14,7 @@ class HeaderTurns(TurnsTokenizer):
 
     Args:
         path: tiktoken rank file.
-        special_tokens: text -> id.
+        special_tokens: text -> id; by default ``default_tokens`` of the class.
         max_seq_len: maximum row length in tokens; ``None`` disables truncation.
         prompt_template: texts added to the turns before the layout is applied.
         truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
@@ -26,6 +26,7 @@ class HeaderTurns(TurnsTokenizer):
     takes_images = False
     family: ClassVar[str] = "Llama 3"
     pattern: ClassVar[str] = CL100K_PATTERN
+    default_tokens: ClassVar[Mapping[str, int]]
     # Special tokens: begin and end of text, begin and end of a header, end of message and of turn, then others.
     required: ClassVar[tuple[str, ...]] = (
         *("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id"),
@@ -36,13 +37,13 @@ class HeaderTurns(TurnsTokenizer):
     def __init__(
         self,
         path: str,
-        special_tokens: Mapping[str, int],
-        max_seq_len: int | None,
-        prompt_template: PromptTemplateInterface | None,
-        truncation_type: str,
+        special_tokens: Mapping[str, int] | None = None,
+        max_seq_len: int | None = None,
+        prompt_template: PromptTemplateInterface | None = None,
+        truncation_type: str = "right",
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
-        self.special_tokens = dict(special_tokens)
+        self.special_tokens = dict(self.default_tokens if special_tokens is None else special_tokens)
         missing = [f"<|{name}|>" for name in self.required if f"<|{name}|>" not in self.special_tokens]
         if missing:
             raise DataError(f"special_tokens lacks {', '.join(missing)}, which {self.family}'s layout needs.")

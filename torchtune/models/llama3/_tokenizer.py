@@ -1,8 +1,5 @@
 """Tokenizer of Llama 3, 3.1, 3.2 and 3.3."""
 
-from collections.abc import Mapping
-
-from torchtune.data import PromptTemplateInterface
 from torchtune.models._tokenizer_builders import tokenizer_builder
 from torchtune.tokenizers import HeaderTurns
 
@@ -43,16 +40,7 @@ class Llama3Tokenizer(HeaderTurns):
         DataError: the file is missing or broken, or a required special token is missing.
     """
 
-    def __init__(
-        self,
-        path: str,
-        special_tokens: Mapping[str, int] | None = None,
-        max_seq_len: int | None = None,
-        prompt_template: PromptTemplateInterface | None = None,
-        truncation_type: str = "right",
-    ) -> None:
-        special_tokens = LLAMA3_SPECIAL_TOKENS if special_tokens is None else special_tokens
-        super().__init__(path, special_tokens, max_seq_len, prompt_template, truncation_type)
+    default_tokens = LLAMA3_SPECIAL_TOKENS
 
 
 llama3_tokenizer = tokenizer_builder(Llama3Tokenizer, "llama3_tokenizer", "Llama 3")

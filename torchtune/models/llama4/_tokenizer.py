@@ -1,8 +1,5 @@
 """Tokenizer of Llama 4."""
 
-from collections.abc import Mapping
-
-from torchtune.data import PromptTemplateInterface
 from torchtune.tokenizers import HeaderTurns
 
 _FIRST_ID = 200_000
@@ -45,14 +42,4 @@ class Llama4Tokenizer(HeaderTurns):
     pattern = O200K_PATTERN
     required = ("begin_of_text", "end_of_text", "header_start", "header_end", "eom", "eot")
     optional = ("finetune_right_pad", "step")
-
-    def __init__(
-        self,
-        path: str,
-        special_tokens: Mapping[str, int] | None = None,
-        max_seq_len: int | None = None,
-        prompt_template: PromptTemplateInterface | None = None,
-        truncation_type: str = "right",
-    ) -> None:
-        special_tokens = LLAMA4_SPECIAL_TOKENS if special_tokens is None else special_tokens
-        super().__init__(path, special_tokens, max_seq_len, prompt_template, truncation_type)
+    default_tokens = LLAMA4_SPECIAL_TOKENS
