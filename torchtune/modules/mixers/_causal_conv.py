@@ -5,22 +5,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules.mixers._recomputed import recomputed
 from torchtune.modules.mixers._state_cache import StateCache
 
 
-def _convolve(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-    out = x * weight[:, -1]
-    for shift in range(1, min(weight.shape[1], x.shape[1])):
-        taken = x[:, :-shift] * weight[:, -1 - shift]
-        out[:, shift:] += taken.masked_fill_((reach[:, shift:] < shift)[..., None], 0)
-    return out
+class _CausalConv(torch.autograd.Function):
+    """Convolution that saves only its arguments for the backward pass, instead of a shifted copy per tap."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, reach)
+        out = x * weight[:, -1]
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
+            taken = x[:, :-shift] * weight[:, -1 - shift]
+            out[:, shift:] += taken.masked_fill_((reach[:, shift:] < shift)[..., None], 0)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, reach = ctx.saved_tensors
+        d_x, d_weight = grad * weight[:, -1], torch.zeros_like(weight, dtype=torch.float32)
+        d_weight[:, -1] = (grad * x).sum((0, 1), dtype=torch.float32)
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
+            taken = grad[:, shift:].masked_fill((reach[:, shift:] < shift)[..., None], 0)
+            d_weight[:, -1 - shift] = (taken * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
+            d_x[:, :-shift] += taken.mul_(weight[:, -1 - shift])
+        return d_x, d_weight.to(weight.dtype), None
 
 
 def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
     """Compute ``out[t, c] = sum_j weight[c, K - 1 - j] * x[t - j, c]`` for j from 0 to ``min(K - 1, reach[t])``.
-
-    Only the arguments are saved for the backward pass, instead of a shifted copy per tap.
 
     Args:
         x: ``[b, s, c]``.
@@ -30,7 +43,7 @@ def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
     Returns:
         Tensor ``[b, s, c]``.
     """
-    return recomputed(_convolve, x, weight, reach)
+    return _CausalConv.apply(x, weight, reach.expand(x.shape[0], -1))
 
 
 def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
