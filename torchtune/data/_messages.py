@@ -15,7 +15,7 @@ class Video(NamedTuple):
     """Frames of a video.
 
     Attributes:
-        frames: images, in order; for what an image is see :func:`torchtune.data.open_image`.
+        frames: images in order, as :func:`torchtune.data.open_image` takes them.
         fps: number of the frames in a second.
     """
 

@@ -36,7 +36,7 @@ class ImageTextFormat:
         unused: fields of ``vision_config`` that do not affect the tower.
         activation: name of the tower's activation field, and its default; empty if there is none.
         read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
-            ``whole`` are the fields beside it.
+            ``whole`` has the fields of the file that contains it.
         write_vision: inverse of ``read_vision``.
         sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without M-RoPE.
         interleaved: whether the pairs of rows and columns take turns with those of time, or come after them.

@@ -183,7 +183,7 @@ class TiledProcessor(ImageProcessor):
 
     Attributes:
         tile: rows and columns of pixels of a tile.
-        tower_tile: those of the tower, by default.
+        tower_tile: default of the tower's rows and columns of pixels.
     """
 
     tower_tile: ClassVar[int]

@@ -125,7 +125,7 @@ class ImageTextDescription(Description):
 
     vision: VisionDescription
     image_tokens: tuple[int, ...]  # ids of the placeholders of images and videos
-    pad_token: int | None = None  # embedded in the place of placeholders
+    pad_token: int | None = None  # its embedding replaces that of placeholders
     image_blocks: bool = False  # in layers with a window, a token of an image also sees the rest of the image
 
     def __post_init__(self) -> None:

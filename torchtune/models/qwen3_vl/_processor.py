@@ -18,8 +18,8 @@ class QwenImages(ImageProcessor):
     Attributes:
         min_pixels: images with fewer pixels are enlarged.
         max_pixels: images with more pixels are reduced.
-        video: processor with the limits of videos, for each frame or, without ``tokens_per_second``, for all frames; by
-            default those of images.
+        video: processor with the limits of videos, for each frame or, without ``tokens_per_second``, for all frames;
+            by default this one.
         token: id of the placeholder, one for each token of an image.
         tokens_per_second: distance of positions after a second of a video (Qwen 2.5-VL); 0: the time is in the text.
     """
