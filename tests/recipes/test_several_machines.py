@@ -54,7 +54,15 @@ class Machines:
                 env={**environment, "PYTHONPATH": str(RECIPES.parent)},
             )
         self.agents.append(agent)
+        if len(self.agents) == 1:  # it serves the rendezvous, even if its start takes longer than the second one's
+            self.until(self._is_served)
         return agent
+
+    def _is_served(self) -> bool:
+        """Whether something listens at the endpoint."""
+        host, port = self.endpoint.split(":")
+        with socket.socket() as client:
+            return client.connect_ex((host, int(port))) == 0
 
     def screen(self, number: int) -> str:
         """Everything that a machine has shown."""
