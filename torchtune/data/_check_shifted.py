@@ -13,8 +13,8 @@ def check_shifted(
 ) -> None:
     """Check that labels are shifted: ``labels[i]`` is the token after position ``i``, unlike in ``transformers``.
 
-    With unshifted labels a model learns to repeat its input. Rows that fit both conventions pass, such as those with
-    one repeated token.
+    With unshifted labels a model learns to repeat its input. Rows that fit both conventions pass, such as rows
+    with one repeated token.
 
     Args:
         tokens: int64 ``[b, s]`` or ``[s]``; not checked on an accelerator.

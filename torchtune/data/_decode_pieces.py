@@ -38,7 +38,7 @@ def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> lis
     Args:
         tokens: ``[s]``.
         labels: ``[s]``; ``labels[i]`` is the token at ``i + 1``, or the ignore index.
-        tokenizer: without ``decode``, the only piece says so.
+        tokenizer: if it has no ``decode``, the result is one piece with a notice.
     """
     if not hasattr(tokenizer, "decode"):
         return [(f"(no text: {type(tokenizer).__name__} has no method decode)", False)]

@@ -98,7 +98,7 @@ def check_image(value: Any, decode: bool = False) -> None:
 
     Args:
         value: see :func:`open_image`.
-        decode: decode the pixels; else only those of a file that seems to be truncated.
+        decode: decode the pixels of every file; otherwise only of files that seem to be truncated.
     """
     _read(value, _decoded if decode else _checked)
 

@@ -70,7 +70,7 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
 def prompted_and_masked(
     messages: list[Message], system_prompt: str | None, masking_strategy: MaskingStrategy | str
 ) -> list[Message]:
-    """Return the messages, with ``system_prompt`` in place of their own unless it is None, and with masks set."""
+    """Return the messages with masks set; unless None, ``system_prompt`` replaces their system messages."""
     if system_prompt is not None:
         others = [message for message in messages if message.role != "system"]
         messages = [Message(role="system", content=system_prompt), *others]

@@ -183,7 +183,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         return cut, cut_mask
 
     def _expanded(self, tokens: Sequence[int], mask: Sequence[int], plans: Iterator[Any]) -> Iterator[tuple[int, int]]:
-        """Yield (token, whether it is masked), with the tokens of an image in the place of its placeholder."""
+        """Yield (token, whether it is masked), with placeholders replaced by the tokens of their images."""
         for token, masked in zip(tokens, mask, strict=True):
             if token not in self._placeholders:
                 yield token, masked

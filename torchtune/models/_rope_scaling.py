@@ -144,7 +144,7 @@ class LongRopeScaling:
 class ProportionalRopeScaling:
     """Partial RoPE that rotates the pairs of channels with the highest frequencies (``rope_type: proportional``).
 
-    Unlike with ``rope_dim``, the frequencies are those of the full head.
+    The frequencies are computed for the full head, unlike with ``rope_dim``.
 
     Attributes:
         fraction: fraction of a head's pairs that are rotated.

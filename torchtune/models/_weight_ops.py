@@ -70,7 +70,7 @@ class Op(ABC):
         """Convert our tensors to external ones."""
 
     def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> "Op":
-        """Return the op for a file whose tensors have these shapes, where files of several layouts exist."""
+        """Return the op for tensors of these shapes; for families with several file layouts."""
         return self
 
     def external_slices(

@@ -77,7 +77,7 @@ class Group:
         return self.op.to_external(tensors, self.description)
 
     def for_shapes(self, shapes: Sequence[Sequence[int]]) -> "Group":
-        """Return the group for a file whose tensors have these shapes, where files of several layouts exist."""
+        """Return the group for tensors of these shapes; for families with several file layouts."""
         return replace(self, op=self.op.for_shapes(shapes, self.description))
 
     def read(

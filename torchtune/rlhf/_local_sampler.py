@@ -60,7 +60,7 @@ class LocalSampler:
     ) -> list[Rollout]:
         """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy.
 
-        ``images`` are those of each prompt, see :class:`torchtune.rlhf.Prompt`.
+        ``images`` are the images of each prompt, see :class:`torchtune.rlhf.Prompt`.
         """
         device = self.model.tok_embeddings.weight.device
         draws = None

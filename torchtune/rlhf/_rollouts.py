@@ -105,7 +105,7 @@ class Episode(Rollout):
         environment: class name of the environment.
         turns: number of turns of the policy.
         calls: number of tool calls that ran.
-        errors: number of turns with calls that could not run; the model was told why.
+        errors: number of turns with calls that could not run; the reply to the model names the reason.
         failure: message of the environment's error.
         earlier: samples of earlier turns, if the chat template omits their reasoning in the prompt of later ones.
 

@@ -201,7 +201,7 @@ SPEC = family(
     "gemma4",
     FORMAT,
     hf_names(Identity(), NORMS).extended(_rows()),
-    # Published files have unused key and value weights of layers that share those of other layers.
+    # Published files have unused key and value weights for layers that read the keys and values of another layer.
     untrained_modules=tuple(
         (f"self_attn.{name}", "shared_kv") for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     ),

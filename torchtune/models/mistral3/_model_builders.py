@@ -1,4 +1,4 @@
-"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B, whose patches are not merged."""
+"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B, which does not merge patches."""
 
 from dataclasses import replace
 from typing import Any

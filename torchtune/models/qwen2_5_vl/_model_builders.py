@@ -19,7 +19,7 @@ _ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
 
 def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace the old RoPE type "mrope", which only says that there are sections."""
+    """Replace the old RoPE type "mrope" by "default"; both have sections."""
     rope = config.get("rope_scaling")
     if not isinstance(rope, Mapping) or "mrope" not in (rope.get("type"), rope.get("rope_type")):
         return config

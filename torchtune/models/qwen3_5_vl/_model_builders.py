@@ -21,6 +21,6 @@ _FORMATS = TwoFormats(
     qwen_format(_MOE, "qwen3_5_moe", MOE_FORMAT, **_QWEN3_5),
 )
 _PREFIXES = {"model.": "model.language_model."}
-# The rows of experts are those of models that have them.
+# Both tables include the experts, which dense models lack.
 _NAMES = {kind: image_text_names(MOE_TEXT.weight_map(kind), _PREFIXES, tower_names()) for kind in ("hf", "hf_fused")}
 SPEC = image_text_family("qwen3_5_vl", _FORMATS, _NAMES, QwenImages, TEXT)

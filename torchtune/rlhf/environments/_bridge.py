@@ -1,4 +1,4 @@
-"""Tokens between two turns of the assistant, without rendering what was sampled a second time."""
+"""Tokens between two turns of the assistant; sampled turns are not rendered again."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

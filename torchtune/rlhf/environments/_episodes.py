@@ -38,7 +38,7 @@ _STEPS_FOR_TOOLS = 8
 class Environments:
     """Sampler of episodes: the policy answers a prompt, its tool calls run, and it reads their results.
 
-    Every episode has an environment of its own. ``reset(**row)`` begins it, with the columns of the row that it takes
+    Every episode has its own environment. ``reset(**row)`` begins it, with the columns of the row that it takes
     (and a ``seed``, the same in a group), and returns ``None`` or an observation, which is appended to the last message
     of the user: a text, or a list of parts such as ``{"type": "image", "image": "a.png"}``. Public methods are the
     tools, see :func:`tools_of`. ``get_reward()`` is optional and returns the reward. ``done`` is optional and True

@@ -75,8 +75,8 @@ class OpenEnv:
 class OpenEnvGym:
     """Environment of an OpenEnv server with Gym steps, over a WebSocket (extra ``openenv``), with the tool ``act``.
 
-    The arguments of ``act`` are the fields of the server's actions. ``reset`` sends a seed and the columns of the row,
-    of which the server takes those that its environment knows. Tried with OpenEnv 0.10.
+    The arguments of ``act`` are the fields of the server's actions. ``reset`` sends a seed and the columns of the row;
+    the server ignores columns that its environment does not know. Tried with OpenEnv 0.10.
 
     Args:
         url: URL of the server.

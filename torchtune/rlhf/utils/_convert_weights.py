@@ -1,4 +1,4 @@
-"""Weight names of reward models: those of a language model, with ``score`` as the output projection."""
+"""Weight names of reward models: the names of a language model, with ``score`` as the output projection."""
 
 from torch import Tensor
 
