@@ -100,7 +100,7 @@ def lives(folder: Path, output: Path, kills: int, size: int) -> Iterator[tuple[i
     output.mkdir()
     hits = life = 0
     while life < kills or (hits < kills // 4 and life < 2 * kills):
-        store = FullModelHFCheckpointer(str(folder), output_dir=str(output), keep_last_n_checkpoints=2)
+        store = FullModelHFCheckpointer(folder, output_dir=output, keep_last_n_checkpoints=2)
         before = {path.name for path in output.iterdir()}
         pids = start(store, folder, size, behind=size > 1 and life % 2 == 1, life=life)
         deadline = time.monotonic() + 300

@@ -38,7 +38,7 @@ def measure(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, s
     if size > 1:
         dist.init_process_group("gloo", f"file://{output}_store", rank=rank, world_size=size)
         shard(model, how)
-    store = FullModelHFCheckpointer(str(folder), output_dir=str(output))
+    store = FullModelHFCheckpointer(folder, output_dir=output)
     gc.collect()
     found = {"before": max(status("VmRSS"), status("VmHWM"))}
     store.load_model(model)

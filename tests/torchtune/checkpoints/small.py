@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from safetensors import safe_open
@@ -133,16 +134,35 @@ def build(folder: Path, *conversions: Any, dtype: torch.dtype = torch.float32) -
 def load(folder: Path, *conversions: Any, dtype: torch.dtype = torch.float32, **options: Any) -> TransformerDecoder:
     """Our model of a folder, with its weights."""
     model = build(folder, *conversions, dtype=dtype)
-    FullModelHFCheckpointer(str(folder), **options).load_model(model)
+    FullModelHFCheckpointer(folder, **options).load_model(model)
     return model.eval()
 
 
-def started(source: Path, *conversions: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, TransformerDecoder]:
-    """A checkpointer of a folder that saves beside it into ``out``, and its model with the weights."""
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(source.parent / "out"))
+def started(
+    source: Path, *conversions: Any, output: Path | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[FullModelHFCheckpointer, TransformerDecoder]:
+    """A checkpointer of a folder that saves into ``output`` (beside it, ``out``), and its model with the weights."""
+    checkpointer = FullModelHFCheckpointer(source, output_dir=output or source.parent / "out", **options)
     model = build(source, *conversions, dtype=dtype)
     checkpointer.load_model(model)
-    return checkpointer, model
+    return checkpointer, model.eval()
+
+
+def resume(checkpointer: FullModelHFCheckpointer, model: torch.nn.Module, **state: Any) -> dict[str, Any]:
+    """Resume from the newest checkpoint; the state that was read, beside the progress."""
+    state.setdefault("progress", {})
+    checkpointer.resume(checkpointer.find_resume_point(), model, state)
+    return state
+
+
+def in_transformers(folder: Path, **options: Any) -> torch.nn.Module:
+    """A folder's model as transformers loads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def in_peft(base: torch.nn.Module, adapter: Path) -> torch.nn.Module:
+    """A model of transformers with an adapter's folder, as peft loads it."""
+    return peft.PeftModel.from_pretrained(base, adapter).eval()
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:

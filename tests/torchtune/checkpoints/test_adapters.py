@@ -162,7 +162,7 @@ def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", ["llama", "qwen3_tied"])
 def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape, torch.bfloat16)
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    checkpointer = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
     made = [build(source, LoRA(4, 8, use_dora=True), dtype=torch.bfloat16) for _ in range(2)]
     for model in made:
         checkpointer.load_model(model)
@@ -203,7 +203,7 @@ def test_magnitudes_follow_the_weights(tmp_path: Path) -> None:
     for parameter in real.parameters():
         torch.nn.init.normal_(parameter)
     apply_conversions(real, [LoRA(4, 8, use_dora=True)])
-    FullModelHFCheckpointer(str(source)).load_model(real)
+    FullModelHFCheckpointer(source).load_model(real)
     for model in (with_meta, real):
         layer = model.layers[1].attn.q_proj
         torch.testing.assert_close(layer.magnitude, layer.weight.norm(dim=1))
@@ -262,7 +262,7 @@ def test_folder_with_an_adapter_alone(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in")
     _write_adapter(source, tmp_path, LoRA(4, 8))
     with pytest.raises(CheckpointError, match=r"base model") as caught:
-        FullModelHFCheckpointer(str(tmp_path / "out" / "epoch_0")).load_model(build(source, LoRA(4, 8)))
+        FullModelHFCheckpointer(tmp_path / "out" / "epoch_0").load_model(build(source, LoRA(4, 8)))
     assert "epoch_0" in str(caught.value)
 
 

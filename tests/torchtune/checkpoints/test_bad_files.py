@@ -42,7 +42,7 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
 def refusal(folder: Path, model: nn.Module | None = None, **options: Any) -> str:
     """What loading a folder says; the folder's own model by default."""
     with pytest.raises(CheckpointError) as caught:
-        FullModelHFCheckpointer(str(folder), **options).load_model(build(folder) if model is None else model)
+        FullModelHFCheckpointer(folder, **options).load_model(build(folder) if model is None else model)
     text = str(caught.value)
     assert "\n" not in text, text
     assert text.endswith("."), text
@@ -172,14 +172,14 @@ def test_model_without_a_spec(single: Path) -> None:
 @pytest.mark.parametrize(("model_type", "fine"), [("LLAMA3", True), ("LLAMA3_2", True), ("QWEN3", False)])
 def test_model_type_is_checked(single: Path, model_type: str, fine: bool) -> None:
     if fine:
-        FullModelHFCheckpointer(str(single), model_type=model_type).load_model(build(single))
+        FullModelHFCheckpointer(single, model_type=model_type).load_model(build(single))
     else:
         assert "model_type: QWEN3" in refusal(single, model_type=model_type)
 
 
 def test_unknown_model_type(single: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model_type: 'LLAMA9' is none of .*LLAMA3"):
-        FullModelHFCheckpointer(str(single), model_type="LLAMA9")
+        FullModelHFCheckpointer(single, model_type="LLAMA9")
 
 
 def test_what_no_shape_shows_is_warned_of(single: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_what_no_shape_shows_is_warned_of(single: Path, caplog: pytest.LogCaptur
     logger = logging.getLogger("torchtune")
     logger.addHandler(caplog.handler)
     try:
-        FullModelHFCheckpointer(str(single)).load_model(model)
+        FullModelHFCheckpointer(single).load_model(model)
     finally:
         logger.removeHandler(caplog.handler)
     text = caplog.text

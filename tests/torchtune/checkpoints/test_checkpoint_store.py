@@ -100,7 +100,7 @@ def test_two_trained_models_resume_and_load_elsewhere(sources: dict[str, Path], 
     with pytest.raises(CheckpointError, match="the checkpoint has a trained model 'value', this run has none"):
         again.resume(again.find_resume_point(), resumed["policy"], {"optimizer": other, "progress": {}})
     # A run that starts from this checkpoint carries the small files of the policy, not those of the value model.
-    next_run = FullModelHFCheckpointer(str(saved), output_dir=str(tmp_path / "next"))
+    next_run = FullModelHFCheckpointer(saved, output_dir=tmp_path / "next")
     assert not (next_run.save("epoch_0", models["policy"]) / "value").exists()
 
 
@@ -141,7 +141,7 @@ def test_merged_alone(sources: dict[str, Path], tmp_path: Path) -> None:
 
 def test_a_frozen_model_must_stay_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
     def start(reference: Path | None) -> FullModelHFCheckpointer:
-        checkpointer = FullModelHFCheckpointer(str(sources["policy"]), output_dir=str(tmp_path / "run"))
+        checkpointer = FullModelHFCheckpointer(sources["policy"], output_dir=tmp_path / "run")
         if reference is not None:
             node = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(reference)}
             checkpointer.add_source("reference", config.instantiate(node))
@@ -167,7 +167,7 @@ def test_a_frozen_model_must_stay_the_same(sources: dict[str, Path], tmp_path: P
 
 def test_an_adapter_resumes_on_its_base_weights_alone(sources: dict[str, Path], tmp_path: Path) -> None:
     def start(base: Path) -> FullModelHFCheckpointer:
-        return FullModelHFCheckpointer(str(base), output_dir=str(tmp_path / "run"))
+        return FullModelHFCheckpointer(base, output_dir=tmp_path / "run")
 
     checkpointer = start(sources["policy"])
     policy = build(sources["policy"], LoRA(rank=2, alpha=4))

@@ -38,7 +38,7 @@ def unfreeze(model: nn.Module, name: str) -> None:
 
 def refused(model: nn.Module, folder: Path, **contents: Any) -> str:
     """Both the save and the check before training refuse; the message, one sentence."""
-    store = FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / "out"))
+    store = FullModelHFCheckpointer(folder / "in", output_dir=folder / "out")
     with pytest.raises(CheckpointError) as caught:
         store.save("epoch_0", model, **contents)
     assert not list((folder / "out").glob("*"))

@@ -24,7 +24,7 @@ from torchtune.utils import UserError
 @pytest.fixture
 def run(source: Path, model: nn.Module, tmp_path: Path) -> FullModelHFCheckpointer:
     """A run with the checkpoints step_1 and step_2."""
-    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "run"))
+    store = FullModelHFCheckpointer(source, output_dir=tmp_path / "run")
     for step in (1, 2):
         state = {"momentum": {"x": torch.full((1000,), float(step))}, "progress": {"seed": 1, "global_step": step}}
         store.save(f"step_{step}", model, state=state)
@@ -121,7 +121,7 @@ def test_verify(
 
 def test_a_limit_of_file_sizes(source: Path, model: nn.Module, tmp_path: Path) -> None:
     """`ulimit -f`: the system refuses the write with EFBIG."""
-    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path))
+    store = FullModelHFCheckpointer(source, output_dir=tmp_path)
     with largest_file(50_000), pytest.raises(UserError, match=r"larger than a file may be.*ulimit -f.*\.$"):
         store.save("step_1", model)
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +130,7 @@ def test_a_limit_of_file_sizes(source: Path, model: nn.Module, tmp_path: Path) -
 @pytest.mark.parametrize("below", [".", "run"])
 def test_a_link_that_leads_nowhere(source: Path, tmp_path: Path, below: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "link" / below))
+    store = FullModelHFCheckpointer(source, output_dir=tmp_path / "link" / below)
     with pytest.raises(CheckpointError, match=r"link is a link to .*gone, which is not there: .*\.$"):
         store.check_output_dir(resume=False)
 

@@ -14,7 +14,7 @@ from torchtune.training import FullModelHFCheckpointer
 
 
 def checkpointer(source: Path, output: Path, **options) -> FullModelHFCheckpointer:
-    return FullModelHFCheckpointer(str(source), output_dir=str(output), **options)
+    return FullModelHFCheckpointer(source, output_dir=output, **options)
 
 
 def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, *, resumable: bool = True) -> Path:

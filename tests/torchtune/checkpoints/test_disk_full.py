@@ -34,7 +34,7 @@ def test_full_at_any_point(disk: Path, tmp_path: Path, adapter: bool) -> None:
     model = load(folder, *conversions)
     if adapter:
         randomize_adapter(model)
-    store = FullModelHFCheckpointer(str(folder), output_dir=str(disk / "run"), keep_last_n_checkpoints=1)
+    store = FullModelHFCheckpointer(folder, output_dir=disk / "run", keep_last_n_checkpoints=1)
     first = save(store, "step_1", model, contents=contents)
     before = stored(first)
     needed = sum(path.stat().st_size + 4096 for path in first.rglob("*"))
@@ -71,6 +71,6 @@ def test_no_permission(tmp_path: Path) -> None:
         pytest.skip("root may write everywhere")
     folder = write_folder(tmp_path / "source")
     (tmp_path / "locked").mkdir(mode=0o500)
-    store = FullModelHFCheckpointer(str(folder), output_dir=str(tmp_path / "locked"))
+    store = FullModelHFCheckpointer(folder, output_dir=tmp_path / "locked")
     with pytest.raises(UserError, match="No permission to write"):
         store.save("step_1", load(folder))

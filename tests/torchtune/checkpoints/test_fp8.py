@@ -103,7 +103,7 @@ def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(p
         published, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
     ).eval()
     model = load(published, dtype=torch.bfloat16)
-    saved = FullModelHFCheckpointer(str(published), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    saved = FullModelHFCheckpointer(published, output_dir=tmp_path / "out").save("epoch_0", model)
     config = read(saved / "config.json")
     assert "quantization_config" not in config
     weights, source = stored(saved), open_source([published / "model.safetensors"])

@@ -52,7 +52,7 @@ def test_read_directly(shape: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     made = write_gguf(tmp_path / "in" / "x.gguf", shape, "Q8_0")
     (tmp_path / "in" / "holiday.txt").write_text("no part of the model")
-    checkpointer = FullModelHFCheckpointer(str(tmp_path / "in"), ["x.gguf"], output_dir=str(tmp_path / "out"))
+    checkpointer = FullModelHFCheckpointer(tmp_path / "in", ["x.gguf"], output_dir=tmp_path / "out")
     model = on_meta(made.path)
     checkpointer.load_model(model)
     close(logits(model.eval()), logits(made.hf))
@@ -116,7 +116,7 @@ def refused(path: Path, output: Path) -> str:
         gguf_to_hf(path, output)
     assert not output.exists()
     with pytest.raises(CheckpointError, match=path.name):
-        FullModelHFCheckpointer(str(path.parent), [path.name]).load_model(on_meta(path))
+        FullModelHFCheckpointer(path.parent, [path.name]).load_model(on_meta(path))
     return str(caught.value)
 
 
@@ -181,7 +181,7 @@ def test_several_files(tmp_path: Path) -> None:
     made = write_gguf(tmp_path / "a.gguf")
     write_gguf(tmp_path / "b.gguf")
     with pytest.raises(CheckpointError, match=r"a\.gguf.*checkpoint_files|checkpoint_files.*one"):
-        FullModelHFCheckpointer(str(tmp_path)).load_model(on_meta(made.path))
+        FullModelHFCheckpointer(tmp_path).load_model(on_meta(made.path))
 
 
 def test_other_model_than_the_file(tmp_path: Path) -> None:
@@ -189,4 +189,4 @@ def test_other_model_than_the_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "in" / "x.gguf")
     other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
     with pytest.raises(CheckpointError, match="layers"):
-        FullModelHFCheckpointer(str(tmp_path / "in"), ["x.gguf"]).load_model(on_meta(other.path))
+        FullModelHFCheckpointer(tmp_path / "in", ["x.gguf"]).load_model(on_meta(other.path))

@@ -41,7 +41,7 @@ def _refusal(action: Any) -> str:
 
 
 def _load(folder: Path, model: Any = None) -> str:
-    return _refusal(lambda: FullModelHFCheckpointer(str(folder)).load_model(model or build(folder)))
+    return _refusal(lambda: FullModelHFCheckpointer(folder).load_model(model or build(folder)))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_files_that_are_links_are_read_as_the_cache_of_the_hub_has_them(folder: 
     blob.parent.mkdir()
     (folder / "model.safetensors").rename(blob)
     (folder / "model.safetensors").symlink_to(blob)
-    FullModelHFCheckpointer(str(folder)).load_model(build(folder))
+    FullModelHFCheckpointer(folder).load_model(build(folder))
 
 
 @pytest.mark.parametrize("content", [struct.pack("<Q", 2**40) + b"{}", b"\xff" * 4096])

@@ -47,10 +47,10 @@ STATE = {
 def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheckpointer:
     """As official YAML of older releases builds it."""
     return FullModelHFCheckpointer(
-        checkpoint_dir=str(source),
+        checkpoint_dir=source,
         checkpoint_files=["model.safetensors"],
         model_type="LLAMA3",
-        output_dir=str(output),
+        output_dir=output,
         **options,
     )
 
@@ -71,7 +71,7 @@ def test_the_dict_is_the_models(source: Path, tmp_path: Path) -> None:
 def test_names_of_other_families(shape: str, model_type: str | None, tmp_path: Path) -> None:
     """A ``model_type`` of older configs need not be the name of a family."""
     folder = write_folder(tmp_path / "source", shape)
-    loaded = FullModelHFCheckpointer(str(folder), model_type=model_type).load_checkpoint()["model"]
+    loaded = FullModelHFCheckpointer(folder, model_type=model_type).load_checkpoint()["model"]
     assert same_bits(loaded, load(folder).state_dict())
 
 
@@ -202,7 +202,7 @@ def test_meta(tied: bool, tmp_path: Path) -> None:
     (tmp_path / "meta").mkdir()
     torch.save(theirs, tmp_path / "meta" / "consolidated.00.pth")
     store = FullModelMetaCheckpointer(
-        str(tmp_path / "meta"), ["consolidated.00.pth"], "LLAMA3_2" if tied else "LLAMA3", str(tmp_path / "output")
+        tmp_path / "meta", ["consolidated.00.pth"], "LLAMA3_2" if tied else "LLAMA3", tmp_path / "output"
     )
     assert same_bits(store.load_checkpoint()["model"], ours)
     store.save_checkpoint({"model": ours, **STATE}, epoch=0, intermediate_checkpoint=True)
@@ -223,7 +223,7 @@ def test_our_own_names(source: Path, tmp_path: Path) -> None:
     (tmp_path / "tune").mkdir()
     torch.save(ours, tmp_path / "tune" / "model.pt")
     store = FullModelTorchTuneCheckpointer(
-        str(tmp_path / "tune"), checkpoint_files=["model.pt"], model_type="LLAMA3", output_dir=str(tmp_path / "output")
+        tmp_path / "tune", checkpoint_files=["model.pt"], model_type="LLAMA3", output_dir=tmp_path / "output"
     )
     assert same_bits(store.load_checkpoint(weights_only=True)["model"], ours)
     again = build(source)

@@ -97,7 +97,7 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
 def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path: Path) -> None:
     source, theirs = quantized_folder(tmp_path / "in")
     model = load(source, dtype=torch.bfloat16)
-    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("epoch_0", model)
     weights = stored(saved)
     assert all(torch.equal(weights[name], parameter) for name, parameter in theirs.named_parameters())
     assert "quantization_config" not in read(saved / "config.json")
@@ -113,4 +113,4 @@ def test_what_is_packed_must_fit_the_model(tmp_path: Path) -> None:
     write_weights(source, tensors)
     message = rf"'{name}' has the shape \[4, 64, 31\] where the model needs \[4, 64, 32\]"
     with pytest.raises(CheckpointError, match=message):
-        FullModelHFCheckpointer(str(source)).load_model(build(source))
+        FullModelHFCheckpointer(source).load_model(build(source))

@@ -67,7 +67,7 @@ def base_of_peft(shape: str) -> nn.Module:
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
 def test_new_rows_are_trained_saved_and_resumed(shape: str, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape)
-    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    store = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
     model, resumed = grown(store, source), grown(store, source)
     start = logits(model.eval())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -131,8 +131,8 @@ def test_what_cannot_be_had(tmp_path: Path) -> None:
         fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
     assert model.tok_embeddings.weight.shape[0] == OLD
     # An adapter with new rows is no plain one: the base in the folder has none for them.
-    store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    store = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
     saved = store.save("step_1", grown(store, source), contents="adapter")
-    other = FullModelHFCheckpointer(str(source), adapter_checkpoint=str(saved))
+    other = FullModelHFCheckpointer(source, adapter_checkpoint=saved)
     with pytest.raises(CheckpointError, match=r"trainable_token_indices = .* cannot be expressed"):
         other.load_model(build(source, LORA))

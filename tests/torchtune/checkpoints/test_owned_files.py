@@ -172,7 +172,7 @@ def test_a_run_resumes_from_them(tmp_path: Path) -> None:
     base = write_folder(tmp_path / "base", "qwen2")
 
     def start(conversions: list[Any]) -> tuple[FullModelHFCheckpointer, nn.Module]:
-        checkpointer = FullModelHFCheckpointer(str(base), output_dir=str(tmp_path / "out"))
+        checkpointer = FullModelHFCheckpointer(base, output_dir=tmp_path / "out")
         model = build(base, *conversions)
         checkpointer.load_model(model)
         return checkpointer, model
@@ -195,7 +195,7 @@ def test_a_run_resumes_from_them(tmp_path: Path) -> None:
 
 def test_what_is_refused_before_training(tmp_path: Path) -> None:
     base = write_folder(tmp_path / "base", "llama")
-    checkpointer = FullModelHFCheckpointer(str(base), output_dir=str(tmp_path / "out"))
+    checkpointer = FullModelHFCheckpointer(base, output_dir=tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"'layers.0.attn.k_proj.weight' \(but 'layers.0.attn.k_proj.layer.w"):
         torchtune.load(base, adapter=Wrap(), device="cpu")
     for contents in ("model", "adapter"):

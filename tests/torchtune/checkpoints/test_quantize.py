@@ -33,7 +33,7 @@ def meta_model(folder: Path) -> nn.Module:
 
 def load(folder: Path, **options: object) -> nn.Module:
     model = meta_model(folder if (folder / "config.json").exists() else options.pop("like"))
-    FullModelHFCheckpointer(str(folder), **options).load_model(model)
+    FullModelHFCheckpointer(folder, **options).load_model(model)
     return model.float()
 
 

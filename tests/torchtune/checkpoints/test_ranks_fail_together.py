@@ -33,7 +33,7 @@ def fails(run: Callable[[], Any], *words: str) -> None:
 
 
 def loading(source: Path) -> Callable[[], None]:
-    return lambda: FullModelHFCheckpointer(str(source)).load_model(ranks.shard(build(source), "fsdp"))
+    return lambda: FullModelHFCheckpointer(source).load_model(ranks.shard(build(source), "fsdp"))
 
 
 def bad_sources(folder: Path) -> None:
@@ -42,9 +42,9 @@ def bad_sources(folder: Path) -> None:
     fails(loading(folder / "missing"), "lacks model-00002")
     mine = folder / ("source" if dist.get_rank() == 0 else "nowhere")
     model = ranks.shard(build(folder / "source"), "fsdp")
-    fails(lambda: FullModelHFCheckpointer(str(mine)).load_model(model), "Rank 1: ", "nowhere")
+    fails(lambda: FullModelHFCheckpointer(mine).load_model(model), "Rank 1: ", "nowhere")
     model = ranks.shard(build(folder / "source"), "fsdp")
-    fails(lambda: FullModelHFCheckpointer(str(folder / "other")).load_model(model), "vocabulary of 322")
+    fails(lambda: FullModelHFCheckpointer(folder / "other").load_model(model), "vocabulary of 322")
 
 
 def damaged_checkpoints(folder: Path) -> None:
@@ -73,7 +73,7 @@ def damaged_checkpoints(folder: Path) -> None:
 
 def started(folder: Path, output: Path) -> tuple[FullModelHFCheckpointer, Any, dict[str, Any]]:
     model = ranks.shard(build(folder / "source"), "fsdp")
-    store = FullModelHFCheckpointer(str(folder / "source"), output_dir=str(output), keep_last_n_checkpoints=1)
+    store = FullModelHFCheckpointer(folder / "source", output_dir=output, keep_last_n_checkpoints=1)
     store.load_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return store, model, {"optimizer": optimizer, "progress": {"step": 1}}

@@ -35,7 +35,7 @@ def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     # In float32: what bfloat16 rounds away may send a token to another expert.
     exact = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     ours = build(saved, dtype=torch.float32)
-    FullModelHFCheckpointer(str(saved)).load_model(ours)
+    FullModelHFCheckpointer(saved).load_model(ours)
     close(logits(ours.eval()), logits(exact))
 
 
@@ -68,7 +68,7 @@ def test_real_model_is_loaded_in_place(tmp_path: Path) -> None:
     with torch.device("cpu"):
         model = build(source).to_empty(device="cpu")
     before = model.tok_embeddings.weight
-    FullModelHFCheckpointer(str(source)).load_model(model)
+    FullModelHFCheckpointer(source).load_model(model)
     assert model.tok_embeddings.weight is before
     assert same_bits(model.state_dict(), meta.state_dict())
 
@@ -77,7 +77,7 @@ def test_dtype_of_the_model_holds(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in")
     model = load(source, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("step_1", model)
+    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("step_1", model)
     assert {tensor.dtype for tensor in stored(saved).values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(saved, dtype="auto").dtype == torch.bfloat16
 
@@ -130,7 +130,7 @@ def test_what_is_carried(tmp_path: Path) -> None:
         path.write_text("{}")
     with (source / "large.json").open("wb") as file:
         file.truncate(101 * 2**20)
-    checkpointer = FullModelHFCheckpointer(str(source), ["model.safetensors"], output_dir=str(tmp_path / "out"))
+    checkpointer = FullModelHFCheckpointer(source, ["model.safetensors"], output_dir=tmp_path / "out")
     model = build(source)
     checkpointer.load_model(model)
     saved = checkpointer.save("epoch_0", model)
@@ -150,7 +150,7 @@ def test_config_says_what_is_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         grown = torch.cat([model.tok_embeddings.weight, torch.zeros(8, 32, dtype=torch.bfloat16)])
     model.tok_embeddings.weight = torch.nn.Parameter(grown)
-    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("epoch_0", model)
     written = read(saved / "config.json")
     assert (written["vocab_size"], written["dtype"], written["task_specific_params"]) == (
         328,
@@ -167,7 +167,7 @@ def test_folder_without_config_gets_one(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", "qwen3")
     model = load(source)
     (source / "config.json").unlink()
-    saved = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out")).save("epoch_0", model)
+    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("epoch_0", model)
     close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
 
 
@@ -185,11 +185,11 @@ def test_a_save_does_not_need_the_source(tmp_path: Path) -> None:
 def test_an_earlier_checkpoint_as_base(tmp_path: Path) -> None:
     """A checkpoint in the middle of a run is a model folder too; its training state is not passed on."""
     source = write_folder(tmp_path / "in")
-    first = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "first"))
+    first = FullModelHFCheckpointer(source, output_dir=tmp_path / "first")
     model = build(source)
     first.load_model(model)
     middle = first.save("step_1", model, state={"progress": {"step": 1}}, cfg={"recipe": "x"})
-    second = FullModelHFCheckpointer(str(middle), output_dir=str(tmp_path / "second"))
+    second = FullModelHFCheckpointer(middle, output_dir=tmp_path / "second")
     again = build(middle)
     second.load_model(again)
     saved = second.save("step_2", again, state={"progress": {"step": 2}})

@@ -36,9 +36,7 @@ def same_as_alone(how: str, shape: str, adapter: str, **options: Any) -> Callabl
     def case(folder: Path) -> None:
         source, alone = folder / shape, folder / f"{shape} {adapter} {sorted(options)}"
         model = ranks.shard(build(source, *conversions(adapter, shape)), how)
-        store = FullModelHFCheckpointer(
-            str(source), output_dir=str(folder / f"{case.__name__} {dist.get_world_size()}")
-        )
+        store = FullModelHFCheckpointer(source, output_dir=folder / f"{case.__name__} {dist.get_world_size()}")
         torch.manual_seed(4 + dist.get_rank())  # ranks draw as rank 0 does
         drawn = torch.rand(1).item()
         torch.manual_seed(4 + dist.get_rank())
@@ -87,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         alone.mkdir()
         torch.save({name: parameter.detach() for name, parameter in model.named_parameters()}, alone / "model.pt")
         randomize_adapter(model)
-        FullModelHFCheckpointer(str(folder / shape), output_dir=str(alone)).save("step_1", model, **options)
+        FullModelHFCheckpointer(folder / shape, output_dir=alone).save("step_1", model, **options)
         assert stored(alone / "step_1") or options.get("contents") == "adapter"
     return folder
 
@@ -110,7 +108,7 @@ def one_writer_of_each_file(folder: Path) -> None:
             opened.add(os.path.basename(str(arguments[0])))
 
     model = ranks.shard(build(folder / "llama"), "fsdp")
-    store = FullModelHFCheckpointer(str(folder / "llama"), output_dir=str(folder / "writers"))
+    store = FullModelHFCheckpointer(folder / "llama", output_dir=folder / "writers")
     store.load_model(model)
     state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "progress": {}}
     sys.addaudithook(note)

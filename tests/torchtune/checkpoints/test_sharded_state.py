@@ -42,7 +42,7 @@ def start(folder: Path, how: str, kind: str) -> tuple[FullModelHFCheckpointer, n
     """A run of a kind (a key of ``KINDS``), before its first step."""
     low = kind in ("stochastic_rounding", "fp32_master")
     model = ranks.shard(build(folder / "source", dtype=torch.bfloat16 if low else torch.float32), how)
-    store = FullModelHFCheckpointer(str(folder / "source"), output_dir=str(folder / kind))
+    store = FullModelHFCheckpointer(folder / "source", output_dir=folder / kind)
     store.load_model(model)
     fused = {"fused": True} if kind == "fused" else {"foreach": True}
     optimizer = setup_optimizer(

@@ -24,7 +24,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(source: Path, output: Path, dtype: torch.dtype = torch.float32) -> tuple[FullModelHFCheckpointer, nn.Module]:
-    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(output))
+    checkpointer = FullModelHFCheckpointer(source, output_dir=output)
     model = build(source, dtype=dtype)
     checkpointer.load_model(model)
     return checkpointer, model

@@ -47,7 +47,7 @@ def reference(folder: Path) -> nn.Module:
 
 
 def saved(model: nn.Module, folder: Path, name: str, **contents: Any) -> Path:
-    return FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / name)).save("step_1", model, **contents)
+    return FullModelHFCheckpointer(folder / "in", output_dir=folder / name).save("step_1", model, **contents)
 
 
 def lora(dora: bool = False) -> LoRA:
@@ -83,7 +83,7 @@ def test_an_adapter_on_top(dora: bool, tmp_path: Path) -> None:
     close(logits(merged), wanted)
     # A resume reads the base again, and the adapter of the checkpoint.
     saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 1}})
-    store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
+    store = FullModelHFCheckpointer(tmp_path / "in", output_dir=tmp_path / "run")
     resumed, progress = build(tmp_path / "in", Int8Rows(), lora(dora)), {"step": 0}
     store.load_model(resumed)
     store.resume(store.find_resume_point(), resumed, {"progress": progress})
@@ -110,7 +110,7 @@ def test_resume_of_a_full_run(tmp_path: Path) -> None:
     with torch.no_grad():
         model.norm.scale.mul_(1.5)
     saved(model, tmp_path, "run", state={"progress": {"step": 3}})
-    store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
+    store = FullModelHFCheckpointer(tmp_path / "in", output_dir=tmp_path / "run")
     resumed, progress = build(tmp_path / "in", Int8Rows()), {"step": 0}
     store.load_model(resumed)
     store.resume(store.find_resume_point(), resumed, {"progress": progress})
@@ -125,7 +125,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def same_as_alone(how: str, kind: str, contents: dict[str, bool]) -> Callable[[Path], None]:
     def case(folder: Path) -> None:
         model = ranks.shard(build(folder / "in", *conversions(kind)), how)
-        FullModelHFCheckpointer(str(folder / "in")).load_model(model)
+        FullModelHFCheckpointer(folder / "in").load_model(model)
         for name, parameter in torch.load(folder / f"{kind}.pt").items():
             assert torch.equal(ranks.whole(model.get_parameter(name)), parameter), f"{case.__name__}: {name}"
         randomize_adapter(model)

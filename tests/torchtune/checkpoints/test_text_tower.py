@@ -87,7 +87,7 @@ def test_text_tower_comes_out_as_a_model_of_its_own(name: str, prefix: str, tmp_
         write_weights(folder, weights)
     with torch.device("meta"):
         model = from_hf_config(folder)
-    checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(tmp_path / "out"), text_only=True)
+    checkpointer = FullModelHFCheckpointer(folder, output_dir=tmp_path / "out", text_only=True)
     checkpointer.load_model(model, device="cpu", dtype=torch.float32)
     with torch.no_grad():
         expected = hf(TOKENS).logits
@@ -125,7 +125,7 @@ def _loaded(folder: Path, output: Path, **options: Any) -> tuple[FullModelHFChec
         model = from_hf_config(folder)
     if options.pop("lora", False):
         apply_conversions(model, [LoRA(rank=2, attn_modules=["q_proj", "v_proj"])])
-    checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(output), **options)
+    checkpointer = FullModelHFCheckpointer(folder, output_dir=output, **options)
     checkpointer.load_model(model, device="cpu", dtype=torch.float32)
     return checkpointer, model
 
@@ -324,7 +324,7 @@ def test_adapters_of_experts_beside_other_towers(tmp_path: Path) -> None:
 
     def adapted(target: str) -> torch.nn.Module:
         model = build(source, LoRA(3, 5, target_modules=[target]))
-        checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+        checkpointer = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
         checkpointer.load_model(model)
         randomize_adapter(model)
         checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
@@ -343,5 +343,5 @@ def test_adapters_of_experts_beside_other_towers(tmp_path: Path) -> None:
             merged = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(saved).eval()
             assert (wanted - merged(TOKENS).logits).abs().max() <= 1e-4
             again = build(source, LoRA(3, 5, target_modules=[target]))
-            FullModelHFCheckpointer(str(source), adapter_checkpoint=str(saved / "adapter")).load_model(again)
+            FullModelHFCheckpointer(source, adapter_checkpoint=saved / "adapter").load_model(again)
             assert torch.equal(again.eval()(TOKENS), wanted)

@@ -254,7 +254,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any
     with torch.device("meta"):
         model = from_hf_config(str(folder))
         apply_conversions(model, [LoRA(rank=4, alpha=6, apply_to_mlp=True)])
-    FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
+    FullModelHFCheckpointer(checkpoint_dir=folder).load_model(model, device=torch.device("cpu"))
     torch.manual_seed(0)
     for layer in model.layers:  # an adapter in training: B is no longer zero
         torch.nn.init.normal_(layer.attn.q_proj.lora_b.weight, std=0.3)

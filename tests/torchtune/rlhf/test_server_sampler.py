@@ -43,7 +43,7 @@ def make(checkpoint: Path) -> Callable[..., ServerSampler]:
             model = from_hf_config(checkpoint_dir=str(checkpoint))
             if adapters:
                 apply_conversions(model, [LoRA(rank=4, alpha=8)])
-        FullModelHFCheckpointer(checkpoint_dir=str(checkpoint)).load_model(model)
+        FullModelHFCheckpointer(checkpoint_dir=checkpoint).load_model(model)
         tokenizer = hf_tokenizer(str(checkpoint))
         arguments = {"url": server.url, "server": kind, "checkpoint_dir": str(checkpoint), **arguments}
         return ServerSampler(model, tokenizer, folder=str(checkpoint.parent / "weights"), **arguments)

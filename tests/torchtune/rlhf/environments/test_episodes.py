@@ -36,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
     with torch.device("meta"):
         model = from_hf_config(str(folder))
-    FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
+    FullModelHFCheckpointer(checkpoint_dir=folder).load_model(model, device=torch.device("cpu"))
     return model, hf_tokenizer(str(folder)), str(folder)
 
 

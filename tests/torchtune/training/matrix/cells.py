@@ -128,7 +128,7 @@ def train(
     with training.set_default_dtype(DTYPES[cell["dtype"]]), torch.device("meta"):
         model = from_hf_config(checkpoint)
         apply_conversions(model, conversions(cell))
-    store = FullModelHFCheckpointer(str(checkpoint))
+    store = FullModelHFCheckpointer(checkpoint)
     if cell["adapter"] != "none":
         require_adapters(model)
     store.check_contents(model, contents="model" if cell["adapter"] == "none" else "adapter")

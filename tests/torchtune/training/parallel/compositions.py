@@ -71,7 +71,7 @@ def run(
         elif adapter:
             apply_conversions(model, [LoRA(rank=4, alpha=8, apply_to_mlp=True, use_dora=adapter == "dora")])
     training.parallelize(model, dims, device=CPU, **options)
-    FullModelHFCheckpointer(str(checkpoint)).load_model(model, device=CPU)
+    FullModelHFCheckpointer(checkpoint).load_model(model, device=CPU)
     if checkpointing:
         training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer})
     loss_fn = LinearCrossEntropyLoss()

@@ -31,7 +31,7 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, 
 
 def same_as_alone(folder: Path, targets: str, dora: bool) -> None:
     model = ranks.shard(build(folder / "in", lora(targets, dora)), "ours")
-    store = FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / f"split {targets} {dora}"))
+    store = FullModelHFCheckpointer(folder / "in", output_dir=folder / f"split {targets} {dora}")
     store.load_model(model)
     randomize_adapter(model)
     loss, gradients = loss_and_gradients(model)

@@ -44,7 +44,7 @@ def start(folder: Path, kind: str, dims: ParallelDims, output: Path) -> tuple[Fu
     source, conversions = KINDS[kind]
     model = build(folder / source, *(make() for make in conversions))
     parallelize(model, dims, device=CPU)
-    store = FullModelHFCheckpointer(str(folder / source), output_dir=str(output))
+    store = FullModelHFCheckpointer(folder / source, output_dir=output)
     store.load_model(model)
     randomize_adapter(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
