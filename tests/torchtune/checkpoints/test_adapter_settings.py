@@ -143,7 +143,7 @@ def test_settings_that_would_change_the_sum(key: str, value: Any, tmp_path: Path
 
 
 def test_settings_that_change_nothing(tmp_path: Path) -> None:
-    """The tensors say which layers there are; EVA looks at data before training; what a newer release has off is off."""
+    """Tensors say which layers there are; EVA looks at data before training; what a newer release has off is off."""
     source = write_folder(tmp_path / "in")
     theirs = trained_by_peft(source, target_modules=["q_proj"], layers_to_transform=[1, 2], exclude_modules=["k_proj"])
     change(source, a_setting_of_next_year=None, another=False, lora_dropout=0.3, peft_version="9.0", loftq_config={})

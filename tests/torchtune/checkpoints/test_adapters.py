@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.torchtune.checkpoints.small import (
     build,
     close,
     hf_model,
+    in_peft,
+    in_transformers,
     load,
     logits,
     randomize_adapter,
     read,
+    resume,
     same_bits,
     some_tokens,
     started,
@@ -59,7 +61,7 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
     conversion = LoRA(rank=4, alpha=6, **kind, **ours)
     checkpointer, model = started(source, conversion)
     base = logits(hf_model(shape))
-    close(logits(model.eval()), base)  # it changes nothing yet
+    close(logits(model), base)  # it changes nothing yet
     randomize_adapter(model)
     expected = logits(model)
     assert (expected - base).abs().max() > 0.1
@@ -71,20 +73,18 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
     assert (settings["r"], settings["lora_alpha"]) == (4, 6)
     assert {name for name in ("use_dora", "use_rslora") if settings[name]} == kind.keys()
     assert settings["base_model_name_or_path"] == str(source)
-    in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
-    close(logits(in_peft), expected)
+    theirs = in_peft(hf_model(shape), saved)
+    close(logits(theirs), expected)
 
-    in_peft.save_pretrained(tmp_path / "peft")
-    shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
-    again = load(source, LoRA(rank=4, alpha=6, **kind, **ours))
+    theirs.save_pretrained(source)
+    again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
     assert torch.equal(logits(again), expected)
     assert torch.equal(logits(load(source, adapter_conversion(build(source), source))), expected)
     folder = checkpointer.save("epoch_1", model, contents=("adapter", "merged"), max_shard_bytes=40_000)
     # Loaders would take an adapter beside the merged weights for theirs and count it twice.
     assert not list(folder.glob("adapter_*"))
-    merged = AutoModelForCausalLM.from_pretrained(folder)
-    close(logits(merged), expected)
+    close(logits(in_transformers(folder)), expected)
     assert torch.equal(logits(model), expected)
 
 
@@ -103,22 +103,18 @@ def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path
         **kind,
     )
     theirs = get_peft_model(hf_model(shape), wanted).eval()
-    theirs.save_pretrained(tmp_path / "peft")
+    theirs.save_pretrained(source)
     conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, **kind)
-    shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
     close(logits(load(source, conversion)), logits(theirs))
 
     checkpointer, model = started(source, conversion)
     randomize_adapter(model)  # the parts differ now
-    expected = logits(model.eval())
-    saved = checkpointer.save("epoch_0", model, contents="adapter")
-    in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
-    close(logits(in_peft), expected)
-    in_peft.save_pretrained(source)
-    again = load(source, conversion)
-    assert same_bits(adapters(again), adapters(model))
-    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
-    close(logits(merged), expected)
+    expected = logits(model)
+    theirs = in_peft(hf_model(shape), checkpointer.save("epoch_0", model, contents="adapter"))
+    close(logits(theirs), expected)
+    theirs.save_pretrained(source)
+    assert same_bits(adapters(load(source, conversion)), adapters(model))
+    close(logits(in_transformers(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))), expected)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -140,7 +136,7 @@ def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
     expected = logits(model.eval())
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert not torch.allclose(expected, logits(load(source)), atol=1e-3)
-    close(logits(PeftModel.from_pretrained(hf_model("phi3"), saved)), expected)
+    close(logits(in_peft(hf_model("phi3"), saved)), expected)
     shutil.copytree(saved, source, dirs_exist_ok=True)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
@@ -162,24 +158,20 @@ def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", ["llama", "qwen3_tied"])
 def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape, torch.bfloat16)
-    checkpointer = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
-    made = [build(source, LoRA(4, 8, use_dora=True), dtype=torch.bfloat16) for _ in range(2)]
-    for model in made:
-        checkpointer.load_model(model)
-    randomize_adapter(made[0])
+    conversion = LoRA(4, 8, use_dora=True)
+    checkpointer, model = started(source, conversion, dtype=torch.bfloat16)
+    again = load(source, conversion, dtype=torch.bfloat16)
+    randomize_adapter(model)
     state = {"progress": {"global_step": 3}}
-    checkpointer.save("step_3", made[0], state=state, contents=("adapter", "merged") if merge else "adapter")
-    found = {"progress": {}}
-    checkpointer.resume(checkpointer.find_resume_point(), made[1], found)
-    assert found == state
-    assert same_bits(dict(made[0].state_dict()), dict(made[1].state_dict()))
-    trained = get_adapter_params(made[1])
+    folder = checkpointer.save("step_3", model, state=state, contents=("adapter", "merged") if merge else "adapter")
+    assert resume(checkpointer, again) == state
+    assert same_bits(again.state_dict(), model.state_dict())
+    trained = get_adapter_params(again)
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
-    assert {p.dtype for name, p in made[1].named_parameters() if name not in trained} == {torch.bfloat16}
-    folder = tmp_path / "out" / "step_3"
-    files = load_file((folder / "adapter" if merge else folder) / "adapter_model.safetensors")
-    in_peft = PeftModel.from_pretrained(hf_model(shape, torch.bfloat16), folder / "adapter" if merge else folder)
-    assert same_bits(get_peft_model_state_dict(in_peft), files)  # which keeps them in float32 as well
+    assert {p.dtype for name, p in again.named_parameters() if name not in trained} == {torch.bfloat16}
+    folder = folder / "adapter" if merge else folder
+    theirs = get_peft_model_state_dict(in_peft(hf_model(shape, torch.bfloat16), folder))
+    assert same_bits(theirs, load_file(folder / "adapter_model.safetensors"))  # which keeps them in float32 as well
 
 
 def test_older_adapter_file(tmp_path: Path) -> None:
@@ -209,11 +201,13 @@ def test_magnitudes_follow_the_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(layer.magnitude, layer.weight.norm(dim=1))
 
 
-def _write_adapter(source: Path, tmp_path: Path, conversion: LoRA) -> None:
-    checkpointer, model = started(source, conversion)
+@pytest.fixture
+def adapted(source: Path, tmp_path: Path) -> Path:
+    """A folder with an adapter of rank 4 beside the weights."""
+    folder = shutil.copytree(source, tmp_path / "in")
+    checkpointer, model = started(folder, LoRA(4, 8, attn_modules=["q_proj"]))
     saved = checkpointer.save("epoch_0", model, contents="adapter")
-    for path in saved.glob("adapter_*"):
-        shutil.copyfile(path, source / path.name)
+    return shutil.copytree(saved, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json"))
 
 
 @pytest.mark.parametrize(
@@ -227,56 +221,40 @@ def _write_adapter(source: Path, tmp_path: Path, conversion: LoRA) -> None:
     ],
     ids=["rank", "alpha", "too few layers", "other layers", "dora"],
 )
-def test_adapter_that_does_not_fit(conversion: LoRA, words: list[str], tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in")
-    _write_adapter(source, tmp_path, LoRA(4, 8, attn_modules=["q_proj"]))
+def test_adapter_that_does_not_fit(conversion: LoRA, words: list[str], adapted: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        load(source, conversion)
+        load(adapted, conversion)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert message.count(". ") == 0
     assert message.endswith(".")
 
 
-def test_cut_or_foreign_adapter(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in")
-    _write_adapter(source, tmp_path, LoRA(4, 8))
-    path = source / "adapter_model.safetensors"
-    whole = path.read_bytes()
+def test_cut_or_foreign_adapter(adapted: Path) -> None:
+    conversion = LoRA(4, 8, attn_modules=["q_proj"])
+    path = adapted / "adapter_model.safetensors"
+    whole, tensors = path.read_bytes(), load_file(path)
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
-        load(source, LoRA(4, 8))
-    path.write_bytes(whole)
-    tensors = load_file(path)
+        load(adapted, conversion)
     name = next(iter(tensors))
     save_file(tensors | {name.replace("layers.0", "layers.9"): tensors[name].clone()}, path)
     with pytest.raises(CheckpointError, match=r"layers\.9"):
-        load(source, LoRA(4, 8))
-    (source / "adapter_config.json").write_text("{")
+        load(adapted, conversion)
+    (adapted / "adapter_config.json").write_text("{")
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
-        load(source, LoRA(4, 8))
+        load(adapted, conversion)
+    with pytest.raises(CheckpointError, match=r"epoch_0.*base model"):
+        FullModelHFCheckpointer(adapted.parent / "out" / "epoch_0").load_model(build(adapted, conversion))
 
 
-def test_folder_with_an_adapter_alone(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in")
-    _write_adapter(source, tmp_path, LoRA(4, 8))
-    with pytest.raises(CheckpointError, match=r"base model") as caught:
-        FullModelHFCheckpointer(tmp_path / "out" / "epoch_0").load_model(build(source, LoRA(4, 8)))
-    assert "epoch_0" in str(caught.value)
-
-
-def test_base_of_an_adapter_is_named(tmp_path: Path) -> None:
+def test_base_of_an_adapter_is_named_and_saved_where_the_adapter_is_frozen(tmp_path: Path) -> None:
     """`tune download` notes where the base came from: others find it there, not in a folder of this machine."""
     source = write_folder(tmp_path / "in")
     (source / "original_repo_id.json").write_text('{"repo_id": "org/model"}')
     checkpointer, model = started(source, LoRA(4, 8))
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert read(saved / "adapter_config.json")["base_model_name_or_path"] == "org/model"
-
-
-def test_base_of_a_model_whose_adapter_is_frozen(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in")
-    checkpointer, model = started(source, LoRA(4, 8))
     randomize_adapter(model)
-    assert same_bits(stored(checkpointer.save("epoch_0", model.requires_grad_(False))), stored(source))
+    assert same_bits(stored(checkpointer.save("epoch_1", model.requires_grad_(False))), stored(source))

@@ -1,7 +1,5 @@
 """Optimizers by one line of YAML: states of few bits, Muon, groups by pattern."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,42 +108,6 @@ def test_a_rank_without_elements_steps_and_resumes():
         assert again.state[model.weight]["step"] == 3
     finally:
         dist.destroy_process_group()
-
-
-MAKERS = {
-    "8bit": lambda: low_bit("AdamW8bit"),
-    "4bit": lambda: low_bit("AdamW4bit"),
-    "muon": lambda: lambda parameters: MuonWithAdamW(parameters, lr=1e-2),
-    "groups": lambda: lambda p: GroupedOptimizer(p, [{"pattern": "bias", "lr": 0.0}], lr=1e-2),
-}
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_resume_is_bit_equal(kind, in_backward):
-    def start() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        model = make_model(torch.bfloat16)
-        optimizer = setup_optimizer(MAKERS[kind](), model, in_backward=in_backward)
-        return model, optimizer, get_cosine_schedule_with_warmup(optimizer, 2, 8)
-
-    def train(model, optimizer, schedule, steps: range) -> None:
-        for step in steps:
-            tokens = torch.randint(0, 96, (16,), generator=torch.Generator().manual_seed(step))
-            model(tokens).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-
-    model, optimizer, schedule = start()
-    train(model, optimizer, schedule, range(2))
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])
-    train(model, optimizer, schedule, range(2, 4))
-    again, resumed, schedule_again = start()
-    for part, state in zip((again, resumed, schedule_again), saved, strict=True):
-        part.load_state_dict(state)
-    train(again, resumed, schedule_again, range(2, 4))
-    for mine, wanted in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, wanted)
 
 
 def test_muon_steps_matrices_as_its_formula_says_and_adamw_the_rest():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
 from torchtune.models import from_hf_config
@@ -72,6 +73,7 @@ def run(
             apply_conversions(model, [LoRA(rank=4, alpha=8, apply_to_mlp=True, use_dora=adapter == "dora")])
     training.parallelize(model, dims, device=CPU, **options)
     FullModelHFCheckpointer(checkpoint).load_model(model, device=CPU)
+    randomize_adapter(model)  # else A has no gradient in the first step
     if checkpointing:
         training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer})
     loss_fn = LinearCrossEntropyLoss()

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.recipes.killing import launch
-from tests.torchtune.checkpoints.small import write_folder
-from torchtune.models import ModelError, from_hf_config, get_spec, list_specs
+from tests.torchtune.checkpoints.small import build, write_folder
+from torchtune.models import ModelError, get_spec, list_specs
 from torchtune.models.llama4 import decoder_only_tp_plan, llama4_scout_17b_16e
 from torchtune.modules.parallel._styles import ParallelError
+from torchtune.modules.peft import LoRA
+from torchtune.training import ParallelDims
+from torchtune.training.parallel import check_parallelizable
 
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _PAIR = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
@@ -73,12 +76,14 @@ WITH_MIXERS = {
     "Qwen3_5": {"layer_types": ["linear_attention"]},
     "Qwen3_5Moe": {"layer_types": ["full_attention"], "num_experts": 2, "num_experts_per_tok": 1},
 }
-WAYS = {"full": {"steps": 1}, "lora": {"adapter": "lora", "steps": 2}}  # in the first step, A has no gradient
+WAYS = {"full": {}, "lora": {"adapter": "lora"}, "dora": {"adapter": "dora"}}
+# DoRA's magnitudes scale everything but the biases, which this Llama has.
+TRAINED = [("Llama", "dora"), *((name, way) for name in SPLIT for way in ("full", "lora"))]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
-    """Largest relative differences to one process, in one or two steps of two processes, of the rows that are tried."""
+    """Largest relative differences to one process, in a step of two processes, of the rows that are tried."""
     folder = tmp_path_factory.mktemp("families")
     cases = {}
     for item in request.session.items:
@@ -86,15 +91,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
             name, way = item.callspec.params["name"], item.callspec.params["way"]
             if not (folder / name).exists():
                 write_folder(folder / name, (name, SPLIT[name]), num_hidden_layers=2)
-            cases[f"{name} {way}"] = ({"tp": 2}, {**WAYS[way], "source": name}, {})
+            cases[f"{name} {way}"] = ({"tp": 2}, {**WAYS[way], "source": name, "steps": 1}, {})
     (folder / "cases_2.json").write_text(json.dumps(cases))
     launch("training.parallel.worker", 2, folder)
     return json.loads((folder / "outcomes_2.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("name", "way"), TRAINED)
 def test_a_split_layer_computes_what_one_device_does(outcomes, name, way):
     outcome = outcomes[f"{name} {way}"]
     assert outcome["loss"] < 1e-5
@@ -103,19 +107,22 @@ def test_a_split_layer_computes_what_one_device_does(outcomes, name, way):
     assert outcome["missing"] == 0
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_experts_are_refused(tmp_path, name):
-    write_folder(tmp_path, (name, WITH_EXPERTS[name]), num_hidden_layers=1)
-    with torch.device("meta"):
-        model = from_hf_config(tmp_path)
-    with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with experts"):
+REFUSED = [(name, options, "experts") for name, options in WITH_EXPERTS.items()]
+REFUSED += [(name, options, "(linear attention|experts)") for name, options in WITH_MIXERS.items()]
+
+
+@pytest.mark.parametrize(("name", "options", "reason"), REFUSED, ids=[name for name, _, _ in REFUSED])
+def test_experts_and_mixers_are_refused(tmp_path, name, options, reason):
+    write_folder(tmp_path, (name, options), num_hidden_layers=1)
+    model = build(tmp_path)
+    with pytest.raises(ParallelError, match=f"tensor_parallel_dim: a model with {reason}"):
         model.spec.parallel_plan(model)
 
 
 def test_the_plan_that_configs_of_llama4_name_is_that_of_its_dense_layers(tmp_path):
-    write_folder(tmp_path, "llama", num_hidden_layers=1)
+    dense = build(write_folder(tmp_path, num_hidden_layers=1))
     with torch.device("meta"):
-        dense, experts = from_hf_config(tmp_path), llama4_scout_17b_16e()
+        experts = llama4_scout_17b_16e()
     assert decoder_only_tp_plan(dense).keys() == dense.spec.parallel_plan(dense).keys()
     with pytest.raises(ParallelError, match=r"tensor_parallel_dim: a model with experts .*: set it to 1"):
         decoder_only_tp_plan(experts)
@@ -123,21 +130,13 @@ def test_the_plan_that_configs_of_llama4_name_is_that_of_its_dense_layers(tmp_pa
         decoder_only_tp_plan(dense, inference=True)
 
 
-@pytest.mark.parametrize("name", WITH_MIXERS)
-def test_mixers_are_refused(tmp_path, name):
-    write_folder(tmp_path, (name, WITH_MIXERS[name]), num_hidden_layers=1)
-    with torch.device("meta"):
-        model = from_hf_config(tmp_path)
-    with pytest.raises(ParallelError, match=r"tensor_parallel_dim: a model with (linear attention|experts)"):
-        model.spec.parallel_plan(model)
-
-
-def test_keys_of_other_layers_are_refused(tmp_path):
-    write_folder(tmp_path, "gemma4_shared_keys")
-    with torch.device("meta"):
-        model = from_hf_config(tmp_path)
+def test_keys_of_other_layers_and_dropout_of_adapters_are_refused(tmp_path):
+    model = build(write_folder(tmp_path / "keys", "gemma4_shared_keys"))
     with pytest.raises(ParallelError, match="tensor_parallel_dim: a model whose layers embed tokens or share keys"):
         model.spec.parallel_plan(model)
+    model = build(write_folder(tmp_path / "dropout"), LoRA(4, 8, dropout=0.1, use_dora=True))
+    with pytest.raises(ParallelError, match="set lora_dropout to 0"):
+        check_parallelizable(model, ParallelDims(tp=2, world_size=2))
 
 
 def test_the_guide_says_of_every_architecture_what_is_tested():
