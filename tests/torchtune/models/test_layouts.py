@@ -12,20 +12,28 @@ from tests.torchtune.tokenizers.chat_conversations import conversations, exchang
 from torchtune.tokenizers import StreamDecoder
 
 COUNT = 60
-_folders: dict[str, Path] = {}
 
 
-def folder_of(row: Row, tmp: Path) -> Path:
-    if row.case.name not in _folders:
-        folder = tmp / f"layout_{row.case.name}"
-        folder.mkdir()
-        row.write(folder, row.case)
-        _folders[row.case.name] = folder
-    return _folders[row.case.name]
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.case.name)
+def row(request: pytest.FixtureRequest) -> Row:
+    return request.param
 
 
-def reference(folder: Path) -> Any:
-    """That of ``transformers``, from the same folder."""
+@pytest.fixture(scope="module")
+def folder(row: Row, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(row.case.name)
+    row.write(folder, row.case)
+    return folder
+
+
+@pytest.fixture
+def ours(row: Row, folder: Path) -> Any:
+    return row.ours(folder)
+
+
+@pytest.fixture
+def theirs(folder: Path) -> Any:
+    """The tokenizer of ``transformers``, from the same folder."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -50,10 +58,7 @@ def ours_of(row: Row, turns: Turns) -> list[Any]:
     return messages
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
-def test_ids_and_mask(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = folder_of(row, tmp_path_factory.getbasetemp())
-    ours, theirs = row.ours(folder), reference(folder)
+def test_ids_and_mask(row: Row, folder: Path, ours: Any, theirs: Any) -> None:
     parsing = None if row.parses is None else row.parses(folder)
     spelled = 0
     for name, given, tools in conversations(row.case, COUNT):
@@ -76,9 +81,7 @@ def test_ids_and_mask(row: Row, tmp_path_factory: pytest.TempPathFactory) -> Non
     assert spelled >= 5, "conversations whose texts spell control tokens"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
-def test_every_turn_trains_its_end(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
-    ours = row.ours(folder_of(row, tmp_path_factory.getbasetemp()))
+def test_every_turn_trains_its_end(row: Row, ours: Any) -> None:
     tokens, mask = ours.tokenize_messages(ours_of(row, exchange("one", "two", "three", "four", "five", "six")))
     runs = "".join("-" if masked else "x" for masked in mask).split("-")
     assert len([run for run in runs if run]) == 3
@@ -87,10 +90,7 @@ def test_every_turn_trains_its_end(row: Row, tmp_path_factory: pytest.TempPathFa
     assert sum(token in ends for token in trained) == 3
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
-def test_the_prompt_of_inference(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = folder_of(row, tmp_path_factory.getbasetemp())
-    ours, theirs = row.ours(folder), reference(folder)
+def test_the_prompt_of_inference(row: Row, ours: Any, theirs: Any) -> None:
     for texts in (("one", "two", "three", ""), ("你好", "")):
         turns = turns_for(row, exchange(*texts))
         turns[-1]["content"] = ""
@@ -99,11 +99,27 @@ def test_the_prompt_of_inference(row: Row, tmp_path_factory: pytest.TempPathFact
             turns[:-1], add_generation_prompt=True, return_dict=False, **row.case.switches
         )
         assert prompt == expected
+    with pytest.warns(FutureWarning, match="use add_end_tokens"):
+        assert ours.tokenize_messages(ours_of(row, turns), add_eos=False)[0] == prompt
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
-def test_decoding_token_by_token_gives_whole_characters(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
-    ours = row.ours(folder_of(row, tmp_path_factory.getbasetemp()))
+def test_a_long_row_is_cut(row: Row, ours: Any) -> None:
+    """The end that stands where the text was cut is not trained on."""
+    messages = ours_of(row, exchange("red " * 8, "blue " * 8))
+    whole, mask = ours.tokenize_messages(messages)
+    for ours.max_seq_len in (1, 4, len(whole) - 7):
+        length = ours.max_seq_len
+        cut, cut_mask = whole[:length], mask[:length]
+        if row.case.name != "gemma":  # whose template has no end of the sequence
+            cut[-1], cut_mask[-1] = ours.eos_id, True
+        ours.truncation_type = "right"
+        assert ours.tokenize_messages(messages) == (cut, cut_mask)
+        ours.truncation_type = "left"
+        assert ours.tokenize_messages(messages) == (whole[-length:], mask[-length:])
+        assert len(ours({"messages": messages}, inference=True)["tokens"]) == length
+
+
+def test_decoding_token_by_token_gives_whole_characters(row: Row, ours: Any) -> None:
     for text in {turn["content"] for _, turns, _ in conversations(row.case, COUNT) for turn in turns}:
         stream = StreamDecoder(ours)
         tokens = ours.encode(text, add_bos=False, add_eos=False)
