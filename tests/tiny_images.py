@@ -10,33 +10,37 @@ from tests.tiny import write_tokenizer
 
 IMAGE, VIDEO, START, END = 316, 317, 318, 319  # after the tokens of the text
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4}
+_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 
 
 def qwen3_vl_config() -> Any:
     from transformers import Qwen3VLConfig
 
     text = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        **_TEXT,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 512,
         "rope_theta": 10_000.0,
         "rope_scaling": {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
     }
-    vision = {
-        "depth": 4,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 36,
-        "deepstack_visual_indexes": [0, 2],
-    }
+    vision = {**_QWEN_TOWER, "depth": 4, "out_hidden_size": 32, "num_position_embeddings": 36}
+    vision["deepstack_visual_indexes"] = [0, 2]
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_IDS)
 
 
@@ -68,14 +72,9 @@ def qwen3_5_moe_config() -> Any:
 
 def _qwen3_5() -> dict[str, Any]:
     text = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        **_TEXT,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 512,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -89,15 +88,7 @@ def _qwen3_5() -> dict[str, Any]:
             "mrope_interleaved": True,
         },
     }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 36,
-    }
+    vision = {**_QWEN_TOWER, "out_hidden_size": 32, "num_position_embeddings": 36}
     return {"text_config": text, "vision_config": vision, **_IDS}
 
 
@@ -105,22 +96,14 @@ def qwen2_5_vl_config() -> Any:
     from transformers import Qwen2_5_VLConfig
 
     text = {
-        "vocab_size": 320,
+        **_TEXT,
         "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
         "rope_theta": 10_000.0,
         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
     }
     vision = {
+        **_QWEN_TOWER,
         "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_heads": 2,
-        "patch_size": 4,
         "window_size": 16,  # two tokens a side
         "out_hidden_size": 64,
         "fullatt_block_indexes": [1],
@@ -133,13 +116,9 @@ def gemma4_config(**more: Any) -> Any:
     from transformers import Gemma4Config
 
     text = {
-        "vocab_size": 320,
+        **_TEXT,
         "vocab_size_per_layer_input": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "head_dim": 8,
@@ -148,19 +127,15 @@ def gemma4_config(**more: Any) -> Any:
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
         "use_bidirectional_attention": "vision",
-        "max_position_embeddings": 512,
         "num_kv_shared_layers": 0,
         "final_logit_softcapping": 30.0,
         "pad_token_id": 3,
     }
     vision = {
+        **_TOWER,
         "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "patch_size": 4,
         "pooling_kernel_size": 3,
         "position_embedding_size": 64,
         "standardize": True,
@@ -194,24 +169,8 @@ def gemma4_unified_config() -> Any:
 def smolvlm_config(kind: str = "SmolVLMConfig") -> Any:
     import transformers
 
-    text = {
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "image_size": 16,
-    }
+    text = {**_TEXT, "model_type": "llama"}
+    vision = {**_TOWER, "image_size": 16}
     settings = {"scale_factor": 2, "image_token_id": IMAGE, "tie_word_embeddings": True}
     return getattr(transformers, kind)(text_config=text, vision_config=vision, **settings)
 
@@ -224,29 +183,13 @@ def mistral3_config(model_type: str = "mistral", **more: Any) -> Any:
     from transformers import Mistral3Config
 
     text = {
+        **_TEXT,
         "model_type": model_type,
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 8,
-        "max_position_embeddings": 512,
         "sliding_window": None,
         "rms_norm_eps": 1e-5,
     }
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 16,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-        "patch_size": 4,
-        "image_size": 64,
-        "hidden_act": "silu",
-    }
+    vision = {**_TOWER, "model_type": "pixtral", "head_dim": 8, "image_size": 64, "hidden_act": "silu"}
     whole = {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False}
     return Mistral3Config(text_config={**text, **more}, vision_config=vision, **whole)
 
@@ -284,30 +227,37 @@ def llama4_config() -> Any:
     from transformers import Llama4Config
 
     text = {
-        "vocab_size": 320,
-        "hidden_size": 32,
+        **_TEXT,
         "intermediate_size": 24,
         "intermediate_size_mlp": 48,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 8,
         "num_local_experts": 4,
         "moe_layers": [1, 3],
         "attention_chunk_size": 8,
-        "max_position_embeddings": 512,
     }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "image_size": 16,
-        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 24),
-    }
+    widths = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 24)
+    vision = {**_TOWER, **widths, "intermediate_size": 64, "image_size": 16}
     ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
     return Llama4Config(text_config=text, vision_config=vision, **ids)
+
+
+CONFIGS = {
+    "qwen3_vl": qwen3_vl_config,
+    "qwen3_vl_moe": qwen3_vl_moe_config,
+    "qwen3_5_vl": qwen3_5_config,
+    "qwen3_5_vl_moe": qwen3_5_moe_config,
+    "qwen2_5_vl": qwen2_5_vl_config,
+    "gemma4_vl": gemma4_config,
+    "gemma4_vl_small": gemma4_small_config,
+    "gemma4_unified_vl": gemma4_unified_config,
+    "smolvlm": smolvlm_config,
+    "idefics3": idefics3_config,
+    "llama4_vl": llama4_config,
+    "mistral3": mistral3_config,
+    "ministral3": ministral3_config,
+    "pixtral": pixtral_config,
+}
 
 
 def image_text_model(config: Any, seed: int = 0) -> Any:

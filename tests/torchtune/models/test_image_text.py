@@ -12,27 +12,16 @@ from transformers import AutoModelForImageTextToText
 
 import torchtune
 from tests.tiny_images import (
+    CONFIGS,
     END,
     IMAGE,
     START,
     VIDEO,
     features_of,
     gemma4_config,
-    gemma4_small_config,
-    gemma4_unified_config,
-    idefics3_config,
     image_text_model,
     inputs_of,
     llama4_config,
-    ministral3_config,
-    mistral3_config,
-    pixtral_config,
-    qwen2_5_vl_config,
-    qwen3_5_config,
-    qwen3_5_moe_config,
-    qwen3_vl_config,
-    qwen3_vl_moe_config,
-    smolvlm_config,
     write_image_checkpoint,
 )
 from tests.torchtune.checkpoints.small import randomize_adapter
@@ -43,23 +32,6 @@ from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import ModelSource
 from torchtune.utils import UserError
-
-FAMILIES = {
-    "qwen3_vl": qwen3_vl_config,
-    "qwen3_vl_moe": qwen3_vl_moe_config,
-    "qwen3_5_vl": qwen3_5_config,
-    "qwen3_5_vl_moe": qwen3_5_moe_config,
-    "qwen2_5_vl": qwen2_5_vl_config,
-    "gemma4_vl": gemma4_config,
-    "gemma4_vl_small": gemma4_small_config,
-    "gemma4_unified_vl": gemma4_unified_config,
-    "smolvlm": smolvlm_config,
-    "idefics3": idefics3_config,
-    "llama4_vl": llama4_config,
-    "mistral3": mistral3_config,
-    "ministral3": ministral3_config,
-    "pixtral": pixtral_config,
-}
 
 
 def picture(rows: int, columns: int, token: int = IMAGE) -> list[int]:
@@ -76,9 +48,9 @@ WITH_VIDEOS = ("qwen3", "gemma4")
 ROWS = {"text": TEXT, "first": FIRST, "adjacent": ADJACENT, "last": LAST, "video": VIDEOS}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CONFIGS)
 def theirs(request):
-    return image_text_model(FAMILIES[request.param]())
+    return image_text_model(CONFIGS[request.param]())
 
 
 @pytest.fixture(scope="module")

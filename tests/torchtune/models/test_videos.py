@@ -16,19 +16,13 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 import torchtune
 from tests.recipes.runs import start
 from tests.tiny_images import (
+    CONFIGS,
     GEMMA,
     GEMMA_PROCESSOR,
     IMAGE,
     PROCESSOR,
-    gemma4_config,
-    gemma4_small_config,
-    gemma4_unified_config,
     image_text_model,
     inputs_of,
-    mistral3_config,
-    qwen2_5_vl_config,
-    qwen3_5_config,
-    qwen3_vl_config,
     write_image_checkpoint,
 )
 from tests.torchtune.models.test_image_text import compare_gradients
@@ -39,14 +33,6 @@ from torchtune.generation import generate_tokens, images_of_row, stream
 from torchtune.models import image_text_transform
 from torchtune.models.qwen3_vl._processor import QwenImages
 
-FAMILIES = {
-    "qwen3_vl": qwen3_vl_config,
-    "qwen3_5": qwen3_5_config,
-    "qwen2_5_vl": qwen2_5_vl_config,
-    "gemma4": gemma4_config,
-    "gemma4_small": gemma4_small_config,
-    "gemma4_unified": gemma4_unified_config,
-}
 OLD = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
 LEAST, MOST = 1024, 6144
 OF_VIDEOS = {**PROCESSOR, "size": {"shortest_edge": LEAST, "longest_edge": MOST}}
@@ -54,9 +40,12 @@ COLORS = {"do_normalize": True, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
 OF_GEMMA = {**GEMMA_PROCESSOR, **COLORS, "max_soft_tokens": 6}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_vl", "qwen3_5_vl", "qwen2_5_vl", "gemma4_vl", "gemma4_vl_small", "gemma4_unified_vl"],
+)
 def theirs(request):
-    return image_text_model(FAMILIES[request.param]())
+    return image_text_model(CONFIGS[request.param]())
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +293,6 @@ def test_videos_that_cannot_be_trained_on_are_named(name, folder):
 
 
 def test_a_video_for_a_family_without_videos_is_refused(tmp_path):
-    transform = image_text_transform(str(write_image_checkpoint(image_text_model(mistral3_config()), tmp_path)))
+    transform = image_text_transform(str(write_image_checkpoint(image_text_model(CONFIGS["mistral3"]()), tmp_path)))
     with pytest.raises(DataError, match="image 1 of 1: the model takes images, but no videos"):
         transform(turns(part(video(2))))
