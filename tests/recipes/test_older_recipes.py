@@ -14,13 +14,11 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.recipes.killing import Forker, said
-from tests.recipes.runs import read_log
+from tests.recipes.runs import read_log, write_config
 from tests.tiny import write_checkpoint, write_conversations, write_pairs
 
-OLDER = "../tests/recipes/older"
-SINGLE, DISTRIBUTED = f"{OLDER}/single_device", f"{OLDER}/distributed"
+FINETUNE = "../tests/recipes/older/finetune"
 LLAMA = {
-    "vocab_size": 320,
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
@@ -37,6 +35,21 @@ LORA = {
     "lora_rank": 4,
     "lora_alpha": 8,
 }
+SETTINGS = {
+    "resume_from_checkpoint": False,
+    "shuffle": True,
+    "epochs": 2,
+    "max_steps_per_epoch": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer_in_bwd": False,
+    "clip_grad_norm": 1.0,
+    "compile": False,
+    "enable_activation_checkpointing": True,
+    "log_every_n_steps": 1,
+    "log_peak_memory_stats": True,
+    "log_level": "INFO",
+    "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,92 +57,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("older")
     write_checkpoint(folder / "checkpoint", tied=False)
     write_conversations(folder / "data.jsonl")
+    write_pairs(folder / "pairs.jsonl", 16)
     return folder
 
 
-def write_yaml(folder: Path, output_dir: Path, *, lora: bool, **settings: Any) -> Path:
+def sizes(folder: Path) -> dict[str, Any]:
+    return {**LLAMA, "vocab_size": json.loads((folder / "checkpoint" / "config.json").read_text())["vocab_size"]}
+
+
+def write_yaml(
+    folder: Path, output_dir: Path, *, lora: bool = False, method: str = "full_finetune_single_device", **settings: Any
+) -> Path:
     """A config in the manner of earlier releases."""
-    base = json.loads((folder / "checkpoint" / "config.json").read_text())
-    model = {**LLAMA, "vocab_size": base["vocab_size"]}
-    cfg = {
-        "output_dir": str(output_dir),
-        "model": {"_component_": "torchtune.models.llama3.llama3", **model},
-        "tokenizer": {
-            "_component_": "torchtune.tokenizers.hf_tokenizer",
-            "path": str(folder / "checkpoint"),
-            "max_seq_len": 128,
-        },
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": str(folder / "checkpoint"),
-            "checkpoint_files": ["model.safetensors"],
-            "recipe_checkpoint": None,
-            "output_dir": "${output_dir}",
-            "model_type": "LLAMA3",
-        },
-        "resume_from_checkpoint": False,
-        "dataset": {
-            "_component_": "torchtune.datasets.chat_dataset",
-            "source": "json",
-            "data_files": str(folder / "data.jsonl"),
-            "conversation_column": "messages",
-            "conversation_style": "openai",
-            "packed": False,
-        },
-        "seed": 7,
-        "shuffle": True,
-        "batch_size": 2,
-        "epochs": 2,
-        "max_steps_per_epoch": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2},
-        "optimizer_in_bwd": False,
-        "clip_grad_norm": 1.0,
-        "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
-        "compile": False,
-        "device": "cpu",
-        "dtype": "fp32",
-        "enable_activation_checkpointing": False,
-        "log_every_n_steps": 1,
-        "log_peak_memory_stats": True,
-        "log_level": "INFO",
-        "metric_logger": {
-            "_component_": "torchtune.training.metric_logging.DiskLogger",
-            "log_dir": "${output_dir}/logs",
-            "filename": "log.jsonl",
-            "output_fmt": "jsonl",
-        },
-        "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
-    }
+    path = write_config(method, folder, output_dir)
+    cfg = yaml.safe_load(path.read_text()) | SETTINGS
+    del cfg["recipe"]
+    for name in [name for name in cfg if name.endswith("checkpointer")]:
+        kind = "REWARD" if name in ("reward_checkpointer", "value_checkpointer") else "LLAMA3"
+        cfg[name] |= {"checkpoint_files": ["model.safetensors"], "output_dir": "${output_dir}", "model_type": kind}
+    cfg["model"] = {"_component_": "torchtune.models.llama3.llama3", **sizes(folder)}
     if lora:
-        cfg["model"] = {"_component_": "torchtune.models.llama3.lora_llama3", **LORA, **model}
-        cfg["save_adapter_weights_only"] = False
-        cfg["lr_scheduler"] = {
-            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-            "num_warmup_steps": 2,
-        }
-    cfg |= settings
-    output_dir.mkdir(parents=True, exist_ok=True)
-    path = output_dir.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(cfg, sort_keys=False))
+        cfg["model"] |= {"_component_": "torchtune.models.llama3.lora_llama3", **LORA}
+    cfg |= {"lr_scheduler": None} if settings.get("optimizer_in_bwd") else {}
+    path.write_text(yaml.safe_dump(cfg | settings, sort_keys=False))
     return path
 
 
-def run(forker: Forker, name: str, path: Path, *overrides: str, ranks: int | None = None) -> None:
-    ranks = ranks or (2 if name == DISTRIBUTED else 1)
-    forker.start(name, path, *overrides, ranks=ranks)
-    codes = forker.wait()
-    assert codes == [0] * ranks, said(path)
+def run(forker: Forker, path: Path, *overrides: str, ranks: int = 1, recipe: str = FINETUNE) -> None:
+    forker.start(recipe, path, *overrides, ranks=ranks)
+    assert forker.wait() == [0] * ranks, said(path)
 
 
 def records(output_dir: Path, key: str = "loss") -> dict[int, float]:
     return {record["step"]: record[key] for record in read_log(output_dir)}
-
-
-def interrupted(whole: Path, copy: Path, last: str) -> Path:
-    """The output of a run that was stopped after its first checkpoint."""
-    shutil.copytree(whole, copy, ignore=shutil.ignore_patterns(last, "logs"))
-    return copy
 
 
 def check_saved(saved: Path, base: Path, *, lora: bool, like: Path) -> None:
@@ -150,43 +110,38 @@ def check_saved(saved: Path, base: Path, *, lora: bool, like: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
+# Ranks, whether with LoRA, settings.
 CASES = {
-    "full": (SINGLE, False, {}),
-    "full in backward": (
-        SINGLE,
-        False,
-        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None},
-    ),
-    "lora": (SINGLE, True, {}),
-    "full on 2 ranks": (DISTRIBUTED, False, {"custom_sharded_layers": ["tok_embeddings", "output"]}),
+    "full": (1, False, {}),
+    "full in backward": (1, False, IN_BACKWARD),
+    "lora": (1, True, {}),
+    "full on 2 ranks": (2, False, {"custom_sharded_layers": ["tok_embeddings", "output"]}),
     "full on 2 ranks asynchronously": (
-        DISTRIBUTED,
+        2,
         False,
         {"enable_async_checkpointing": True, "save_every_n_steps": 1, "epochs": 1},
     ),
-    "full on 2 ranks in backward": (
-        DISTRIBUTED,
-        False,
-        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None},
-    ),
-    "lora on 2 ranks": (DISTRIBUTED, True, {}),
-    "lora on 2 ranks asynchronously": (DISTRIBUTED, True, {"enable_async_checkpointing": True}),
+    "full on 2 ranks in backward": (2, False, IN_BACKWARD),
+    "lora on 2 ranks": (2, True, {}),
+    "lora on 2 ranks asynchronously": (2, True, {"enable_async_checkpointing": True}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_older_recipe_trains_saves_and_resumes(case, forker, folder):
-    name, lora, settings = CASES[case]
+    ranks, lora, settings = CASES[case]
     whole = folder / case.replace(" ", "_")
-    run(forker, name, write_yaml(folder, whole, lora=lora, **settings))
+    run(forker, write_yaml(folder, whole, lora=lora, **settings), ranks=ranks)
     losses = records(whole)
     first, last = ("step_1", "step_2") if "save_every_n_steps" in settings else ("epoch_0", "epoch_1")
     steps_saved = len(losses) // 2
     assert set(losses) == set(range(1, 2 * steps_saved + 1))
 
-    rest = interrupted(whole, whole.with_name(whole.name + "_resumed"), last)
+    rest = whole.with_name(whole.name + "_resumed")  # of a run that was stopped after its first checkpoint
+    shutil.copytree(whole, rest, ignore=shutil.ignore_patterns(last, "logs"))
     assert (rest / first).is_dir()
-    run(forker, name, write_yaml(folder, rest, lora=lora, **settings), "resume_from_checkpoint=True")
+    run(forker, write_yaml(folder, rest, lora=lora, **settings), "resume_from_checkpoint=True", ranks=ranks)
     assert records(rest) == {step: loss for step, loss in losses.items() if step > steps_saved}
     check_saved(rest / last, folder / "checkpoint", lora=lora, like=whole / last)
 
@@ -204,33 +159,29 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def alone(forker: Forker, folder: Path) -> Path:
-    output_dir = folder / "alone"
-    run(forker, SINGLE, write_yaml(folder, output_dir, lora=False, batch_size=4, epochs=1))
-    return output_dir
+    run(forker, write_yaml(folder, folder / "alone", batch_size=4, epochs=1))
+    return folder / "alone"
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_train_as_one_process(split, alone, forker, folder):
     """Losses and gradient norms: gradients are scaled by the recipe, which expects them averaged over ranks."""
-    output_dir = folder / split
-    run(
-        forker,
-        DISTRIBUTED,
-        write_yaml(folder, output_dir, lora=False, **{"batch_size": 4, "epochs": 1, **SPLITS[split]}),
-    )
+    run(forker, write_yaml(folder, folder / split, **{"batch_size": 4, "epochs": 1, **SPLITS[split]}), ranks=2)
     for key in ("loss", "grad_norm"):
-        assert records(output_dir, key) == pytest.approx(records(alone, key), rel=1e-4)
+        assert records(folder / split, key) == pytest.approx(records(alone, key), rel=1e-4)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_older_quantisation_aware_training_on_two_ranks(lora, forker, folder):
-    quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
-    settings = {"quantizer": {"_component_": quantizer, "groupsize": 16}, "fake_quant_after_n_steps": 1}
+    component = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
+    quantizer = {"quantizer": {"_component_": component, "groupsize": 16}}
     losses = []
-    for name, options in (("plain", {}), ("quantised", {} if lora else settings)):
-        options = {**options, "quantizer": settings["quantizer"]} if name == "quantised" else options
+    for name, options in (
+        ("plain", {}),
+        ("quantised", quantizer if lora else {**quantizer, "fake_quant_after_n_steps": 1}),
+    ):
         output_dir = folder / f"{name}_{lora}"
-        run(forker, DISTRIBUTED, write_yaml(folder, output_dir, lora=lora, **options))
+        run(forker, write_yaml(folder, output_dir, lora=lora, **options), ranks=2)
         losses.append(records(output_dir))
         assert losses[-1][3] + losses[-1][4] < losses[-1][1] + losses[-1][2]
         assert (output_dir / "epoch_1" / "model.safetensors").is_file()
@@ -239,40 +190,17 @@ def test_older_quantisation_aware_training_on_two_ranks(lora, forker, folder):
     assert plain[2] != quantised[2]
 
 
-def preferences(folder: Path, *, lora: bool) -> dict[str, Any]:
-    """Settings of DPO, which earlier releases gave a checkpointer for the reference unless the model had an adapter."""
-    pairs = folder / "pairs.jsonl"
-    if not pairs.exists():
-        write_pairs(pairs, 16)
-    reference = {
-        "_component_": "torchtune.training.FullModelHFCheckpointer",
-        "checkpoint_dir": str(folder / "checkpoint"),
-        "checkpoint_files": ["model.safetensors"],
-        "output_dir": "${output_dir}",
-        "model_type": "LLAMA3",
-    }
-    return {
-        "dataset": {
-            "_component_": "torchtune.datasets.preference_dataset",
-            "source": "json",
-            "data_files": str(pairs),
-        },
-        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1, "label_smoothing": 0},
-        "lr_scheduler": {
-            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-            "num_warmup_steps": 1,
-        },
-        **({} if lora else {"ref_checkpointer": reference}),
-    }
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_older_preferences_train_alone_and_on_two_ranks(lora, forker, folder):
     figures = []
     for ranks, batch_size in ((1, 4), (2, 2)):
         output_dir = folder / f"preferences_{lora}_{ranks}"
-        settings = {**preferences(folder, lora=lora), "batch_size": batch_size}
-        run(forker, f"{OLDER}/preferences", write_yaml(folder, output_dir, lora=lora, **settings), ranks=ranks)
+        path = write_yaml(folder, output_dir, lora=lora, method="full_dpo_single_device", batch_size=batch_size)
+        cfg = yaml.safe_load(path.read_text())
+        cfg["loss"] |= {"beta": 0.1, "label_smoothing": 0}
+        cfg |= {} if lora else {"ref_checkpointer": cfg["checkpointer"]}
+        path.write_text(yaml.safe_dump(cfg))
+        run(forker, path, ranks=ranks)
         losses = records(output_dir)
         assert losses[1] == pytest.approx(math.log(2), abs=1e-6)
         assert losses[3] + losses[4] < losses[1] + losses[2]
@@ -283,32 +211,11 @@ def test_older_preferences_train_alone_and_on_two_ranks(lora, forker, folder):
 
 
 def test_older_ppo_trains_policy_and_value_model(forker, folder):
-    base, reward, output_dir = folder / "checkpoint", folder / "reward", folder / "ppo"
-    write_checkpoint(reward, seed=3, is_reward=True)
-    model = {**LLAMA, "vocab_size": json.loads((base / "config.json").read_text())["vocab_size"]}
-    prompts = folder / "prompts.jsonl"
+    output_dir, prompts = folder / "ppo", folder / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"text": f"the {word} sees"}) + "\n" for word in "cat dog bird one".split() * 2)
     )
-    checkpointer = {
-        "_component_": "torchtune.training.FullModelHFCheckpointer",
-        "checkpoint_files": ["model.safetensors"],
-        "output_dir": "${output_dir}/policy",
-    }
-    of_policy = {**checkpointer, "checkpoint_dir": str(base), "model_type": "LLAMA3"}
-    of_reward = {**checkpointer, "checkpoint_dir": str(reward), "model_type": "REWARD"}
     settings = {
-        "policy_model": {"_component_": "torchtune.models.llama3.llama3", **model},
-        "reward_and_value_model": {
-            "_component_": "torchtune.modules.classifier_model",
-            "num_classes": 1,
-            "base_model_path": "torchtune.models.llama3.llama3",
-            **model,
-        },
-        "checkpointer": of_policy,
-        "ref_policy_checkpointer": of_policy,
-        "value_checkpointer": {**of_reward, "output_dir": "${output_dir}/value"},
-        "reward_checkpointer": of_reward,
         "dataset": {
             "_component_": "torchtune.datasets.text_completion_dataset",
             "source": "json",
@@ -316,18 +223,11 @@ def test_older_ppo_trains_policy_and_value_model(forker, folder):
             "column": "text",
             "add_eos": False,
         },
-        "loss": {
-            "_component_": "torchtune.rlhf.loss.PPOLoss",
-            "epsilon": 0.2,
-            "value_clip_range": 10.0,
-            "value_coeff": 1.0,
-        },
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3},
         "batch_size": 4,
         "forward_batch_size": 2,
         "ppo_batch_size": 4,
         "ppo_epochs": 1,
-        "gradient_accumulation_steps": 2,
         "num_steps": 32,
         "max_generated_tokens": 6,
         "min_response_length": 2,
@@ -339,18 +239,34 @@ def test_older_ppo_trains_policy_and_value_model(forker, folder):
         "lmbda": 0.95,
         "kl_coeff": 0.01,
         "whiten_rewards": False,
-        "enable_kv_cache": True,
     }
-    path = write_yaml(folder, output_dir, lora=False, **settings)
+    path = write_yaml(folder, output_dir, method="ppo_full_finetune_single_device", **settings)
     cfg = yaml.safe_load(path.read_text())
-    for key in ("model", "epochs", "max_steps_per_epoch", "clip_grad_norm"):
+    cfg["policy_model"] = cfg.pop("model")
+    base = {"base_model_path": "torchtune.models.llama3.llama3", **sizes(folder)}
+    del cfg["reward_and_value_model"]["checkpoint_dir"]
+    cfg["reward_and_value_model"] |= base
+    cfg["loss"] |= {"epsilon": 0.2, "value_clip_range": 10.0, "value_coeff": 1.0}
+    for name in ("checkpointer", "value_checkpointer"):
+        cfg[name]["output_dir"] = f"{output_dir}/{name}"
+    for key in (
+        "epochs",
+        "max_steps_per_epoch",
+        "clip_grad_norm",
+        "enable_activation_checkpointing",
+        "log_peak_memory_stats",
+        "lr_scheduler",
+    ):
         del cfg[key]
     path.write_text(yaml.safe_dump(cfg, sort_keys=False))
-    run(forker, f"{OLDER}/ppo", path)
+    run(forker, path, recipe=FINETUNE.replace("finetune", "ppo"))
     value_losses, ratios = list(records(output_dir, "value_loss").values()), records(output_dir, "ratios")
     assert len(ratios) == 8
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1), abs=1e-3)  # one update on what this policy sampled
     assert sum(value_losses[-2:]) < sum(value_losses[:2])
-    for name, kind in (("policy", "AutoModelForCausalLM"), ("value", "AutoModelForSequenceClassification")):
+    for name, kind in (
+        ("checkpointer", "AutoModelForCausalLM"),
+        ("value_checkpointer", "AutoModelForSequenceClassification"),
+    ):
         saved = sorted((output_dir / name).glob("epoch_*"))[-1]
         getattr(transformers, kind).from_pretrained(saved)

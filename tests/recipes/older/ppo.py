@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch.utils.data import DataLoader, DistributedSampler
 
 from torchtune import config, generation, modules, rlhf, training, utils
 from torchtune.data import padded_collate
-from torchtune.datasets import ConcatDataset
 from torchtune.modules import local_kv_cache
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.rlhf import PPOStats, Trajectory
@@ -23,14 +22,10 @@ class OlderPPORecipe(FTRecipeInterface):
     def __init__(self, cfg: DictConfig) -> None:
         self._device = utils.get_device(device=cfg.device)
         self._dtype = training.get_dtype(cfg.dtype, device=self._device)
-        if self._dtype == torch.float16:
-            raise RuntimeError("full fp16 training is not supported")
         self._log_every_n_steps = cfg.get("log_every_n_steps", 1)
-        self._log_peak_memory_stats = cfg.get("log_peak_memory_stats", False) and self._device.type == "cuda"
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self._rng = torch.Generator(self._device).manual_seed(self.seed)
         self._resume_from_checkpoint = cfg.resume_from_checkpoint
-        self._optimizer_in_bwd = cfg.optimizer_in_bwd
         self.batch_size, self._forward_batch_size = cfg.batch_size, cfg.forward_batch_size
         self._ppo_epochs, self._ppo_batch_size = cfg.ppo_epochs, cfg.ppo_batch_size
         self._gradient_accumulation_steps = cfg.gradient_accumulation_steps
@@ -38,7 +33,7 @@ class OlderPPORecipe(FTRecipeInterface):
         self._kl_coeff, self._gamma, self._lmbda = cfg.kl_coeff, cfg.gamma, cfg.lmbda
         self._whiten_rewards = cfg.whiten_rewards
         self._temperature, self._top_k = cfg.temperature, cfg.top_k
-        self._max_generated_tokens, self.enable_kv_cache = cfg.max_generated_tokens, cfg.enable_kv_cache
+        self._max_generated_tokens = cfg.max_generated_tokens
         self._min_response_length, self._penalise_no_eos = cfg.min_response_length, cfg.penalise_no_eos
         self._reward_penalty = cfg.reward_penalty
         self._total_steps = cfg.num_steps // self.batch_size
@@ -63,21 +58,8 @@ class OlderPPORecipe(FTRecipeInterface):
             cfg, cfg.reward_and_value_model, reward, is_frozen=True, is_classifier=True
         )
         parameters = [*self._policy_model.parameters(), *self._value_model.parameters()]
-        if self._optimizer_in_bwd:
-            optim_dict = {parameter: config.instantiate(cfg.optimizer, [parameter]) for parameter in parameters}
-            for model in (self._policy_model, self._value_model):
-                training.register_optim_in_bwd_hooks(model=model, optim_dict=optim_dict)
-        else:
-            self._optimizer = config.instantiate(cfg.optimizer, parameters)
-        if self._resume_from_checkpoint:
-            self._optimizer.load_state_dict(policy[training.OPT_KEY])
-            self._epochs_run, self._steps_run = policy[training.EPOCHS_KEY], policy[training.STEPS_KEY]
-            self._rng.set_state(policy[training.RNG_KEY])
-            assert self._total_steps == policy[training.MAX_STEPS_KEY]
-            assert self.seed == policy[training.SEED_KEY]
+        self._optimizer = config.instantiate(cfg.optimizer, parameters)
         self._loss_fn = config.instantiate(cfg.loss)
-        if cfg.compile:
-            training.compile_loss(self._loss_fn)
         self._stop_token_ids = torch.tensor(
             list(cfg.get("stop_token_ids", None) or self._tokenizer.stop_tokens), device=self._device
         )
@@ -95,7 +77,7 @@ class OlderPPORecipe(FTRecipeInterface):
     ) -> torch.nn.Module:
         with training.set_default_dtype(self._dtype), self._device:
             model = config.instantiate(cfg_model)
-        if cfg.enable_activation_checkpointing and not is_frozen:
+        if not is_frozen:
             training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
         if is_classifier:
             training.update_state_dict_for_classifier(state, model.named_parameters())
@@ -109,8 +91,7 @@ class OlderPPORecipe(FTRecipeInterface):
         return model
 
     def _setup_data(self, cfg_dataset: Any, shuffle: bool, batch_size: int) -> tuple[DistributedSampler, DataLoader]:
-        nodes = cfg_dataset if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
-        ds = ConcatDataset(datasets=[config.instantiate(node, tokenizer=self._tokenizer) for node in nodes])
+        ds = config.instantiate(cfg_dataset, tokenizer=self._tokenizer)
         sampler = DistributedSampler(ds, num_replicas=1, rank=0, shuffle=shuffle, seed=self.seed)
         return sampler, DataLoader(
             dataset=ds,
@@ -129,11 +110,17 @@ class OlderPPORecipe(FTRecipeInterface):
         context_length = input_ids.shape[1]
         length = context_length + self._max_generated_tokens
         cache = {"batch_size": self._forward_batch_size, "dtype": self._dtype, "decoder_max_seq_len": length}
-        if self.enable_kv_cache:
-            with local_kv_cache(model=self._policy_model, device=self._device, **cache):
-                query_responses, logits = self._generate(input_ids)
-        else:
-            query_responses, logits = self._generate(input_ids)
+        with local_kv_cache(model=self._policy_model, device=self._device, **cache):
+            query_responses, logits = generation.generate(
+                model=self._policy_model,
+                prompt=input_ids,
+                max_generated_tokens=self._max_generated_tokens,
+                temperature=self._temperature,
+                top_k=self._top_k,
+                pad_id=self._tokenizer.pad_id,
+                rng=self._rng,
+                stop_tokens=self._tokenizer.stop_tokens,
+            )
         responses = query_responses[:, context_length:].clone()
         padding_masks = query_responses != self._tokenizer.pad_id
         masks = generation.get_causal_mask_from_padding_mask(padding_masks)
@@ -175,18 +162,6 @@ class OlderPPORecipe(FTRecipeInterface):
             value_seq_idxs=value_seq_idxs,
             scores=scores,
             seq_lens=seq_lens,
-        )
-
-    def _generate(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return generation.generate(
-            model=self._policy_model,
-            prompt=input_ids,
-            max_generated_tokens=self._max_generated_tokens,
-            temperature=self._temperature,
-            top_k=self._top_k,
-            pad_id=self._tokenizer.pad_id,
-            rng=self._rng,
-            stop_tokens=self._tokenizer.stop_tokens,
         )
 
     def generate_trajectory_batched(self, input_ids: torch.Tensor) -> Trajectory:
@@ -246,9 +221,8 @@ class OlderPPORecipe(FTRecipeInterface):
                         for at in indices.split(self._ppo_backward_batch_size):
                             part = Trajectory(*(each[at] for each in trajectory))
                             stats.append(self.ppo_step(part, advantages[at], returns[at], context))
-                        if not self._optimizer_in_bwd:
-                            self._optimizer.step()
-                            self._optimizer.zero_grad(set_to_none=True)
+                        self._optimizer.step()
+                        self._optimizer.zero_grad(set_to_none=True)
                 self._steps_run += 1
                 if self._steps_run % self._log_every_n_steps == 0:
                     means = PPOStats(*(torch.stack(each).mean().item() for each in zip(*stats, strict=True)))
@@ -260,8 +234,6 @@ class OlderPPORecipe(FTRecipeInterface):
                         "response_lengths": trajectory.seq_lens.float().mean(),
                         **means._asdict(),
                     }
-                    if self._log_peak_memory_stats:
-                        log_dict |= training.get_memory_stats(device=self._device)
                     self._metric_logger.log_dict(log_dict, step=self._steps_run)
                 if self._steps_run == self._total_steps:
                     break
