@@ -4,8 +4,6 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors are d
 """
 
 import math
-import mmap
-import struct
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,8 @@ from torchtune.utils import require
 # general.architecture -> architecture in a Hugging Face config.json
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Limits of a header: the ``gguf`` package creates Python objects for the announced counts.
-_STRING, _ARRAY = 8, 9
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type of a value -> bytes
-_MOST_ENTRIES = 2**20  # of metadata, and of tensors
-_MOST_ELEMENTS = 2**23  # in all arrays: the largest vocabularies have about a million tokens and merges
-_MOST_DIMENSIONS, _MOST_SIZE = 8, 2**40
+# Values of a header, two for a text: the largest vocabularies have about a million tokens and merges.
+_MOST_READS = 2**23
 
 
 class GGUFFile(Source):
@@ -49,12 +43,20 @@ class GGUFFile(Source):
         if not self.path.is_file():
             raise CheckpointError(f"There is no file {self.path}: check checkpoint_dir and checkpoint_files.")
         gguf = require("gguf", extra="gguf", purpose=f"Reading {self.path.name}")
-        _check_header(self.path)
         try:
-            reader = gguf.GGUFReader(self.path)
+            reader = _make_reader(gguf, self.path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             self._metadata = {name: field.contents for name, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
+        except (
+            ValueError,
+            IndexError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            MemoryError,
+            RecursionError,
+            OSError,
+        ) as error:
             raise CheckpointError(
                 f"{self.path} is not a whole GGUF file ({type(error).__name__}: {error}): download it again."
             ) from error
@@ -210,76 +212,20 @@ def _short_float(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-class _Walk:
-    def __init__(self, content: mmap.mmap) -> None:
-        self.content, self.at, self.elements, self.order = content, 4, 0, "<"
+def _make_reader(gguf: Any, path: Path) -> Any:
+    """Open a file; a header that announces more than the file holds, or than any model has, is an error.
 
-    def number(self, code: str) -> int:
-        value = struct.unpack_from(self.order + code, self.content, self.at)[0]
-        self.at += struct.calcsize(code)
-        return value
-
-    def skip(self, size: int, what: str) -> None:
-        self.at += size
-        if self.at > len(self.content):
-            raise ValueError(f"{what} of {size:,} bytes ends behind the file")
-
-    def count(self, what: str, most: int) -> int:
-        value = self.number("Q")
-        if value > most:
-            raise ValueError(f"it announces {value:,} {what}")
-        return value
-
-    def string(self) -> None:
-        self.skip(self.number("Q"), "a text")
-
-    def value(self, kind: int, depth: int = 0) -> None:
-        if kind == _STRING:
-            self.string()
-        elif kind == _ARRAY and depth < 2:
-            kind, length = self.number("I"), self.count("elements of an array", _MOST_ELEMENTS - self.elements)
-            self.elements += length
-            if kind in _SIZES:
-                self.skip(length * _SIZES[kind], "an array")
-            else:
-                for _ in range(length):
-                    self.value(kind, depth + 1)
-        elif kind in _SIZES:
-            self.skip(_SIZES[kind], "a value")
-        else:
-            raise ValueError(f"a value is of an unknown kind ({kind})")
-
-    def tensor(self) -> None:
-        self.string()
-        dimensions = self.number("I")
-        if dimensions > _MOST_DIMENSIONS:
-            raise ValueError(f"a tensor has {dimensions:,} dimensions")
-        sizes = [self.number("Q") for _ in range(dimensions)]
-        self.number("I")  # quantization type
-        offset = self.number("Q")
-        if offset > len(self.content) or math.prod(sizes) > _MOST_SIZE:
-            raise ValueError(f"a tensor of shape {sizes} at {offset:,} ends behind the file")
-
-
-def _check_header(path: Path) -> None:
-    """Check the counts and lengths in a GGUF file's header against the size of the file.
-
-    Raises:
-        CheckpointError: the file is too small for its header, or the header exceeds the limits of real models.
+    The package ``gguf`` creates Python objects for the announced counts, also for values behind the end.
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content[:4] != b"GGUF":
-                raise ValueError("it does not begin with GGUF")
-            walk = _Walk(content)
-            if not walk.number("I") & 0xFFFF:  # the other byte order
-                walk.order = ">"
-            tensors, entries = walk.count("tensors", _MOST_ENTRIES), walk.count("metadata", _MOST_ENTRIES)
-            for _ in range(entries):
-                walk.string()
-                walk.value(walk.number("I"))
-            for _ in range(tensors):
-                walk.tensor()
-    except (ValueError, struct.error, OSError) as error:
-        reason = "it ends too early" if isinstance(error, struct.error) else error
-        raise CheckpointError(f"{path} is not a whole GGUF file ({reason}): download it again.") from error
+
+    class Reader(gguf.GGUFReader):
+        num_read = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
+            self.num_read += 1
+            found = super()._get(offset, dtype, count, *args, **kwargs)
+            if len(found) < count or self.num_read > _MOST_READS:
+                raise ValueError("its header announces more than the file holds, or than a model has")
+            return found
+
+    return Reader(path)
