@@ -361,21 +361,6 @@ def padded_pixels(patches: torch.Tensor, grids: Any, merge: int) -> tuple[torch.
     return pixels, sizes
 
 
-def features_of(theirs: Any, patches: torch.Tensor, grids: Any) -> list[torch.Tensor]:
-    """The tokens of images that a tower of ``transformers`` makes."""
-    if theirs.config.model_type in GEMMA:
-        found = theirs.model.get_image_features(*gemma(patches, grids, **GEMMA[theirs.config.model_type]))
-        return [torch.cat(list(found.pooler_output))]
-    if theirs.config.model_type == "llama4":
-        found = theirs.get_image_features(squares(patches, 4)).last_hidden_state
-        return [theirs.multi_modal_projector(found.flatten(0, 1))]
-    if theirs.config.model_type in (*TILED, "mistral3", "llava"):
-        found = theirs.model.get_image_features(**inputs_of(theirs, torch.tensor([[IMAGE]]), patches, grids))
-        return [torch.cat(list(found.pooler_output))]
-    found = theirs.model.visual(patches, grid_thw=torch.tensor(grids), return_dict=True)
-    return [found.pooler_output, *getattr(found, "deepstack_features", ())]
-
-
 CHAT_TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.content is string -%}

@@ -148,18 +148,6 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
         from_hf_config(_write(tmp_path, {"architectures": ["MambaForCausalLM"]}))
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_fields_left_out_have_the_values_of_transformers(architecture: str) -> None:
-    import transformers
-
-    spec = get_spec({"Llama": "llama3"}.get(architecture, architecture.lower()))
-    config = getattr(transformers, f"{architecture}Config")()
-    full = {**config.to_dict(), "architectures": [f"{architecture}ForCausalLM"]}
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    least = {key: full[key] for key in sizes}
-    assert spec.from_hf_config(least) == spec.from_hf_config(full)
-
-
 def test_a_description_that_the_architecture_cannot_express_is_not_written() -> None:
     with torch.device("meta"):
         description = llama3(97, 2, 6, 2, 48, 256, intermediate_dim=80).description

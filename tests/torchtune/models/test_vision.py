@@ -108,17 +108,6 @@ def test_decoding_with_caches_is_decoding_without(folder):
     assert model.decoder.layers[1].fusion_layer.attn.kv_cache.size == 0
 
 
-@pytest.mark.parametrize("kind", ["hf", "hf_modules", "meta"])
-def test_names_and_layouts_go_there_and_back(folder, kind):
-    model = ours(folder)
-    weights = {name: value.detach() for name, value in model.named_parameters()}
-    names = SPEC.weight_map(kind)
-    external = dict(names.to_external(weights.items(), model.description))
-    for name, value in names.to_tune(external.items(), model.description):
-        assert torch.equal(value, weights.pop(name)), name
-    assert not weights
-
-
 def both_logits(model, reference):
     given = images(*ROWS)
     mask = sees(TOKENS, given["aspect_ratio"])

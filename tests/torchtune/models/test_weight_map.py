@@ -66,19 +66,6 @@ def test_every_parameter_is_mapped_exactly_once_both_ways(name: str, kind: str, 
     )
 
 
-def test_llama_queries_are_reordered_and_qwen_ones_are_not() -> None:
-    description = _description(head_dim=4)
-    state = build(description).state_dict()
-    query = "layers.0.attn.q_proj.weight"
-    llama = dict(get_spec("llama3").weight_map("hf").to_external(state.items(), description))
-    qwen = dict(get_spec("qwen2").weight_map("hf").to_external(state.items(), description))
-    theirs = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(qwen[theirs], state[query])
-    # channels 0, 1, 2, 3 of a head are the pairs (0, 1), (2, 3) here and (0, 2), (1, 3) there
-    assert torch.equal(llama[theirs][:4], state[query][[0, 2, 1, 3]])
-    assert torch.equal(llama[theirs.replace("q_proj", "v_proj")], state[query.replace("q_proj", "v_proj")])
-
-
 def test_tied_output() -> None:
     description = _description(tie_word_embeddings=True)
     weight_map = get_spec("llama3").weight_map("hf")
@@ -118,32 +105,6 @@ def test_names_that_do_not_fit() -> None:
         list(weight_map.to_external([("norm.weight", torch.ones(16))], description))
     with pytest.raises(WeightMapError, match=r"'tok_embeddings.weight' is missing"):
         list(weight_map.to_external([("norm.scale", torch.ones(16))], description))
-
-
-def test_peft_names_follow_from_the_same_rows() -> None:
-    description = _description(head_dim=4)
-    ours = {
-        "layers.1.attn.q_proj.lora_a.weight": torch.randn(3, 16),
-        "layers.1.attn.q_proj.lora_b.weight": torch.randn(16, 3),
-        "layers.1.attn.q_proj.magnitude": torch.randn(16),
-        "layers.0.mlp.w2.lora_b.weight": torch.randn(16, 3),
-    }
-    for name, interleaved in (("llama3", True), ("qwen3", False)):
-        peft = get_spec(name).weight_map("hf").peft()
-        theirs = dict(peft.to_external(ours.items(), description, partial=True))
-        prefix = "base_model.model.model.layers.1.self_attn.q_proj"
-        assert set(theirs) == {
-            f"{prefix}.lora_A.weight",
-            f"{prefix}.lora_B.weight",
-            f"{prefix}.lora_magnitude_vector",
-            "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight",
-        }
-        order = [0, 2, 1, 3] if interleaved else [0, 1, 2, 3]
-        assert torch.equal(theirs[f"{prefix}.lora_A.weight"], ours["layers.1.attn.q_proj.lora_a.weight"])
-        assert torch.equal(theirs[f"{prefix}.lora_B.weight"][:4], ours["layers.1.attn.q_proj.lora_b.weight"][order])
-        assert torch.equal(theirs[f"{prefix}.lora_magnitude_vector"][:4], ours["layers.1.attn.q_proj.magnitude"][order])
-        again = dict(peft.to_tune(theirs.items(), description, partial=True))
-        assert all(torch.equal(again[key], tensor) for key, tensor in ours.items())
 
 
 def test_module_names() -> None:

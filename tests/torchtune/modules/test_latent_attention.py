@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from torchtune.data import Documents
 from torchtune.models import Description, ModelError, build, get_spec
 from torchtune.modules import LatentAttention, RMSNorm, local_kv_cache
 from torchtune.modules.conversion import apply_conversions
@@ -28,35 +27,6 @@ TINY = Description(
 )
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """Channels (2i, 2i + 1) of ``[s, 4]`` rotated by position times 10000 ** (-i / 2)."""
-    angles = torch.arange(len(x)).double()[:, None] * torch.tensor([1.0, 0.01])
-    pairs = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-def normed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
-
-
-def formula(attn: LatentAttention, x: torch.Tensor) -> torch.Tensor:
-    """Equations 9 to 19 of arXiv:2405.04434 for one sequence ``[s, d]``, head by head."""
-    weights = {name: parameter.double() for name, parameter in attn.named_parameters()}
-    latent, common = (x @ weights["kv_down_proj.weight"].T).split([LATENT, TURNING], -1)
-    latent, common = normed(latent, weights["kv_down_norm.scale"]), turned(common)
-    queries = normed(x @ weights["q_down_proj.weight"].T, weights["q_down_norm.scale"]) @ weights["q_proj.weight"].T
-    parts, heads = latent @ weights["kv_proj.weight"].T, []
-    for head in range(HEADS):
-        q = queries[:, head * KEY : (head + 1) * KEY]
-        q = torch.cat([q[:, : KEY - TURNING], turned(q[:, KEY - TURNING :])], -1)
-        width = KEY - TURNING + VALUE
-        k, v = parts[:, head * width : (head + 1) * width].split([KEY - TURNING, VALUE], -1)
-        scores = q @ torch.cat([k, common], -1).T / KEY**0.5
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-        heads.append(scores.softmax(-1) @ v)
-    return torch.cat(heads, -1) @ weights["output_proj.weight"].T
-
-
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     torch.manual_seed(0)
@@ -64,14 +34,6 @@ def model() -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, float("scale" in name), 0.3)
     return model
-
-
-def test_packed_documents_are_what_the_formula_says_of_each(model):
-    attn, x = model.layers[0].attn, torch.randn(1, 17, 32)
-    documents = Documents.from_lengths((9, 1, 7))
-    found = attn(x, documents=documents, input_pos=documents.positions()[None])[0]
-    expected = torch.cat([formula(attn, part.double()) for part in x[0].split(documents.lengths)])
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora", "qlora"])

@@ -1,6 +1,5 @@
 """Mixers against the recurrences that they are, position by position in float64."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
-from torchtune.modules.mixers._causal_conv import causal_conv
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
 from torchtune.modules.mixers._state_space import state_space
 from torchtune.modules.peft import LoRA
@@ -106,19 +104,6 @@ def test_little_is_kept_for_the_backward_pass(rule):
     assert sum(t.numel() for t in kept) <= sum(t.numel() for t in inputs) + 256 + states
 
 
-def test_convolution_stops_at_documents():
-    torch.manual_seed(0)
-    lengths = (5, 1, 2, 9)
-    x, weight = torch.randn(1, 17, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
-    reach = torch.cat([torch.arange(length) for length in lengths])[None]
-    alone = [
-        F.conv1d(F.pad(part.mT, (3, 0)), weight[:, None], groups=3).mT.contiguous() for part in x.split(lengths, dim=1)
-    ]
-    assert (causal_conv(x, weight, reach) - torch.cat(alone, dim=1)).abs().max() < 1e-14
-    inputs = x.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *a: causal_conv(*a, reach), inputs)
-
-
 def _mixer(kind: str) -> nn.Module:
     common = {"embed_dim": 8, "conv_taps": 4, "norm_eps": 1e-6}
     if kind == "conv":
@@ -170,60 +155,3 @@ def test_context_parallelism_is_refused_by_name(decoder):
 def test_lora_of_attention_adapts_the_input_projection(decoder):
     report = LoRA(2, 4, attn_modules=["q_proj"]).convert(decoder)
     assert report.replaced == ["layers.0.attn.qkv_proj", "layers.1.attn.q_proj"]
-
-
-def _mamba_by_position(mixer: Mamba2, x: Tensor) -> Tensor:
-    """One document ``[s, d]``, by the formulas of the paper."""
-    heads, size, groups, n = mixer.num_heads, mixer.head_dim, mixer.num_groups, mixer.state_dim
-    inner = heads * size
-    widths = (inner, inner, groups * n, groups * n, heads)
-    parts = [part * scale for part, scale in zip(mixer.in_proj(x).split(widths, -1), mixer.scales, strict=True)]
-    mixed = F.pad(torch.cat(parts[1:4], -1).mT, (3, 0))
-    mixed = F.silu(F.conv1d(mixed, mixer.conv.weight, mixer.conv.bias, groups=mixed.shape[0]).mT)
-    written, b, c = mixed.split(widths[1:4], -1)
-    dt = (parts[4] + mixer.dt_bias).exp().log1p().clamp(min=mixer.dt_limits[0])
-    state, out = x.new_zeros(heads, n, size), []
-    for t in range(len(x)):
-        b_t, c_t = (part[t].view(groups, n).repeat_interleave(heads // groups, 0) for part in (b, c))
-        x_t = written[t].view(heads, size)
-        state = state * (-mixer.a_log.exp() * dt[t]).exp()[:, None, None]
-        state = state + dt[t][:, None, None] * b_t[:, :, None] * x_t[:, None]
-        out.append((state * c_t[:, :, None]).sum(1) + mixer.skip[:, None] * x_t)
-    gated = torch.stack(out).flatten(1) * F.silu(parts[0])
-    if mixer.norm is not None:
-        grouped = gated.unflatten(-1, (groups, -1))
-        gated = (grouped / (grouped.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(1) * mixer.norm.scale
-    return mixer.output_proj(gated)
-
-
-@pytest.mark.parametrize("kind", ["mamba", "mamba scaled"])
-def test_mamba_equals_its_recurrence_in_every_document(kind):
-    torch.manual_seed(0)
-    mixer = _mixer(kind)
-    for parameter in (mixer.skip, mixer.conv.bias, mixer.a_log):
-        nn.init.normal_(parameter, std=0.5)
-    lengths, x, weight = (20, 1, 2, 47), torch.randn(1, 70, 8), torch.randn(1, 70, 8)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    found = mixer(x, input_pos=positions)
-    exact = copy.deepcopy(mixer).double()
-    wanted = torch.cat([_mamba_by_position(exact, part) for part in x[0].double().split(lengths)])[None]
-    assert (found - wanted).abs().max() < 2e-6
-    (found * weight).sum().backward()
-    (wanted * weight).sum().backward()
-    for (name, one), other in zip(mixer.named_parameters(), exact.parameters(), strict=True):
-        assert (one.grad - other.grad).abs().max() < 1e-4 * other.grad.abs().max(), name
-
-
-@pytest.mark.parametrize("kind", ["delta", "fused", "conv", "mamba", "mamba scaled"])
-def test_a_cache_continues_padded_prompts(kind):
-    torch.manual_seed(0)
-    mixer = _mixer(kind)
-    x = torch.randn(2, 12, 8)
-    positions = torch.stack([torch.arange(12), (torch.arange(12) - 3).clamp(min=0)])  # the second row has 3 of padding
-    with torch.no_grad():
-        whole = mixer(x, input_pos=positions)
-        assert (whole[1, 3:] - mixer(x[1:, 3:])[0]).abs().max() < 1e-6
-        mixer.setup_cache(2, torch.float32, max_seq_len=12)
-        steps = [mixer(x[:, :7], input_pos=positions[:, :7])]
-        steps += [mixer(x[:, t : t + 1], input_pos=positions[:, t : t + 1]) for t in range(7, 12)]
-    assert (torch.cat(steps, dim=1) - whole).abs().max() < 1e-6

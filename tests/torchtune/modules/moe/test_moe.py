@@ -8,7 +8,7 @@ from torchtune.models import Description, ModelError, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import FeedForward
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.peft import LoRA
 
@@ -51,21 +51,6 @@ def test_equals_all_experts_weighted(k, shared):
     assert torch.allclose(out, wanted, rtol=1e-6)
     for ours, theirs in zip(found, torch.autograd.grad((wanted * weights).sum(), leaves), strict=True):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
-
-
-def test_scores():
-    x = torch.randn(50, DIM)
-    moe = make(3)
-    logits = moe.router.gate(x)
-    scores, selected, counts = moe.router(x)
-    assert torch.equal(selected, logits.topk(3).indices)
-    assert torch.allclose(scores, logits.softmax(-1).gather(1, selected))
-    assert torch.equal(counts, selected.flatten().bincount(minlength=EXPERTS))
-    scores, _, _ = make(3, normalize=True, scale=2.5).router(x)
-    assert torch.allclose(scores, 2.5 * logits.topk(3).values.softmax(-1))
-    scores, selected, _ = make(3, score_function="sigmoid").router(x)
-    assert torch.allclose(scores, logits.topk(3).values.sigmoid())
-    assert make(3).bfloat16().router(x.bfloat16())[0].dtype == torch.float32
 
 
 def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores():
@@ -149,15 +134,3 @@ def test_adapters_that_experts_do_not_have():
         LoRA(apply_to_mlp=True, use_dora=True).convert(model)
     with pytest.raises(ModelError, match=r"'layers.0.mlp.router.gate' is a router"):
         LoRA(target_modules=["gate"]).convert(model)
-
-
-def test_clamped_experts_equal_the_formula():
-    torch.manual_seed(0)
-    experts = ClampedExperts(dim=DIM, hidden_dim=HIDDEN, num_experts=3, limit=0.5).double()
-    x = torch.randn(10, DIM, dtype=torch.float64) * 3
-    out = experts(x, torch.tensor([4, 0, 6]))
-    for row, (vector, e) in enumerate(zip(x, [0] * 4 + [2] * 6, strict=True)):
-        hidden = vector @ experts.gate_up_proj[e] + experts.gate_up_proj_bias[e]
-        gate, up = hidden[0::2].clamp(max=0.5), hidden[1::2].clamp(-0.5, 0.5)
-        hidden = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
-        assert torch.allclose(out[row], hidden @ experts.down_proj[e] + experts.down_proj_bias[e])
