@@ -10,7 +10,7 @@ import yaml
 import torchtune.models
 from tests.torchtune.models.conftest import FAMILIES
 from tests.torchtune.models.test_left_out_fields import _FILES
-from tests.torchtune.models.test_sizes import SIZES
+from tests.torchtune.models.test_sizes import PARAMETERS, SIZES
 from tests.torchtune.training.parallel.test_families import SPLIT, WITH_EXPERTS, WITH_MIXERS
 from torchtune._lazy import packages_in
 from torchtune.models import get_spec, list_specs, spec_for_architecture
@@ -37,8 +37,10 @@ def missing_entries(family: str, reader: str, architecture: str, has_sizes: bool
         f"tests/torchtune/models/conftest.py: add a row '{family}' to FAMILIES": (
             family in FAMILIES or reader in FAMILIES
         ),
-        "tests/torchtune/models/test_sizes.py: add its sizes to SIZES": (
-            not has_sizes or any(row[0] == family for row in SIZES) or family == "llama3_3"  # which only renames sizes
+        "tests/torchtune/models/test_sizes.py: add its sizes to PARAMETERS": (
+            not has_sizes
+            or family == "llama3_3"  # which only renames sizes
+            or any(owner == family and name in PARAMETERS for owner, name in SIZES)
         ),
         "tests/torchtune/models/test_left_out_fields.py: add a row of its architecture to _FILES": (
             architecture in {name for name, _ in _FILES.values()}

@@ -240,6 +240,8 @@ def test_chunks_of_documents_that_share_their_beginning(size):
         whole = (torch.cat(pair, 1) for pair in zip(prefix, other, strict=True))
         expected.append(attention(*whole, chunk=size)[:, 6:])
     torch.testing.assert_close(found, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
+    last = attention(q[:, -1:], k, v, chunk=size)
+    torch.testing.assert_close(last, attention(q, k, v, chunk=size)[:, -1:], atol=1e-5, rtol=1e-5)
     pairs = sum(position % size + 1 for length in lengths for position in range(length))
     assert FlopCount(0.0, 0.0, {}, {size: 1.0}).attention(lengths) == pairs
 

@@ -155,3 +155,18 @@ def test_context_parallelism_is_refused_by_name(decoder):
 def test_lora_of_attention_adapts_the_input_projection(decoder):
     report = LoRA(2, 4, attn_modules=["q_proj"]).convert(decoder)
     assert report.replaced == ["layers.0.attn.qkv_proj", "layers.1.attn.q_proj"]
+
+
+@pytest.mark.parametrize("kind", ["delta", "fused", "conv", "mamba", "mamba scaled"])
+def test_a_cache_continues_padded_prompts(kind):
+    torch.manual_seed(0)
+    mixer = _mixer(kind)
+    x = torch.randn(2, 12, 8)
+    positions = torch.stack([torch.arange(12), (torch.arange(12) - 3).clamp(min=0)])  # the second row has 3 of padding
+    with torch.no_grad():
+        whole = mixer(x, input_pos=positions)
+        assert (whole[1, 3:] - mixer(x[1:, 3:])[0]).abs().max() < 1e-6
+        mixer.setup_cache(2, torch.float32, max_seq_len=12)
+        steps = [mixer(x[:, :7], input_pos=positions[:, :7])]
+        steps += [mixer(x[:, t : t + 1], input_pos=positions[:, t : t + 1]) for t in range(7, 12)]
+    assert (torch.cat(steps, dim=1) - whole).abs().max() < 1e-6

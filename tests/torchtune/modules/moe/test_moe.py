@@ -64,7 +64,8 @@ def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores():
     kept = selected == chosen
     assert torch.equal(scores[kept], before[kept])
     assert not router.selection_bias.requires_grad
-    assert router.bfloat16().selection_bias.dtype == torch.bfloat16  # as any parameter, if somebody asks for it
+    assert router.bfloat16()(x.bfloat16())[0].dtype == torch.float32
+    assert router.selection_bias.dtype == torch.bfloat16  # as any parameter, if somebody asks for it
 
 
 def test_small_scores_are_normalised_as_lfm2_does():
