@@ -4,8 +4,10 @@ import gc
 import logging
 import multiprocessing
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
 
 import pytest
@@ -118,3 +120,34 @@ def logger_as_it_was() -> None:
     logger = logging.getLogger("torchtune")
     logger.setLevel(logging.NOTSET)
     logger.handlers[:], logger.propagate = [], True
+
+
+@dataclass
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """``tune("ls")`` runs the command line and returns its exit code and output."""
+    from torchtune._cli.tune import main
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["tune", *map(str, arguments)])
+        capsys.readouterr()
+        code: int | str | None = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Result(int(code or 0), captured.out, captured.err)
+
+    return run

@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,7 +12,21 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# A dataset of conversations in OpenAI's layout: add source.
+OPENAI = {"conversation_column": "messages", "conversation_style": "openai"}
+CHATS = {"_component_": "torchtune.datasets.chat_dataset", **OPENAI}
 WORDS = "red green blue one two three cat dog bird sees likes finds the a and not why where big small".split()
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Read JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_tokenizer(folder: Path) -> int:
@@ -100,24 +116,22 @@ def _sentence(rng: random.Random, longest: int) -> str:
 
 def write_conversations(path: Path, count: int = 24, *, seed: int = 0) -> Path:
     """Write ``count`` conversations of one or two turns, of very different lengths, as JSON lines."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            messages = []
-            for _ in range(rng.randint(1, 2)):
-                messages.append({"role": "user", "content": _sentence(rng, 12)})
-                messages.append({"role": "assistant", "content": _sentence(rng, 6)})
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        messages = []
+        for _ in range(rng.randint(1, 2)):
+            messages.append({"role": "user", "content": _sentence(rng, 12)})
+            messages.append({"role": "assistant", "content": _sentence(rng, 6)})
+        rows.append({"messages": messages})
+    return write_lines(path, rows)
 
 
 def write_pairs(path: Path, count: int = 12, *, seed: int = 0) -> Path:
     """Write ``count`` pairs of answers to a question, of very different lengths, as JSON lines."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for number in range(count):
-            question = {"role": "user", "content": _sentence(rng, 12)}
-            answers = [_sentence(rng, 8), f"{_sentence(rng, 8)} {WORDS[number % len(WORDS)]}"]
-            pair = [[question, {"role": "assistant", "content": answer}] for answer in answers]
-            file.write(json.dumps(dict(zip(("chosen", "rejected"), pair, strict=True))) + "\n")
-    return path
+    rng, rows = random.Random(seed), []
+    for number in range(count):
+        question = {"role": "user", "content": _sentence(rng, 12)}
+        answers = [_sentence(rng, 8), f"{_sentence(rng, 8)} {WORDS[number % len(WORDS)]}"]
+        pair = [[question, {"role": "assistant", "content": answer}] for answer in answers]
+        rows.append(dict(zip(("chosen", "rejected"), pair, strict=True)))
+    return write_lines(path, rows)

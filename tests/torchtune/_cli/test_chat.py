@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.tiny import write_adapter, write_checkpoint
-from torchtune._cli.tune import main
 from torchtune.modules import TransformerDecoder
 
 
@@ -22,14 +21,18 @@ def adapter(checkpoint: Path) -> Path:
     return write_adapter(checkpoint.parent / "adapter", checkpoint)
 
 
-def _chat(monkeypatch: pytest.MonkeyPatch, lines: str, *args: object) -> None:
-    common = ["--device", "cpu", "--dtype", "fp32", "--temperature", 0, "--max-new-tokens", 6]
-    monkeypatch.setattr("sys.argv", ["tune", "chat", *map(str, [*common, *args])])
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    main()
+@pytest.fixture
+def chat(tune, monkeypatch):
+    """``tune chat`` with lines from a pipe."""
+
+    def run(lines: str, *args: object):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return tune("chat", *"--device cpu --dtype fp32 --temperature 0 --max-new-tokens 6".split(), *args)
+
+    return run
 
 
-def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) -> str:
+def reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) -> str:
     """Six greedy tokens of ``transformers`` after user and assistant turns."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,28 +48,21 @@ def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) 
     return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_answers_and_commands(checkpoint, adapter, monkeypatch, capsys):
+def test_answers_and_commands(checkpoint, adapter, chat):
     lines = "the cat\n\n/what\ncaf\udce9\n/system be brief\n/system\nthe cat\n/quit\nthe dog\n"
-    _chat(monkeypatch, lines, "--model", checkpoint)
-    found = capsys.readouterr()
-    first = _reference(checkpoint, ["the cat"])
+    found = chat(lines, "--model", checkpoint)
+    first = reference(checkpoint, ["the cat"])
     assert found.out == 2 * f"{first}\n"
     assert "/what is not a command" in found.err
     assert "That line is not UTF-8" in found.err
     assert "(truncated at --max-new-tokens 6)" in found.err
-    _chat(monkeypatch, "the cat\na dog", "--model", checkpoint, "--adapter", adapter)
-    one = _reference(checkpoint, ["the cat"], adapter)
-    two = _reference(checkpoint, ["the cat", one, "a dog"], adapter)
-    assert capsys.readouterr().out == f"{one}\n{two}\n"
+    one = reference(checkpoint, ["the cat"], adapter)
+    two = reference(checkpoint, ["the cat", one, "a dog"], adapter)
+    assert chat("the cat\na dog", "--model", checkpoint, "--adapter", adapter).out == f"{one}\n{two}\n"
     assert one != first
 
 
-def test_what_ends_an_answer(
-    checkpoint,
-    monkeypatch,
-    capsys,
-    request,
-):
+def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
     calls: list[int] = []
     original = TransformerDecoder.forward
 
@@ -80,10 +76,8 @@ def test_what_ends_an_answer(
     monkeypatch.setattr(TransformerDecoder, "forward", forward)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    _chat(monkeypatch, "the cat\nthe cat\n" + "red " * 60, "--model", checkpoint, "--max-new-tokens", 500)
-    found = capsys.readouterr()
-    whole = found.out.splitlines()
-    assert len(whole) >= 2
+    found = chat("the cat\nthe cat\n" + "red " * 60, "--model", checkpoint, "--max-new-tokens", 500)
+    assert len(found.out.splitlines()) >= 2
     assert "the context of 60 tokens is full" in found.err
     assert "start a new one with /reset." in found.err
 

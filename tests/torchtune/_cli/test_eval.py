@@ -3,16 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import write_checkpoint, write_conversations
-from tests.torchtune._cli.conftest import Result
+from tests.tiny import OPENAI, read_lines, write_checkpoint, write_conversations, write_lines
+from tests.torchtune._cli.test_chat import reference
 
 COMMON = ["--device", "cpu", "--dtype", "fp32", "--max-new-tokens", "6"]
 
@@ -26,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluate(tune: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def evaluate(tune, tmp_path, monkeypatch):
     """``tune eval`` in an empty folder, with short answers."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: tune("eval", *arguments, *COMMON)
@@ -34,25 +32,7 @@ def evaluate(tune: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.Mo
 
 def greedy(checkpoint: Path, questions: list[str]) -> list[str]:
     """Six greedy tokens of transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
-    found = []
-    for question in questions:
-        messages = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
-        )
-        new = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=2
-        )
-        found.append(tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True))
-    return found
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return [reference(checkpoint, [question]) for question in questions]
 
 
 def test_before_and_after(folder, tmp_path, evaluate):
@@ -60,7 +40,7 @@ def test_before_and_after(folder, tmp_path, evaluate):
     right = greedy(folder / "trained", questions)
     asked = [{"prompt": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
     asked[1] |= {"answer": "never", "hard": True}
-    data = write_rows(tmp_path / "rows.jsonl", asked)
+    data = write_lines(tmp_path / "rows.jsonl", asked)
     half = "tests.torchtune.evaluation.scores.half"
     command = [folder / "trained", "--against", folder / "base", "--data", data, "--score", "exact", "--score", half]
     out = evaluate(*command).out
@@ -74,7 +54,7 @@ def test_before_and_after(folder, tmp_path, evaluate):
     assert lines[3] == "exact       +0.75 (95 % interval -inf to +inf), 4 rows: same within noise"
     assert "could not be scored by half" in out
     path = Path(results[1]["answers"])
-    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    answers = read_lines(path)
     assert [row["answer"] for row in answers] == right
     assert [row["right"] for row in answers] == [row["answer"] for row in asked]
     assert answers[1]["scores"] == {"exact": 0.0, "half": None}
@@ -83,14 +63,14 @@ def test_before_and_after(folder, tmp_path, evaluate):
     kept = json.dumps({**answers[0], "answer": "kept"}).encode() + b"\n"
     path.write_bytes(kept + whole[1] + whole[2][:30])
     evaluate(*command)
-    again = [json.loads(line) for line in path.read_text().splitlines()]
+    again = read_lines(path)
     assert [row["answer"] for row in again] == ["kept", *right[1:]]
     assert again[0]["scores"]["exact"] == 0.0
     assert len(list((tmp_path / "eval").glob("*.jsonl"))) == 2
 
 
 def test_other_weights_in_the_same_folder_are_noticed(folder, tmp_path, evaluate):
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the cat", "answer": "x"}])
+    data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "the cat", "answer": "x"}])
     model = write_checkpoint(tmp_path / "model")
     evaluate(model, "--data", data, "--score", "exact")
     (first,) = (tmp_path / "eval").glob("*.jsonl")
@@ -112,12 +92,7 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
     data = write_conversations(tmp_path / "rows.jsonl", 10)
     evaluate(folder / "base", "--data", data, "--perplexity")
     found = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"][0]["perplexity"]
-    dataset = chat_dataset(
-        hf_tokenizer(folder / "base"),
-        source=str(data),
-        conversation_column="messages",
-        conversation_style="openai",
-    )
+    dataset = chat_dataset(hf_tokenizer(folder / "base"), source=str(data), **OPENAI)
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     total, count = 0.0, 0
     for row in dataset:
@@ -132,7 +107,7 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
 
 
 def test_what_cannot_be_evaluated(folder, tmp_path, evaluate):
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
+    data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
     model = folder / "base"
     raises = "tests.torchtune.evaluation.scores.raises"
     error = evaluate(model, "--data", data, "--score", raises).err

@@ -142,9 +142,7 @@ def test_cat_of_what_is_no_config(tune, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["cat"], ["cat", "--sort"], ["validate"]])
-@pytest.mark.parametrize(
-    "data", [b"a: " + b"[" * 200_000, b"recipe: \xff\n", b"a: \0", b"a: !!python/name:os.system", b"a: 1e999"]
-)
+@pytest.mark.parametrize("data", [b"a: " + b"[" * 200_000, b"recipe: \xff\n", b"a: 1e999"])
 def test_hostile_files_are_one_sentence(tune, tmp_path, command, data):
     (tmp_path / "c.yaml").write_bytes(data)
     result = tune(*command, str(tmp_path / "c.yaml"))

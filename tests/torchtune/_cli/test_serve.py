@@ -10,7 +10,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch import nn
 
 from tests.serving import serving
 from tests.tiny import write_adapter, write_checkpoint
-from tests.torchtune._cli.test_chat import _reference as reference
+from tests.torchtune._cli.test_chat import reference
 from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
 from torchtune._cli._chat_api import ChatServer
 from torchtune._cli.serve import _load
@@ -270,7 +269,7 @@ class Script(nn.Module):
         ("gemma4", True),
     ],
 )
-def test_tool_calls_are_parsed_and_their_replies_bridged(name: str, streams: bool, tmp_path: Path) -> None:
+def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path):
     tokenizer = make(name, tmp_path)
     turns = conversation(1, reasons=False)
     tokens, mask = tokenizer.tokenize_messages(turns, tools=TOOLS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.tiny import write_conversations, write_tokenizer
+from tests.tiny import CHATS, write_conversations, write_tokenizer
 from tests.tiny_images import image_text_model, qwen3_vl_config, write_image_checkpoint
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
 from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
@@ -63,12 +63,7 @@ def write_config(folder: Path, config: Path, tokenizer: str, files: dict[str, st
     """The config with a tokenizer's files and conversations of our own."""
     cfg = yaml.safe_load(config.read_text())
     cfg["tokenizer"] = {"_component_": tokenizer, "max_seq_len": 256, **files}
-    cfg["dataset"] = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": str(folder / "chats.jsonl"),
-        "conversation_column": "messages",
-        "conversation_style": "openai",
-    }
+    cfg["dataset"] = {**CHATS, "source": str(folder / "chats.jsonl")}
     written = folder / f"{tokenizer.rpartition('.')[2]}.yaml"
     written.write_text(yaml.safe_dump(cfg))
     return written

@@ -1,14 +1,14 @@
 """Rows in memory, turns as mappings, and components of somebody else that do not do what is expected of them."""
 
-import json
 import pickle
+import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tiny import write_lines
 from torchtune.data import (
     ChatMLTemplate,
     DataError,
@@ -56,13 +56,9 @@ def in_memory(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "generator", "sequence", "table", "tables"])
-def test_rows_in_memory_are_those_of_a_file(kind: str, tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    expected, found = (
-        instruct_dataset(tokenizer, source=str(path)),
-        instruct_dataset(tokenizer, source=in_memory(kind)[kind]),
-    )
+def test_rows_in_memory_are_those_of_a_file(kind, tokenizer, tmp_path):
+    path = str(write_lines(tmp_path / "a.jsonl", ROWS))
+    expected, found = (instruct_dataset(tokenizer, source=source) for source in (path, in_memory(kind)[kind]))
     assert [found[i] for i in range(5)] == [expected[i] for i in range(5)]
     assert text_completion_dataset(tokenizer, in_memory(kind)[kind])[4]["tokens"][-1] == tokenizer.eos_id
     some = instruct_dataset(tokenizer, source=in_memory(kind)[kind], filter_fn=lambda row: row["input"] != "red 0")
@@ -82,13 +78,12 @@ def test_rows_in_memory_are_those_of_a_file(kind: str, tokenizer: Any, tmp_path:
         (["a"], {}, "row 0: a row must be a mapping column -> value, not str"),
     ],
 )
-def test_what_is_no_rows(source: Any, settings: dict[str, Any], said: str, tokenizer: Any) -> None:
-    with pytest.raises(DataError) as caught:
+def test_what_is_no_rows(source, settings, said, tokenizer):
+    with pytest.raises(DataError, match=re.escape(said)):
         instruct_dataset(tokenizer, source=source, **settings)
-    assert said in str(caught.value)
 
 
-def test_turns_as_mappings_are_messages(tokenizer: Any) -> None:
+def test_turns_as_mappings_are_messages(tokenizer):
     """With what they train on: a mapping may say ``masked``."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "red"}]}, TURNS[1]]
     for turns in (TURNS, parts):
@@ -136,10 +131,9 @@ def sft(tokenizer: Any, message_transform: Any, model_transform: Any = None) -> 
         ({"messages": ["red", "blue"]}, "not str"),
     ],
 )
-def test_a_message_transform_that_gives_something_else(gives: Any, said: str, tokenizer: Any) -> None:
-    with pytest.raises(DataError) as caught:
+def test_a_message_transform_that_gives_something_else(gives, said, tokenizer):
+    with pytest.raises(DataError, match=re.escape(said)):
         sft(tokenizer, lambda row: gives)
-    assert said in str(caught.value)
     with pytest.raises(DataError, match="message_transform gives"):
         PreferenceDataset(source=[{"a": 1}], message_transform=lambda row: gives, tokenizer=tokenizer)
 
@@ -155,10 +149,9 @@ def test_a_message_transform_that_gives_something_else(gives: Any, said: str, to
         ({"tokens": [[1], [2]], "mask": [True, False]}, "tokens and labels must be flat lists"),
     ],
 )
-def test_a_model_transform_that_gives_something_else(gives: Any, said: str, tokenizer: Any) -> None:
-    with pytest.raises(DataError) as caught:
+def test_a_model_transform_that_gives_something_else(gives, said, tokenizer):
+    with pytest.raises(DataError, match=re.escape(said)):
         sft(tokenizer, OpenAIToMessages(), lambda sample: gives)
-    assert said in str(caught.value)
 
 
 class Own(torch.utils.data.Dataset):
@@ -186,13 +179,6 @@ def made(tokenizer: Any, rows: Any) -> Any:
     return instantiate_dataset({"_component_": f"{__name__}.Own", "rows": rows}, tokenizer)
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
-
-
 GOOD = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
 
 
@@ -212,17 +198,15 @@ GOOD = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
         ({"tokens": "red", "labels": "red"}, "tokens must be a list of token ids, not str"),
     ],
 )
-def test_an_own_dataset_whose_examples_cannot_be_used(row: Any, said: str, tokenizer: Any) -> None:
-    with pytest.raises(DataError) as caught:
+def test_an_own_dataset_whose_examples_cannot_be_used(row, said, tokenizer):
+    with pytest.raises(DataError, match=f"^dataset: example 0 of Own: .*{re.escape(said)}"):
         made(tokenizer, [row])
-    assert str(caught.value).startswith("dataset: example 0 of Own: ")
-    assert said in str(caught.value)
     later = made(tokenizer, [GOOD, row])
     with pytest.raises(DataError, match="example 1 of Own"):
         later[1]
 
 
-def test_a_tokenizer_of_transformers_is_refused(tokenizer_folder: Path) -> None:
+def test_a_tokenizer_of_transformers_is_refused(tokenizer_folder):
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
@@ -231,7 +215,7 @@ def test_a_tokenizer_of_transformers_is_refused(tokenizer_folder: Path) -> None:
             build(theirs, source=[{"input": "red", "output": "blue"}])
 
 
-def test_a_dataset_goes_to_workers_that_are_spawned(tokenizer: Any) -> None:
+def test_a_dataset_goes_to_workers_that_are_spawned(tokenizer):
     dataset = instruct_dataset(tokenizer, source=[{"input": "red", "output": "blue"}])
     assert pickle.loads(pickle.dumps(dataset))[0] == dataset[0]
     again = pickle.loads(pickle.dumps(tokenizer))
@@ -239,7 +223,7 @@ def test_a_dataset_goes_to_workers_that_are_spawned(tokenizer: Any) -> None:
     assert again(chat) == tokenizer(chat)
 
 
-def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer: Any) -> None:
+def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer):
     masked = {"tokens": [1, 2, 3], "labels": [-100, -100, -100]}
     with pytest.raises(DataError, match="Own has no label in its first 32 examples: labels"):
         made(tokenizer, [masked] * 40)
@@ -256,7 +240,7 @@ def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer: Any) -
         dataset[5]
 
 
-def test_an_own_dataset_that_is_none(tokenizer: Any) -> None:
+def test_an_own_dataset_that_is_none(tokenizer):
     with pytest.raises(DataError, match=r"^dataset: Own is empty: there is nothing to train on\.$"):
         made(tokenizer, [])
     with pytest.raises(DataError, match="Stream has no __len__"):
@@ -282,17 +266,16 @@ def test_an_own_dataset_that_is_none(tokenizer: Any) -> None:
         ),
     ],
 )
-def test_an_own_collation_that_gives_something_else(gives: Any, said: str, tokenizer: Any) -> None:
+def test_an_own_collation_that_gives_something_else(gives, said, tokenizer):
     def mine(batch: Any) -> Any:
         return gives
 
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=re.escape(said)):
         instantiate_collate(mine, tokenizer)([GOOD])
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("collate", [collate_documents, padded_collate_sft])
 @pytest.mark.parametrize("batch", [[None], [(1, 2)], [{"tokens": [1]}], [{"labels": [1]}]])
-def test_collations_say_what_an_example_lacks(collate: Any, batch: Any) -> None:
+def test_collations_say_what_an_example_lacks(collate, batch):
     with pytest.raises(DataError, match="An example "):
         collate(batch)

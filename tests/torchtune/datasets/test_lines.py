@@ -47,7 +47,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ],
     ids=["plain", "mark and empty lines", "packed"],
 )
-def test_good_lines(reader: str, text: bytes, tmp_path: Path) -> None:
+def test_good_lines(reader, text, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text)
     if reader == "streamed" and text[:2] == b"\x1f\x8b":
@@ -71,7 +71,7 @@ def test_good_lines(reader: str, text: bytes, tmp_path: Path) -> None:
     ],
     ids=["broken", "Latin-1", "UTF-16", "NUL", "surrogate", "deep", "digits"],
 )
-def test_broken_lines(reader: str, text: bytes, words: str, tmp_path: Path) -> None:
+def test_broken_lines(reader, text, words, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text)
     with pytest.raises(UserError, match=words if reader != "streamed" else words.partition(": ")[2]):
@@ -80,7 +80,7 @@ def test_broken_lines(reader: str, text: bytes, words: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("reader", ["mapped", "shown", "answered"])
 @pytest.mark.parametrize("damage", [slice(0, 60), slice(15, None)], ids=["cut", "changed"])
-def test_damaged_gzip_files(reader: str, damage: slice, tmp_path: Path) -> None:
+def test_damaged_gzip_files(reader, damage, tmp_path):
     path, packed = (
         tmp_path / "rows.jsonl.gz",
         gzip.compress("".join(f'{{"prompt": {n}}}\n' for n in range(99)).encode()),
@@ -90,7 +90,7 @@ def test_damaged_gzip_files(reader: str, damage: slice, tmp_path: Path) -> None:
         READERS[reader](path)
 
 
-def test_rows_of_several_files(tmp_path: Path) -> None:
+def test_rows_of_several_files(tmp_path):
     texts = ['{"a": 0}\n\n{"a": 1}\n', '\n \n{"a": 2}', '{"a": 3}\n{"a": 4}\nbroken\n    ']
     paths = []
     for number, text in enumerate(texts):
@@ -113,7 +113,7 @@ def test_rows_of_several_files(tmp_path: Path) -> None:
         rows[6]
 
 
-def test_halves_of_characters_in_memory_are_told_as_those_of_lines(tokenizer: Any, tmp_path: Path) -> None:
+def test_halves_of_characters_in_memory_are_told_as_those_of_lines(tokenizer, tmp_path):
     rows = [{"input": "a cat", "output": "x"}, {"input": "a \ud83d", "output": "x"}, {"input": "a", "output": "\udc00"}]
     words = r"row 1: \\ud83d is half of a character: write both halves, or neither; row 2: \\udc00 is half"
     with pytest.raises(DataError, match=words):

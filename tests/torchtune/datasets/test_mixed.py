@@ -40,7 +40,7 @@ def visits(of: MixedDataset, shuffle: bool = True, epoch: int = 0) -> tuple[np.n
 
 @given(sizes=SIZES, shuffle=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_an_epoch_ends_as_asked(sizes: list[tuple[int, float]], shuffle: bool) -> None:
+def test_an_epoch_ends_as_asked(sizes, shuffle):
     _, times = visits(mixture(sizes, stop="all"), shuffle)
     assert all((part == 1).all() for part in times)
     _, times = visits(mixture(sizes, stop="first"), shuffle)
@@ -53,7 +53,7 @@ def test_an_epoch_ends_as_asked(sizes: list[tuple[int, float]], shuffle: bool) -
 
 @given(sizes=SIZES, shuffle=st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_every_stretch_of_an_epoch_is_in_proportion(sizes: list[tuple[int, float]], shuffle: bool) -> None:
+def test_every_stretch_of_an_epoch_is_in_proportion(sizes, shuffle):
     of = mixture(sizes)
     order, _ = visits(of, shuffle)
     source = np.searchsorted(np.cumsum(of.sizes), order, side="right")
@@ -63,7 +63,7 @@ def test_every_stretch_of_an_epoch_is_in_proportion(sizes: list[tuple[int, float
         assert np.abs(seen - weight / total * np.arange(len(seen))).max() <= len(sizes) + 1
 
 
-def test_weights_and_temperature_are_those_of_the_formula() -> None:
+def test_weights_and_temperature_are_those_of_the_formula():
     of = MixedDataset({"a": rows(10), "b": rows(90)}, temperature=2.0)
     share = math.sqrt(10) / (math.sqrt(10) + math.sqrt(90))  # sizes are the default of weights
     assert of.examples_per_epoch == 90 + math.ceil(90 * share / (1 - share))
@@ -80,9 +80,7 @@ def test_weights_and_temperature_are_those_of_the_formula() -> None:
     world=st.sampled_from([1, 2, 4]),
 )
 @settings(max_examples=30, deadline=None)
-def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(
-    sizes: list[tuple[int, float]], stop: str, taken: int, world: int
-) -> None:
+def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, stop, taken, world):
     def loader(rank: int = 0, size: int = 1) -> BatchLoader:
         how = {"batch_size": 4 // size, "accumulation_steps": 2, "shuffle": True, "seed": 3, "collate_fn": list}
         return BatchLoader(mixture(sizes, stop=stop), rank=rank, world_size=size, **how)
@@ -126,12 +124,12 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(
         ({"datasets": {}}, "mixture is empty"),
     ],
 )
-def test_a_mixture_that_means_nothing_is_refused(how: dict[str, Any], words: str) -> None:
+def test_a_mixture_that_means_nothing_is_refused(how, words):
     with pytest.raises(DataError, match=words):
         mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
 
 
-def test_another_mixture_does_not_continue_a_run() -> None:
+def test_another_mixture_does_not_continue_a_run():
     def loader(weight: float) -> BatchLoader:
         return BatchLoader(
             mixture([(5, weight), (5, 1.0)]), batch_size=1, collate_fn=list, shuffle=True, seed=0, max_steps_per_epoch=2
@@ -141,7 +139,7 @@ def test_another_mixture_does_not_continue_a_run() -> None:
         loader(3).load_state_dict(loader(2).state_dict())
 
 
-def test_packs_and_pairs_keep_their_source() -> None:
+def test_packs_and_pairs_keep_their_source():
     packs = {
         "a": PackedDataset(Rows(rows(4, 0, 3)), max_seq_len=6),
         "b": PackedDataset(Rows(rows(4, 4, 2)), max_seq_len=6),
@@ -166,7 +164,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["chunked", "every position", "plain", "mean alone"])
-def test_losses_by_dataset_are_those_of_the_formula(kind: str) -> None:
+def test_losses_by_dataset_are_those_of_the_formula(kind):
     torch.manual_seed(0)
     model = Model(16)
     hidden = torch.randn(1, 24, 8, requires_grad=True)

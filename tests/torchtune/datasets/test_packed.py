@@ -31,7 +31,7 @@ lengths_of_rows = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 @given(lengths=lengths_of_rows, split=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_every_token_once(lengths: list[int], split: bool) -> None:
+def test_every_token_once(lengths, split):
     packed = PackedDataset(Rows.of(lengths), max_seq_len=50, split_across_pack=split)
     batches = [collate_documents([packed[i]]) for i in range(len(packed))]
     tokens = torch.cat([batch["tokens"].flatten() for batch in batches])
@@ -49,7 +49,7 @@ def test_every_token_once(lengths: list[int], split: bool) -> None:
 
 @given(lengths=lengths_of_rows)
 @settings(max_examples=30, deadline=None)
-def test_labels_stay_those_of_the_rows(lengths: list[int]) -> None:
+def test_labels_stay_those_of_the_rows(lengths):
     """A cut does not lose the label at its place: it is the first token of the next piece."""
     rows = Rows.of(lengths)
     expected = {t: label for row in rows for t, label in zip(row["tokens"], row["labels"], strict=True)}
@@ -61,7 +61,7 @@ def test_labels_stay_those_of_the_rows(lengths: list[int]) -> None:
                     assert expected[token] == label
 
 
-def test_packs_are_nearly_full_and_always_the_same() -> None:
+def test_packs_are_nearly_full_and_always_the_same():
     lengths = np.random.RandomState(0).lognormal(5, 0.8, 20_000).astype(int).clip(8, 2048)
     packs = best_fit(lengths, 2048)
     assert lengths.sum() / (len(packs) * 2048) > 0.995
@@ -70,19 +70,19 @@ def test_packs_are_nearly_full_and_always_the_same() -> None:
     assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)
 
 
-def test_the_fill_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fill_is_told(caplog):
     with caplog.at_level("INFO", logger="torchtune"):
         packed = PackedDataset(Rows.of([6, 5, 4, 3, 2]), max_seq_len=10)
     assert packed.fill == 1.0
     assert "Packed 5 examples into 2 packs of up to 10 tokens, 100.0 % full." in caplog.text
 
 
-def test_a_row_that_fits_into_no_pack() -> None:
+def test_a_row_that_fits_into_no_pack():
     with pytest.raises(DataError, match=r"2 rows are longer than max_seq_len=4 .*\(rows 1, 2, counted from 0\)"):
         PackedDataset(Rows.of([4, 5, 6]), max_seq_len=4)
 
 
-def test_a_number_of_packs() -> None:
+def test_a_number_of_packs():
     packed: Any = PackedDataset(Rows.of([4, 4, 4]), max_seq_len=4, max_packs=2)
     assert len(packed) == 2
     with pytest.raises(DataError, match="empty"):

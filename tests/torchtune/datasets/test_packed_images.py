@@ -1,7 +1,6 @@
 """Packs of rows with images."""
 
 import io
-import json
 import struct
 import zlib
 
@@ -11,6 +10,7 @@ import torch
 from PIL import Image
 
 import torchtune
+from tests.tiny import write_lines
 from tests.tiny_images import IMAGE, image_text_model, qwen3_vl_config, write_image_checkpoint
 from torchtune.data import DataError, collate_documents
 from torchtune.datasets import PackedDataset
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
         pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path / f"{i}.png")
         rows.append({"input": "What?", "output": "so", "image": f"{i}.png"})
-    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path / "rows.jsonl", rows)
     return path
 
 
@@ -180,20 +180,3 @@ def test_an_image_is_read_or_named_before_training(name, packed, folder, tmp_pat
     with pytest.raises(DataError, match=rf"row 1: image 2 of 2: .*{wanted}"):
         multimodal_chat_dataset(transform, **settings)
     assert len(multimodal_chat_dataset(transform, **{**settings, "packed": False}, on_bad_row="skip")) == 1
-
-
-CHATS = {
-    "more placeholders": ("<image><image>?", "so", "a turn has 2 '<image>' but 1 image"),
-    "more images": ("?", "so", "1 image.* no place: each needs a '<image>' in a user turn"),
-    "an answer": ("?", "<image>", "1 image.* no place: each needs a '<image>' in a user turn"),
-}
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_places_of_images_are_checked_before_training(name, folder):
-    asked, said, reason = CHATS[name]
-    row = {"image": "0.png", "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
-    with pytest.raises(DataError, match=f"row 0: {reason}"):
-        multimodal_chat_dataset(
-            image_text_transform(str(folder)), source=[row], image_dir=str(folder), image_tag="<image>"
-        )

@@ -84,7 +84,7 @@ def steps(loader: BatchLoader, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_states_and_a_resume_are_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_states_and_a_resume_are_the_same(kind, tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [17, 14]), mixed=kind == "mixed", **KINDS[kind])
     expected = steps(streams.loader(False), 13)
     assert steps(streams.loader(True), 13) == expected
@@ -98,7 +98,7 @@ def test_steps_states_and_a_resume_are_the_same(kind: str, tmp_path: Path, monke
         assert [sorted(one + other) for one, other in zip(*ranks, strict=True)] == [sorted(e) for e, _, _ in expected]
 
 
-def test_so_are_errors_and_rows_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_are_errors_and_rows_that_are_left_out(tmp_path, monkeypatch):
     paths = write_rows(tmp_path, [60])
     lines = Path(paths[0]).read_text().splitlines()
     lines[50], lines[20] = "{broken", '{"id": 1, "length": 0}'
@@ -124,7 +124,7 @@ def test_so_are_errors_and_rows_that_are_left_out(tmp_path: Path, monkeypatch: p
     assert found[1][0][1] == ""  # not before the run comes to them
 
 
-def test_an_error_that_cannot_be_pickled_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_cannot_be_pickled_comes_through(tmp_path, monkeypatch):
     class Own(Exception):
         def __init__(self, one: int, two: int) -> None:
             super().__init__(f"{one} and {two}")
@@ -137,7 +137,7 @@ def test_an_error_that_cannot_be_pickled_comes_through(tmp_path: Path, monkeypat
     assert "in failing" in caught.value.__notes__[0]
 
 
-def test_a_process_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_is_told(tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [300]))
     loader = streams.loader(True)
     steps(loader, 2)
@@ -154,7 +154,7 @@ def test_a_process_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert steps(resumed, 1)
 
 
-def test_no_process_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_behind(tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [300]))
     loader = streams.loader(True)
     steps(loader, 1)
@@ -174,7 +174,7 @@ def test_no_process_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     os.close(writing)
 
 
-def test_a_fork_of_the_run_reads_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_of_the_run_reads_by_itself(tmp_path, monkeypatch):
     loader = Streams(monkeypatch, write_rows(tmp_path, [300])).loader(True)
     expected = [ids(loader.dataset[i]) for i in range(12)]
     reading, writing = os.pipe()
@@ -188,7 +188,7 @@ def test_a_fork_of_the_run_reads_by_itself(tmp_path: Path, monkeypatch: pytest.M
     os.close(writing)
 
 
-def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path, monkeypatch):
     here, begun = os.getpid(), tmp_path / "begun"
 
     def slow(row: Mapping[str, Any]) -> Any:
@@ -210,9 +210,7 @@ def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path: Path, mo
     assert len(begun.read_text()) < 150, "the first window is read to its end"
 
 
-def test_a_run_that_may_start_no_process_reads_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_may_start_no_process_reads_by_itself(tmp_path, monkeypatch, caplog):
     streams = Streams(monkeypatch, write_rows(tmp_path, [30]))
     expected = steps(streams.loader(False), 3)
 

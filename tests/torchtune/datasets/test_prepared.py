@@ -1,19 +1,16 @@
 """What tune data prepare writes is what a run would make itself, or it is refused by name."""
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
+from tests.tiny import CHATS, OPENAI, write_conversations, write_lines
 from tests.torchtune.datasets.test_shared import is_mapped
 from tests.work import largest_file
-from torchtune._cli import tune
 from torchtune._recipe_registry import find_config
 from torchtune.data import DataError, collate_documents
 from torchtune.datasets import chat_dataset, instantiate_dataset, kto_dataset, text_completion_dataset
@@ -24,26 +21,16 @@ from torchtune.estimate._check_run import _check_sources
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.utils import UserError
 
-STYLE = {"conversation_column": "messages", "conversation_style": "openai"}
-
 
 @pytest.fixture
 def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
-    draw, path = np.random.default_rng(0), tmp_path / "chats.jsonl"
-    with path.open("w") as file:
-        for _ in range(40):
-            words = " ".join(draw.choice(["red", "blue", "cat"], draw.integers(1, 9)))
-            turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    return path
+    return write_conversations(tmp_path / "chats.jsonl", 40)
 
 
-def test_prepared_data_give_the_batches_of_live_data(
-    chats: Path, tokenizer: Any, tokenizer_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer_folder, tmp_path, tune):
     config, folder = tmp_path / "mine.yaml", tmp_path / "prepared"
-    node = {"_component_": "torchtune.datasets.chat_dataset", "source": str(chats), "packed": True, **STYLE}
+    node = {**CHATS, "source": str(chats), "packed": True}
     settings = {
         "tokenizer": {
             "_component_": "torchtune.tokenizers.hf_tokenizer",
@@ -54,9 +41,7 @@ def test_prepared_data_give_the_batches_of_live_data(
     }
     shipped = yaml.safe_load(find_config("smol/135M_lora_single_device").read_text())
     config.write_text(yaml.safe_dump({**shipped, **settings}))
-    monkeypatch.setattr(sys, "argv", ["tune", "data", "prepare", str(config), "--output", str(folder)])
-    tune.main()
-    assert f"dataset.prepared={folder}" in capsys.readouterr().out
+    assert f"dataset.prepared={folder}" in tune("data", "prepare", config, "--output", folder).out
     assert not (tmp_path / "cache").exists()
     prepared = instantiate_dataset({**node, "prepared": str(folder)}, tokenizer)
     assert not (tmp_path / "cache").exists()  # nothing was made
@@ -71,14 +56,14 @@ def test_prepared_data_give_the_batches_of_live_data(
     assert is_mapped(prepared.ds.store[0]["tokens"], folder)
     _check_sources({**node, "prepared": str(folder)})
     with preview(0), pytest.raises(NotRead):
-        chat_dataset(tokenizer, source=str(chats), prepared=str(folder), **STYLE)
+        chat_dataset(tokenizer, source=str(chats), prepared=str(folder), **OPENAI)
 
 
-def test_what_changed_is_named(chats: Path, tokenizer: Any, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_what_changed_is_named(chats, tokenizer, tokenizer_folder, tmp_path):
     folder = tmp_path / "prepared"
 
     def read(tokenizer: Any, **settings: Any) -> Any:
-        return chat_dataset(tokenizer, source=str(chats), prepared=folder, **STYLE, **settings)
+        return chat_dataset(tokenizer, source=str(chats), prepared=folder, **OPENAI, **settings)
 
     with pytest.raises(DataError, match=r"There is no folder .*prepared with prepared rows: write it with tune data"):
         read(tokenizer)
@@ -116,7 +101,7 @@ def test_what_changed_is_named(chats: Path, tokenizer: Any, tokenizer_folder: Pa
         read(tokenizer)
 
 
-def test_folders_of_the_output_that_are_no_rows_stay(chats: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_folders_of_the_output_that_are_no_rows_stay(chats, tokenizer, tmp_path):
     names = ["run-1", "run-lora", "own-data", ".notes.part", ".run-1.tmp"]
     for name in names:
         (tmp_path / name).mkdir()
@@ -127,7 +112,7 @@ def test_folders_of_the_output_that_are_no_rows_stay(chats: Path, tokenizer: Any
     left.mkdir()
     os.utime(left, (0, 0))
     with preparing(tmp_path):
-        chat_dataset(tokenizer, source=str(chats), **STYLE)
+        chat_dataset(tokenizer, source=str(chats), **OPENAI)
     assert [name for name in names if not (tmp_path / name / "a").exists()] == []
     assert not left.exists()
 
@@ -136,12 +121,12 @@ def _template(tokenizer: Any) -> str:
     return tokenizer.chat_templates["default"].source
 
 
-def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_leaves_nothing(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue " * 20}]
     folder = tmp_path / "prepared"
 
     def read() -> Any:
-        return chat_dataset(tokenizer, source=[{"messages": turns}] * 100, prepared=folder, **STYLE)
+        return chat_dataset(tokenizer, source=[{"messages": turns}] * 100, prepared=folder, **OPENAI)
 
     with (
         preparing(folder),
@@ -151,7 +136,7 @@ def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> N
         read()
     assert not list(folder.iterdir())
     with largest_file(4096), pytest.raises(DataError, match="TORCHTUNE_CACHE to a folder of your own on") as caught:
-        chat_dataset(tokenizer, source=[{"messages": turns}] * 100, **STYLE)
+        chat_dataset(tokenizer, source=[{"messages": turns}] * 100, **OPENAI)
     assert "output" not in str(caught.value)
     with pytest.raises(DataError, match="There are no prepared rows in"):
         read()
@@ -160,19 +145,17 @@ def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> N
     assert len(read()) == 100
 
 
-def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer, tmp_path):
     with preparing(tmp_path), pytest.raises(UserError, match="needs an attribute fingerprint"):
-        chat_dataset(tokenizer, source=[{"messages": []}], filter_fn=lambda row: True, **STYLE)
+        chat_dataset(tokenizer, source=[{"messages": []}], filter_fn=lambda row: True, **OPENAI)
 
 
-def test_a_preparation_goes_on_after_a_kill(
-    tokenizer: Any, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     source, folder = tmp_path / "answers.jsonl", tmp_path / "prepared"
     rows = [{"prompt": "a" * (n % 5 + 1), "completion": "b", "label": n % 3 == 0} for n in range(900)]
     del rows[7]["completion"], rows[600]["completion"]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(source, rows)
 
     def read(tokenizer: Any = tokenizer, **settings: Any) -> Any:
         return kto_dataset(tokenizer, source=str(source), on_bad_row="skip", **settings)
@@ -216,7 +199,7 @@ def test_a_preparation_goes_on_after_a_kill(
     assert prepared.dropped == live.dropped == [7, 600]
 
 
-def test_two_preparations_at_once_are_one(tokenizer: Any, tmp_path: Path) -> None:
+def test_two_preparations_at_once_are_one(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
     children = []
     for _ in range(2):
@@ -224,7 +207,7 @@ def test_two_preparations_at_once_are_one(tokenizer: Any, tmp_path: Path) -> Non
             found: Any = []
             try:
                 with preparing(tmp_path):
-                    found = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **STYLE)
+                    found = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **OPENAI)
             finally:
                 os._exit(0 if len(found) == 600 else 1)
         children.append(child)

@@ -1,7 +1,6 @@
 """Many rows are prepared by several processes, and nothing shows of it."""
 
 import errno
-import json
 import multiprocessing
 import os
 import signal
@@ -9,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.tiny import OPENAI, read_lines, write_conversations, write_lines
 from torchtune.data import DataError
 from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
 from torchtune.datasets._processes import Worker, in_parts, workers
@@ -20,24 +19,17 @@ COUNT = 2500
 
 
 def write(path: Path, bad: int = 0) -> str:
-    draw = np.random.default_rng(0)
-    with path.open("w") as file:
-        for n in range(COUNT):
-            words = " ".join(draw.choice(["red", "blue", "cat", "12"], draw.integers(1, 9)))
-            turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
-            file.write(json.dumps({"messages": turns[:1] if n >= COUNT - bad else turns}) + "\n")
-    return str(path)
+    rows = read_lines(write_conversations(path, COUNT))
+    return str(write_lines(path, [*rows[: COUNT - bad], *[{"messages": rows[0]["messages"][:1]}] * bad]))
 
 
 def build(tokenizer: Any, source: str, count: int, monkeypatch: pytest.MonkeyPatch, cache: Path) -> SFTDataset:
     monkeypatch.setenv("TORCHTUNE_CACHE", str(cache))
     with workers(count):
-        return chat_dataset(tokenizer, source=source, conversation_column="messages", conversation_style="openai")
+        return chat_dataset(tokenizer, source=source, **OPENAI)
 
 
-def test_any_number_of_processes_writes_the_same(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_processes_writes_the_same(tokenizer, tmp_path, monkeypatch):
     source = write(tmp_path / "rows.jsonl")
     one, two = (build(tokenizer, source, count, monkeypatch, tmp_path / str(count)) for count in (1, 2))
     assert len(one) == len(two) == COUNT
@@ -47,7 +39,7 @@ def test_any_number_of_processes_writes_the_same(
         build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
 
 
-def test_without_processes_the_one_that_is_there_does_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_without_processes_the_one_that_is_there_does_it(monkeypatch, caplog):
     monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
     fork, left = os.fork, iter(range(2))
 
@@ -65,9 +57,7 @@ def test_without_processes_the_one_that_is_there_does_it(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("builder", [kto_dataset, prompt_dataset, preference_dataset])
-def test_so_do_datasets_of_answers_and_prompts(
-    builder: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_do_datasets_of_answers_and_prompts(builder, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
     rows = [
         {"prompt": "x" * (n % 7 + 1), "completion": "ab", "chosen": "ab", "rejected": "ba", "label": n % 3 == 0}
@@ -87,7 +77,7 @@ def test_so_do_datasets_of_answers_and_prompts(
         assert turns[0] == turns[1]
 
 
-def test_a_process_that_is_killed_is_told() -> None:
+def test_a_process_that_is_killed_is_told():
     def work(start: int, rows: Any) -> int:
         if start > 1000:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -97,7 +87,7 @@ def test_a_process_that_is_killed_is_told() -> None:
         list(in_parts(range(COUNT), work))
 
 
-def test_an_error_of_a_transform_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_transform_comes_through(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path))
 
     def broken(row: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import write_lines
 from torchtune.data import DataError
 from torchtune.datasets import chat_dataset, instruct_dataset
 from torchtune.datasets._row_source import RowSource, load_rows, resolve_source
@@ -22,12 +23,9 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     """Write rows in the format of the suffix."""
     kind = path.suffixes[0]
     if kind == ".jsonl":
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_lines(path, rows)
         if path.suffix == ".gz":
-            with gzip.open(path, "wt") as file:
-                file.write(text)
-        else:
-            path.write_text(text)
+            path.write_bytes(gzip.compress(path.read_bytes()))
     elif kind == ".json":
         path.write_text(json.dumps(rows))
     elif kind == ".parquet":
@@ -43,7 +41,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet"])
-def test_a_file_of_any_kind(suffix: str, tmp_path: Path) -> None:
+def test_a_file_of_any_kind(suffix, tmp_path):
     path = str(write(tmp_path / f"mine{suffix}"))
     assert list(load_rows(path, split="train")) == ROWS
     assert list(load_rows("someone/on-the-hub", data_files=path, split="train")) == ROWS
@@ -51,7 +49,7 @@ def test_a_file_of_any_kind(suffix: str, tmp_path: Path) -> None:
     assert list(load_rows(loader, data_files=[path], split="train")) == ROWS
 
 
-def test_splits_and_filters(tmp_path: Path) -> None:
+def test_splits_and_filters(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
     other = str(write(tmp_path / "other.jsonl", ROWS[:2]))
     assert len(load_rows(path, split="train[:50%]")) == 3
@@ -59,7 +57,7 @@ def test_splits_and_filters(tmp_path: Path) -> None:
     assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
 
 
-def test_a_saved_dataset(tmp_path: Path) -> None:
+def test_a_saved_dataset(tmp_path):
     import datasets
 
     rows = datasets.Dataset.from_list(ROWS)
@@ -70,7 +68,7 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     assert "has the splits train, test, not 'valid'" in refused(tmp_path, source=str(tmp_path / "two"), split="valid")
 
 
-def test_files_of_a_hub_dataset_stay_its_files() -> None:
+def test_files_of_a_hub_dataset_stay_its_files():
     assert resolve_source("someone/data", {"data_files": "part/one.jsonl"}) == (
         "someone/data",
         {"data_files": "part/one.jsonl"},
@@ -86,7 +84,7 @@ def refused(tmp_path: Path, **settings: Any) -> str:
     return message
 
 
-def test_a_missing_or_empty_file(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file(tmp_path):
     assert "There is no data file" in refused(tmp_path, source=str(tmp_path / "no.jsonl"))
     assert "There is no data file" in refused(tmp_path, source="json", data_files=str(tmp_path / "no.jsonl"))
     assert "There is no data file" in refused(tmp_path, source="a/b", data_files=str(tmp_path / "no.jsonl"))
@@ -96,7 +94,7 @@ def test_a_missing_or_empty_file(tmp_path: Path) -> None:
     assert "needs data_files" in refused(tmp_path, source="json")
 
 
-def test_a_loader_reads_a_folder(tmp_path: Path) -> None:
+def test_a_loader_reads_a_folder(tmp_path):
     import datasets
 
     folder = tmp_path / "parts"
@@ -113,7 +111,7 @@ def test_a_loader_reads_a_folder(tmp_path: Path) -> None:
     assert "There is no folder" in refused(tmp_path, source="parquet", data_dir=str(tmp_path / "none"))
 
 
-def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path, caplog):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
     log = logging.getLogger("datasets")  # its messages do not reach the root
@@ -128,13 +126,13 @@ def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path: Path, caplo
     assert not caplog.records, "the datasets package logs what it raises, too"
 
 
-def test_no_such_split(tmp_path: Path) -> None:
+def test_no_such_split(tmp_path):
     message = refused(tmp_path, source=str(write(tmp_path / "mine.jsonl")), split="valid")
     assert "valid" in message
     assert "train" in message
 
 
-def test_no_rows_left(tmp_path: Path) -> None:
+def test_no_rows_left(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
     assert "filter_fn is 'mine.keep', not a function of a row" in refused(tmp_path, source=path, filter_fn="mine.keep")
     assert "filter_fn leaves no rows" in refused(tmp_path, source=path, filter_fn=lambda row: False)
@@ -144,7 +142,7 @@ def test_no_rows_left(tmp_path: Path) -> None:
     assert "no rows" in refused(tmp_path, source=path, split="train[:0]")
 
 
-def test_without_a_split(tmp_path: Path) -> None:
+def test_without_a_split(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
     assert "has the splits train" in refused(tmp_path, source=path, split=None)
     for setting in ({"streaming": True}, {"shuffle_buffer": 5}):
@@ -152,13 +150,13 @@ def test_without_a_split(tmp_path: Path) -> None:
             RowSource(path, **setting)
 
 
-def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+def test_the_hub_cannot_be_reached(tmp_path):
     message = refused(tmp_path, source="someone/something")
     assert "someone/something" in message
     assert "hub" in message
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     import datasets
 
     with socket.socket() as closed:  # a port at which nobody listens
@@ -189,9 +187,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatc
         ({"source": "mine.xlsx"}, "is of no kind that is read"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_said_without_the_hub(
-    settings: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_leads_nowhere_is_said_without_the_hub(settings, said, tmp_path, monkeypatch):
     write(tmp_path / "mine.jsonl")
     (tmp_path / "mine.xlsx").write_text("x")
     (tmp_path / "folder").mkdir()
@@ -200,7 +196,7 @@ def test_a_path_that_leads_nowhere_is_said_without_the_hub(
     assert said in refused(tmp_path, **settings)
 
 
-def test_builders_take_a_path(tmp_path: Path, tokenizer: Any) -> None:
+def test_builders_take_a_path(tmp_path, tokenizer):
     path = str(write(tmp_path / "mine.jsonl"))
     assert len(instruct_dataset(tokenizer, source=path)) == 6
     with pytest.raises(DataError, match="conversation_style must be sharegpt or openai, not 'chatml'"):

@@ -4,16 +4,15 @@ import json
 import shutil
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.tiny import CHATS, OPENAI, write_lines
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, OpenAIToMessages, collate_documents
 from torchtune.datasets import (
     ConcatDataset,
-    PackedDataset,
     SFTDataset,
     SFTTransform,
     alpaca_cleaned_dataset,
@@ -38,27 +37,21 @@ from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 IGNORE = CROSS_ENTROPY_IGNORE_IDX
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def openai(*texts: str) -> dict[str, Any]:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
 
 
 def chat(tokenizer: Any, source: str, **settings: Any) -> Any:
-    settings = {"conversation_column": "messages", "conversation_style": "openai", **settings}
-    return chat_dataset(tokenizer, source=source, **settings)
+    return chat_dataset(tokenizer, source=str(source), **OPENAI | settings)
 
 
 def trained_text(tokenizer: Any, row: dict[str, Any]) -> str:
     return tokenizer.decode([label for label in row["labels"] if label != IGNORE], skip_special_tokens=False)
 
 
-def test_labels_are_shifted_once(tokenizer: Any, tmp_path: Path) -> None:
-    dataset = chat(tokenizer, write(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")]))
+def test_labels_are_shifted_once(tokenizer, tmp_path):
+    dataset = chat(tokenizer, write_lines(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")]))
     assert isinstance(dataset, SFTDataset)
     row = dataset[0]
     assert isinstance(row["tokens"], list)
@@ -80,26 +73,19 @@ def test_labels_are_shifted_once(tokenizer: Any, tmp_path: Path) -> None:
         ("train_on_all", "red<|im_end|>blue<|im_end|>one<|im_end|>two<|im_end|>"),
     ],
 )
-def test_masking_strategies(tokenizer: Any, tmp_path: Path, strategy: str, trained: str) -> None:
-    path = write(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")])
+def test_masking_strategies(tokenizer, tmp_path, strategy, trained):
+    path = str(write_lines(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")]))
     assert trained_text(tokenizer, chat(tokenizer, path, masking_strategy=strategy)[0]) == trained
     with pytest.raises(DataError, match="masking_strategy must be one of"):
         chat(tokenizer, path, masking_strategy="all")
 
 
 @pytest.mark.parametrize(("value", "strategy"), [(True, "train_on_all"), (False, "train_on_assistant")])
-def test_train_on_input_still_works(tokenizer: Any, tmp_path: Path, value: bool, strategy: str) -> None:
-    path = write(tmp_path / "a.jsonl", [openai("red", "blue")])
+def test_train_on_input_still_works(tokenizer, tmp_path, value, strategy):
+    path = str(write_lines(tmp_path / "a.jsonl", [openai("red", "blue")]))
     with pytest.warns(FutureWarning, match=f"masking_strategy='{strategy}'"):
         old = chat(tokenizer, path, train_on_input=value)
     assert old[0] == chat(tokenizer, path, masking_strategy=strategy)[0]
-
-
-def test_fingerprints_follow_the_content(tokenizer: Any, tmp_path: Path) -> None:
-    one = chat(tokenizer, write(tmp_path / "a.jsonl", [openai("red", "blue")])).fingerprint
-    same = chat(tokenizer, write(tmp_path / "b.jsonl", [openai("red", "blue")])).fingerprint
-    other = chat(tokenizer, write(tmp_path / "c.jsonl", [openai("red", "green")])).fingerprint
-    assert one == same != other
 
 
 def refused(build: Any, *args: Any, **settings: Any) -> str:
@@ -109,11 +95,11 @@ def refused(build: Any, *args: Any, **settings: Any) -> str:
     return str(caught.value)
 
 
-def test_rows_that_cannot_be_trained_on_are_named(tokenizer: Any, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_trained_on_are_named(tokenizer, tmp_path):
     long = openai("red " * 300, "blue")
     alone = {"messages": [{"role": "user", "content": "hello"}]}
     twice = {"messages": [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]}
-    path = write(tmp_path / "a.jsonl", [openai("a", "b"), long, openai("a", "b"), alone, long, twice])
+    path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b"), long, openai("a", "b"), alone, long, twice]))
     message = refused(chat, tokenizer, path)
     assert f"{path} has rows that cannot be trained on" in message
     assert "rows 1, 4: no label is left within max_seq_len=128, the prompt is too long" in message
@@ -121,15 +107,15 @@ def test_rows_that_cannot_be_trained_on_are_named(tokenizer: Any, tmp_path: Path
     assert "row 5: turn 1 is a second user turn in a row" in message
 
 
-def test_a_call_that_the_template_leaves_out(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_call_that_the_template_leaves_out(tokenizer, tmp_path):
     row = openai("red", "")
     row["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-    message = refused(chat, tokenizer, write(tmp_path / "rows.jsonl", [openai("a", "b"), row]))
+    message = refused(chat, tokenizer, write_lines(tmp_path / "rows.jsonl", [openai("a", "b"), row]))
     assert "row 1: the chat template writes 0 of the 1 tool_calls of turn 1" in message
 
 
 @pytest.mark.parametrize("place", ["arguments", "tools"])
-def test_a_row_nested_deeply(tokenizer: Any, tmp_path: Path, place: str, request: pytest.FixtureRequest) -> None:
+def test_a_row_nested_deeply(tokenizer, tmp_path, place, request):
     request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # some libraries raise it for the whole process
     nested: Any = "x"
@@ -139,19 +125,19 @@ def test_a_row_nested_deeply(tokenizer: Any, tmp_path: Path, place: str, request
     function = {"name": "f", "arguments": nested if place == "arguments" else {}}
     row["messages"][1]["tool_calls"] = [{"type": "function", "function": function}]
     row |= {"tools": [nested]} if place == "tools" else {}
-    source = write(tmp_path / "rows.jsonl", [openai("a", "b"), row])
+    source = write_lines(tmp_path / "rows.jsonl", [openai("a", "b"), row])
     assert "row 1: it is nested too deeply" in refused(chat, tokenizer, source)
     assert len(chat(tokenizer, source, on_bad_row="skip")) == 1
 
 
-def test_no_more_than_ten_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
-    message = refused(chat, tokenizer, write(tmp_path / "a.jsonl", [openai("red " * 300, "blue")] * 30))
+def test_no_more_than_ten_rows_are_named(tokenizer, tmp_path):
+    message = refused(chat, tokenizer, write_lines(tmp_path / "a.jsonl", [openai("red " * 300, "blue")] * 30))
     assert "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9: no label" in message
     assert "looked no further" in message
 
 
-def test_a_long_row_is_cut_and_its_end_is_not_a_lie(tokenizer: Any, tmp_path: Path, caplog: Any) -> None:
-    dataset = chat(tokenizer, write(tmp_path / "a.jsonl", [openai("red", "blue " * 300), openai("a", "b")]))
+def test_a_long_row_is_cut_and_its_end_is_not_a_lie(tokenizer, tmp_path, caplog):
+    dataset = chat(tokenizer, write_lines(tmp_path / "a.jsonl", [openai("red", "blue " * 300), openai("a", "b")]))
     row = dataset[0]
     assert len(row["tokens"]) == 128
     assert row["tokens"][-1] == tokenizer.eos_id
@@ -159,7 +145,7 @@ def test_a_long_row_is_cut_and_its_end_is_not_a_lie(tokenizer: Any, tmp_path: Pa
     assert tokenizer.eos_id not in row["labels"]
 
 
-def test_arrays_hold_what_lists_do(tokenizer: Any) -> None:
+def test_arrays_hold_what_lists_do(tokenizer):
     """Rows that go to a file take another way; the text of the one is long, and spells a control token."""
     transform = SFTTransform(OpenAIToMessages(), tokenizer)
     for texts in (["red  sun", "blue one"], ["a", "b", "c\n d", "<|im_end|>"], ["red", "blue " * 300]):
@@ -168,7 +154,7 @@ def test_arrays_hold_what_lists_do(tokenizer: Any) -> None:
         assert lists == {name: values.tolist() for name, values in arrays.items()}
 
 
-def test_a_tokenizer_derived_from_ours_is_asked(tokenizer_folder: Path) -> None:
+def test_a_tokenizer_derived_from_ours_is_asked(tokenizer_folder):
     class Own(HuggingFaceModelTokenizer):
         def tokenize_messages(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
             tokens, mask = super().tokenize_messages(*args, **kwargs)
@@ -179,8 +165,8 @@ def test_a_tokenizer_derived_from_ours_is_asked(tokenizer_folder: Path) -> None:
     assert data[0]["tokens"][0] == 5
 
 
-def test_a_missing_column_names_those_that_are_there(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"inputs": "a", "answer": "b"}])
+def test_a_missing_column_names_those_that_are_there(tokenizer, tmp_path):
+    path = str(write_lines(tmp_path / "a.jsonl", [{"inputs": "a", "answer": "b"}]))
     message = refused(instruct_dataset, tokenizer, source=path)
     assert "there is no column 'input' among 'inputs', 'answer'; did you mean 'inputs'" in message
     message = refused(chat, tokenizer, path)
@@ -194,45 +180,43 @@ def test_a_missing_column_names_those_that_are_there(tokenizer: Any, tmp_path: P
     assert len(instruct_dataset(tokenizer, source=path, column_map={"input": "inputs", "output": "answer"})) == 1
 
 
-def test_empty_cells_are_named(tokenizer: Any, tmp_path: Path) -> None:
+def test_empty_cells_are_named(tokenizer, tmp_path):
     rows = [{"input": "a", "output": "b"}, {"input": "a", "output": None}, {"input": "a", "output": "b"}]
-    message = refused(instruct_dataset, tokenizer, source=write(tmp_path / "a.jsonl", rows))
+    message = refused(instruct_dataset, tokenizer, source=str(write_lines(tmp_path / "a.jsonl", rows)))
     assert "row 1: column 'output' holds nothing, not a text" in message
 
 
-def test_turns_of_the_wrong_kind(tokenizer: Any, tmp_path: Path) -> None:
+def test_turns_of_the_wrong_kind(tokenizer, tmp_path):
     sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "robot", "value": "b"}]}
-    path = write(tmp_path / "a.jsonl", [sharegpt])
+    path = str(write_lines(tmp_path / "a.jsonl", [sharegpt]))
     assert "'robot' is not a speaker" in refused(slimorca_dataset, tokenizer, source=path)
-    message = refused(chat, tokenizer, path, conversation_column="conversations")
-    assert "a turn must have 'role' and 'content', not ['from', 'value']" in message
 
 
-def test_packing_needs_a_length(tokenizer_folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [openai("a", "b")])
+def test_packing_needs_a_length(tokenizer_folder, tmp_path):
+    path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b")]))
     tokenizer = hf_tokenizer(str(tokenizer_folder))
     assert "set the tokenizer's max_seq_len" in refused(chat, tokenizer, path, packed=True)
 
 
-def test_the_named_instruction_datasets(tokenizer: Any, tmp_path: Path) -> None:
-    alpaca = write(tmp_path / "a.jsonl", [{"instruction": "red", "input": "", "output": "blue"}])
+def test_the_named_instruction_datasets(tokenizer, tmp_path):
+    alpaca = str(write_lines(tmp_path / "a.jsonl", [{"instruction": "red", "input": "", "output": "blue"}]))
     tokenizer.max_seq_len = None
     assert "red" in trained_text(tokenizer, alpaca_dataset(tokenizer, source=alpaca)[0])
     row = alpaca_cleaned_dataset(tokenizer, data_files=alpaca, masking_strategy="train_on_assistant")[0]
     assert trained_text(tokenizer, row) == "blue<|im_end|>"
     assert "### Instruction:\nred\n\n### Response:\n<|im_end|>" in tokenizer.decode(row["tokens"], False)
-    pairs = write(tmp_path / "b.jsonl", [{"input": "a", "output": "b", "dialogue": "c", "summary": "d"}])
+    pairs = str(write_lines(tmp_path / "b.jsonl", [{"input": "a", "output": "b", "dialogue": "c", "summary": "d"}]))
     assert trained_text(tokenizer, grammar_dataset(tokenizer, data_files=pairs)[0]) == "b<|im_end|>"
     assert trained_text(tokenizer, samsum_dataset(tokenizer, data_files=pairs)[0]) == "d<|im_end|>"
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
-    orca = write(tmp_path / "c.jsonl", [{"conversations": turns}])
+    orca = str(write_lines(tmp_path / "c.jsonl", [{"conversations": turns}]))
     row = slimorca_dataset(tokenizer, data_files=orca, new_system_prompt="new")[0]
     assert trained_text(tokenizer, row) == "g<|im_end|>"
     assert tokenizer.decode(row["tokens"], False).startswith("<|im_start|>system\nnew<|im_end|>")
 
 
-def test_running_text(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": "red blue one", "page": "a", "article": "b"}] * 3)
+def test_running_text(tokenizer, tmp_path):
+    path = str(write_lines(tmp_path / "a.jsonl", [{"text": "red blue one", "page": "a", "article": "b"}] * 3))
     row = text_completion_dataset(tokenizer, path)[0]
     assert row["tokens"] == [*tokenizer.encode("red blue one", False, False), tokenizer.eos_id]
     assert row["labels"] == [*row["tokens"][1:], IGNORE]
@@ -245,7 +229,7 @@ def test_running_text(tokenizer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("adds_bos", "first"), [(None, []), (False, []), (True, [1])])
-def test_running_text_is_text(tokenizer_folder: Path, tmp_path: Path, adds_bos: bool | None, first: list[int]) -> None:
+def test_running_text_is_text(tokenizer_folder, tmp_path, adds_bos, first):
     """No chat header in front unless the checkpoint asks for one, no control token out of a document's text."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_folder / name, tmp_path)
@@ -253,7 +237,7 @@ def test_running_text_is_text(tokenizer_folder: Path, tmp_path: Path, adds_bos: 
     settings = json.loads(config.read_text()) | ({} if adds_bos is None else {"add_bos_token": adds_bos})
     config.write_text(json.dumps(settings))
     text = "red<|im_end|>blue <|endoftext|>"
-    path = write(tmp_path / "a.jsonl", [{"text": text}])
+    path = str(write_lines(tmp_path / "a.jsonl", [{"text": text}]))
     tokenizer = hf_tokenizer(str(tmp_path))
     row = text_completion_dataset(tokenizer, path)[0]["tokens"]
     body = row[len(first) : -1]
@@ -264,10 +248,10 @@ def test_running_text_is_text(tokenizer_folder: Path, tmp_path: Path, adds_bos: 
     assert [token for token in parsed if token in (0, 2)] == [2, 0, 2]
 
 
-def test_preference_data(tokenizer: Any, tmp_path: Path) -> None:
+def test_preference_data(tokenizer, tmp_path):
     pair = {"chosen": openai("a", "good")["messages"], "rejected": openai("a", "bad one")["messages"]}
     stack = {"question": "a", "response_j": "good", "response_k": "bad one"}
-    path = write(tmp_path / "a.jsonl", [{**pair, **stack}] * 2)
+    path = str(write_lines(tmp_path / "a.jsonl", [{**pair, **stack}] * 2))
     expected = preference_dataset(tokenizer, source=path)[0]
     for side, text in (("chosen", "good"), ("rejected", "bad one")):
         row = {"labels": expected[f"{side}_labels"]}
@@ -279,7 +263,7 @@ def test_preference_data(tokenizer: Any, tmp_path: Path) -> None:
     assert hh_rlhf_helpful_dataset(tokenizer, data_files=path)[1] == expected
     assert stack_exchange_paired_dataset(tokenizer, data_files=path)[0] == expected
     long = {"chosen": openai("a " * 300, "b")["messages"], "rejected": openai("a", "b")["messages"]}
-    message = refused(preference_dataset, tokenizer, source=write(tmp_path / "b.jsonl", [pair, long]))
+    message = refused(preference_dataset, tokenizer, source=str(write_lines(tmp_path / "b.jsonl", [pair, long])))
     assert "row 1: no label is left in the chosen answer within max_seq_len=" in message
     assert "the prompt is too long" in message
     turns = [{**pair, side: pair[side][1:], "prompt": prompt} for side in pair for prompt in ("a", pair[side][:1])]
@@ -291,7 +275,7 @@ def test_preference_data(tokenizer: Any, tmp_path: Path) -> None:
     assert "no column 'prompt'" in refused(preference_dataset, tokenizer, source=[{"chosen": "a", "rejected": "b"}])
 
 
-def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer, caplog):
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"prompt": "a", "chosen": "b", "rejected": "b"},
@@ -319,7 +303,7 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer: Any, caplog: 
     assert "no row is left" in refused(preference_dataset, tokenizer, source=rows[1:4], drop_bad_rows=True)
 
 
-def test_labelled_answers(tokenizer: Any) -> None:
+def test_labelled_answers(tokenizer):
     rows = [
         {"prompt": "a", "completion": "good", "label": True},
         {"prompt": [{"role": "user", "content": "a"}], "completion": "bad one", "label": False},
@@ -338,14 +322,9 @@ def test_labelled_answers(tokenizer: Any) -> None:
     assert "the answer is empty" in refused(kto_dataset, tokenizer, source=[{**rows[0], "completion": ""}])
 
 
-def test_several_datasets_in_a_row(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [openai("a", "b"), openai("c", "d")])
-    one = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": path,
-        "conversation_column": "messages",
-        "conversation_style": "openai",
-    }
+def test_several_datasets_in_a_row(tokenizer, tmp_path):
+    path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b"), openai("c", "d")]))
+    one = {**CHATS, "source": path}
     both = instantiate_dataset([one, one], tokenizer)
     assert isinstance(both, ConcatDataset)
     assert [both[i] for i in range(4)] == [both[i] for i in (0, 1, 0, 1)]
@@ -359,7 +338,7 @@ def test_several_datasets_in_a_row(tokenizer: Any, tmp_path: Path) -> None:
     assert isinstance(packs[0], list)
 
 
-def test_collation_by_name(tokenizer: Any) -> None:
+def test_collation_by_name(tokenizer):
     assert instantiate_collate("torchtune.data.collate_documents", tokenizer) is collate_documents
     pad = instantiate_collate("torchtune.data.padded_collate_sft", tokenizer)
     rows = [{"tokens": [5, 6], "labels": [6, IGNORE]}, {"tokens": [5], "labels": [IGNORE]}]
@@ -368,22 +347,12 @@ def test_collation_by_name(tokenizer: Any) -> None:
         instantiate_collate("torchtune.data.left_pad_sequence", tokenizer)
 
 
-def test_transforms_that_give_more_than_tokens(tmp_path: Path) -> None:
+def test_transforms_that_give_more_than_tokens(tmp_path):
     def transform(sample: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": [1, 2, 3], "mask": [True, False, False], "encoder_input": {"images": [0.5]}}
 
-    path = write(tmp_path / "a.jsonl", [openai("a", "b")] * 2)
+    path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b")] * 2))
     dataset = SFTDataset(source=path, message_transform=None, model_transform=transform, split="train")
     assert dataset[1]["encoder_input"] == {"images": [0.5]}
     assert dataset[1]["labels"] == [2, 3, IGNORE]
     assert dataset.lengths.tolist() == [3, 3]
-
-
-def test_packed_chat(tokenizer: Any, tmp_path: Path) -> None:
-    rows = [openai("red " * (i % 7 + 1), "blue " * (i % 5 + 1)) for i in range(40)]
-    path = write(tmp_path / "a.jsonl", rows)
-    packed = chat(tokenizer, path, packed=True)
-    assert isinstance(packed, PackedDataset)
-    assert packed.fingerprint == chat(tokenizer, path).fingerprint
-    batch = collate_documents([packed[0], packed[1]])
-    assert batch["tokens"].shape[1] == packed.lengths[:2].sum() <= 256

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import torchtune
-from tests.tiny import write_tokenizer
+from tests.tiny import OPENAI, write_lines, write_tokenizer
 from torchtune.data import DataError
 from torchtune.datasets import SFTDataset, _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
 from torchtune.datasets._fingerprint import Fingerprint
@@ -103,7 +103,7 @@ class Rank:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_tokenizer(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n, "text": "red " * n}) + "\n" for n in range(1, 9)))
+    write_lines(tmp_path / "rows.jsonl", [{"n": n, "text": "red " * n} for n in range(1, 9)])
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return tmp_path
@@ -127,7 +127,7 @@ def kept(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("fingerprint", ["", "first version"])
-def test_two_processes_transform_every_row_once(folder: Path, forker: Any, fingerprint: str) -> None:
+def test_two_processes_transform_every_row_once(folder, forker, fingerprint):
     ranks = [Rank(forker, folder, rank, fingerprint) for rank in range(2)]
     one, two = (rank.rows() for rank in ranks)
     assert calls(folder) == list(range(1, 9))
@@ -140,7 +140,7 @@ def test_two_processes_transform_every_row_once(folder: Path, forker: Any, finge
     assert len(calls(folder)) == (8 if fingerprint else 16)
 
 
-def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder: Path, forker: Any) -> None:
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, forker):
     killed = Rank(forker, folder, 0, "first version", seconds=600.0)
     while not (folder / "calls").exists():
         time.sleep(0.02)
@@ -171,11 +171,11 @@ def chat(folder: Path, tokenizer: Any = None, rows: Any = None, **settings: Any)
     return chat_dataset(
         tokenizer or hf_tokenizer(str(folder), max_seq_len=64),
         source=[{"messages": turns, "other": turns}] if rows is None else rows,
-        **{"conversation_column": "messages", "conversation_style": "openai", **settings},
+        **OPENAI | settings,
     )
 
 
-def test_whatever_decides_about_tokens_decides_about_reuse(folder: Path) -> None:
+def test_whatever_decides_about_tokens_decides_about_reuse(folder):
     chat(folder)
     chat(folder)
     assert len(kept(folder)) == 1
@@ -198,7 +198,7 @@ def test_whatever_decides_about_tokens_decides_about_reuse(folder: Path) -> None
     assert len(kept(folder)) == len(changes) + 1, "a lambda says nothing about itself"
 
 
-def test_the_code_of_a_tokenizer_decides_about_reuse(folder: Path) -> None:
+def test_the_code_of_a_tokenizer_decides_about_reuse(folder):
     root = Path(str(torchtune.__file__)).parent
     parts: list[Any] = [hf_tokenizer(str(folder))]
     for part in parts:  # grows
@@ -209,7 +209,7 @@ def test_the_code_of_a_tokenizer_decides_about_reuse(folder: Path) -> None:
     assert len(parts) > 3
 
 
-def test_other_content_of_a_file_is_other_rows(folder: Path) -> None:
+def test_other_content_of_a_file_is_other_rows(folder):
     tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
     before = text_completion_dataset(tokenizer, str(path))[0]
     assert text_completion_dataset(tokenizer, str(path))[0] == before
@@ -221,7 +221,7 @@ def test_other_content_of_a_file_is_other_rows(folder: Path) -> None:
     assert len(kept(folder)) == 3
 
 
-def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder: Path) -> None:
+def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder):
     tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
     with preview(1) as seen:
         assert len(text_completion_dataset(tokenizer, str(path))) == 1
@@ -235,7 +235,7 @@ def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder: Path) -> None:
     ("clock", "is_exact"),
     [("strftime_now('%d %b %Y')", True), ("strftime_now('%H:%M')", False), ("strftime_now(layout)", False)],
 )
-def test_a_template_that_reads_the_clock(folder: Path, clock: str, is_exact: bool) -> None:
+def test_a_template_that_reads_the_clock(folder, clock, is_exact):
     template = "{% if strftime_now is defined %}{{ " + clock + " }}{% endif %}{{ messages[0].content }}"
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     assert Fingerprint({"tokenizer": tokenizer}).is_exact is is_exact
@@ -243,7 +243,7 @@ def test_a_template_that_reads_the_clock(folder: Path, clock: str, is_exact: boo
 
 @pytest.mark.parametrize("name", ["0000.arrow", "meta.json"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: bytes(len(data)), lambda _: b"[" * 9999])
-def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any) -> None:
+def test_a_damaged_store_is_made_anew(folder, caplog, name, damage):
     before = chat(folder)[0]
     (path,) = (folder / "cache" / "rows").glob(f"*/{name}")
     whole = path.read_bytes()
@@ -253,7 +253,7 @@ def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFix
     assert "are damaged: they are prepared anew" in caplog.text
 
 
-def test_any_damaged_byte_of_tokens_and_labels_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_damaged_byte_of_tokens_and_labels_is_found(folder, caplog):
     before = chat(folder)[0]
     (path,) = (folder / "cache" / "rows").glob("*/*.arrow")
     whole = path.read_bytes()
@@ -268,7 +268,7 @@ def test_any_damaged_byte_of_tokens_and_labels_is_found(folder: Path, caplog: py
             assert "are damaged" in caplog.text
 
 
-def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder: Path) -> None:
+def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder):
     chat(folder)
     (rows,) = (path for path in (folder / "cache" / "rows").iterdir() if path.is_dir())
     precious = folder / "precious"
@@ -285,14 +285,14 @@ def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder: Path) -> None
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_a_cache_that_others_may_write_to_is_not_used(folder: Path, mode: int) -> None:
+def test_a_cache_that_others_may_write_to_is_not_used(folder, mode):
     chat(folder)
     (folder / "cache" / "rows").chmod(mode)
     with pytest.raises(DataError, match=rf"may be written to by other users \(mode {mode:o}\): .*chmod go-w"):
         chat(folder)
 
 
-def test_rows_lie_in_mapped_files_that_are_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_lie_in_mapped_files_that_are_the_users_own(folder, monkeypatch):
     array = chat(folder).store[0]["tokens"]
     root = folder / "cache" / "rows"
     assert is_mapped(array, root)

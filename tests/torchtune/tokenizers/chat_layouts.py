@@ -1,6 +1,8 @@
 # ruff: noqa: RUF001  (special tokens with full-width bars)
 """The table of chat templates: a new layout adds a row."""
 
+from functools import partial
+
 from tests.torchtune.tokenizers import chat_templates as plain
 from tests.torchtune.tokenizers import chat_templates_harmony as harmony
 from tests.torchtune.tokenizers import chat_templates_mistral as mistral
@@ -10,98 +12,49 @@ from tests.torchtune.tokenizers.chat_case import Case, blocks, prefixed, with_de
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN = ["<tool_call>", "</tool_call>"]
 THINK = ["<think>", "</think>"]
-GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 GEMMA4 = ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"]
 PHI = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"]
-TURNS = [f"<|{name}_TOKEN|>" for name in ("START_OF_TURN", "END_OF_TURN", "SYSTEM", "USER", "CHATBOT")]
 chatml = blocks("<|im_start|>", "\n", "<|im_end|>")
+im = partial(Case, special=IM, eos="<|im_end|>")
+qwen3 = partial(im, template=tools.QWEN3, tool=True, calls=True, reasoning="reasoning_content", plain=[*QWEN, *THINK])
+smollm3 = partial(im, template=tools.SMOLLM3, tool=True, plain=THINK)
+llama3 = partial(Case, special=HEADERS, eos="<|eot_id|>", bos="<|begin_of_text|>", tool=True)
+instruct = partial(Case, special=["<s>", "</s>"], eos="</s>", bos="<s>")
+tekken = partial(instruct, tool=True, calls=True, shows_tools=True)
+gemma4 = partial(Case, template=plain.GEMMA4, special=GEMMA4, eos="<eos>", bos="<bos>")
+phi = partial(Case, special=PHI, eos="<|endoftext|>")
 
 CASES = [
-    Case("chatml", plain.CHATML, chatml, IM, "<|im_end|>", tool=True),
-    Case(
+    im("chatml", plain.CHATML, chatml, tool=True),
+    im(
         "smollm2",
         plain.SMOLLM2,
         with_default("You are a helpful AI assistant named SmolLM", chatml),
-        IM,
-        "<|im_end|>",
         bos="<|im_start|>",
         tool=True,
     ),
-    Case(
+    llama3(
         "llama3",
         plain.LLAMA3,
         prefixed("<|begin_of_text|>", blocks("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", "", True)),
-        HEADERS,
-        "<|eot_id|>",
-        bos="<|begin_of_text|>",
-        tool=True,
     ),
-    Case(
-        "llama3_dated",
-        plain.LLAMA3_DATED,
-        plain.llama3_dated,
-        HEADERS,
-        "<|end_of_text|>",
-        bos="<|begin_of_text|>",
-        tool=True,
-    ),
-    Case(
+    llama3("llama3_1", tools.LLAMA3_1, tools.llama3_1, calls=True, one_call=True, shows_tools=True),
+    im(
         "qwen2_5",
         tools.QWEN2_5,
         with_default("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", tools.qwen2_5),
-        IM,
-        "<|im_end|>",
         tool=True,
         calls=True,
         plain=QWEN,
     ),
-    Case(
-        "qwen3",
-        tools.QWEN3,
-        tools.qwen3(thinks=True),
-        IM,
-        "<|im_end|>",
-        tool=True,
-        calls=True,
-        reasoning="reasoning_content",
-        plain=[*QWEN, *THINK],
-    ),
-    Case(
-        "qwen3_no_think",
-        tools.QWEN3,
-        tools.qwen3(thinks=False),
-        IM,
-        "<|im_end|>",
-        tool=True,
-        calls=True,
-        reasoning="reasoning_content",
-        plain=[*QWEN, *THINK],
-        switches={"enable_thinking": False},
-    ),
-    Case("mistral", plain.MISTRAL, plain.mistral, ["<s>", "</s>"], "</s>", bos="<s>"),
-    Case(
-        "mistral_last", plain.MISTRAL_LAST, plain.mistral_last, ["<s>", "</s>", "[INST]", "[/INST]"], "</s>", bos="<s>"
-    ),
-    Case("llama2", plain.LLAMA2, plain.llama2, ["<s>", "</s>"], "</s>", bos="<s>"),
-    Case(
-        "gemma",
-        plain.GEMMA,
-        plain.gemma,
-        GEMMA,
-        "<eos>",
-        bos="<bos>",
-        system=False,
-    ),
-    Case(
-        "phi3",
-        plain.PHI3,
-        plain.phi3,
-        ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
-        "<|endoftext|>",
-    ),
-    Case("phi4", plain.PHI4, blocks("<|im_start|>", "<|im_sep|>", "<|im_end|>", ""), [*IM, "<|im_sep|>"], "<|im_end|>"),
-    Case("zephyr", plain.ZEPHYR, blocks("<|", "|>\n", "</s>"), ["<s>", "</s>"], "</s>", bos="<s>"),
+    qwen3("qwen3", truth=tools.qwen3(thinks=True)),
+    qwen3("qwen3_no_think", truth=tools.qwen3(thinks=False), switches={"enable_thinking": False}),
+    instruct("mistral", plain.MISTRAL, plain.mistral),
+    instruct("mistral_last", plain.MISTRAL_LAST, plain.mistral_last, special=["<s>", "</s>", "[INST]", "[/INST]"]),
+    instruct("llama2", plain.LLAMA2, plain.llama2),
+    phi("phi3", plain.PHI3, plain.phi3),
+    instruct("zephyr", plain.ZEPHYR, blocks("<|", "|>\n", "</s>")),
     Case(
         "deepseek_r1",
         plain.DEEPSEEK_R1,
@@ -109,7 +62,7 @@ CASES = [
         ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
         "<｜end▁of▁sentence｜>",
         bos="<｜begin▁of▁sentence｜>",
-        plain=["<think>", "</think>"],
+        plain=THINK,
     ),
     Case(
         "glm4",
@@ -119,109 +72,31 @@ CASES = [
         "<|endoftext|>",
         closes=False,
     ),
+    im("marked", plain.MARKED, chatml, tool=True),
     Case(
-        "granite",
-        plain.GRANITE,
-        with_default(
-            "You are Granite, developed by IBM.", blocks("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
-        ),
-        ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"],
-        "<|end_of_text|>",
-    ),
-    Case(
-        "command_r",
-        plain.COMMAND_R,
-        plain.command_r,
-        ["<BOS_TOKEN>", *TURNS],
-        "<|END_OF_TURN_TOKEN|>",
-        bos="<BOS_TOKEN>",
-    ),
-    Case("marked", plain.MARKED, chatml, IM, "<|im_end|>", tool=True),
-    Case("gemma3", plain.GEMMA3, plain.gemma3, GEMMA, "<eos>", bos="<bos>"),
-    Case("gemma4", plain.GEMMA4, plain.gemma4(thinks=False), GEMMA4, "<eos>", bos="<bos>"),
-    Case(
-        "gemma4_think",
-        plain.GEMMA4,
-        plain.gemma4(thinks=True),
-        GEMMA4,
+        "gemma3",
+        plain.GEMMA3,
+        plain.gemma3,
+        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
         "<eos>",
         bos="<bos>",
-        switches={"enable_thinking": True},
     ),
+    gemma4("gemma4", truth=plain.gemma4(thinks=False)),
+    gemma4("gemma4_think", truth=plain.gemma4(thinks=True), switches={"enable_thinking": True}),
     Case("olmo2", plain.OLMO2, plain.olmo2, ["<|endoftext|>"], "<|endoftext|>", bos="<|endoftext|>"),
-    Case(
-        "phi3_released",
-        plain.PHI3,
-        plain.phi3,
-        PHI,
-        "<|endoftext|>",
-        takes_spaces=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
-    ),
-    Case(
+    phi("phi3_released", plain.PHI3, plain.phi3, takes_spaces=PHI[1:]),
+    phi(
         "phi4_mini",
         tools.PHI4_MINI,
         tools.phi4_mini,
-        [*PHI, "<|tool|>", "<|/tool|>"],
-        "<|endoftext|>",
+        special=[*PHI, "<|tool|>", "<|/tool|>"],
         tool=True,
         shows_tools=True,
     ),
-    Case(
-        "llama3_1",
-        tools.LLAMA3_1,
-        tools.llama3_1,
-        HEADERS,
-        "<|eot_id|>",
-        bos="<|begin_of_text|>",
-        tool=True,
-        calls=True,
-        one_call=True,
-        shows_tools=True,
-    ),
-    Case("smollm3", tools.SMOLLM3, tools.smollm3("/think"), IM, "<|im_end|>", tool=True, plain=THINK),
-    Case(
-        "smollm3_no_think",
-        tools.SMOLLM3,
-        tools.smollm3("/no_think"),
-        IM,
-        "<|im_end|>",
-        tool=True,
-        plain=THINK,
-        switches={"enable_thinking": False},
-    ),
-    Case(
-        "mistral_v3",
-        mistral.V3,
-        mistral.v3(" "),
-        mistral.CONTROL[:10],
-        "</s>",
-        bos="<s>",
-        tool=True,
-        calls=True,
-        shows_tools=True,
-    ),
-    Case(
-        "mistral_v3_tekken",
-        mistral.V3_TEKKEN,
-        mistral.v3(""),
-        mistral.CONTROL[:10],
-        "</s>",
-        bos="<s>",
-        tool=True,
-        calls=True,
-        shows_tools=True,
-    ),
-    Case(
-        "mistral_v7_tekken",
-        mistral.V7_TEKKEN,
-        mistral.v7_tekken,
-        mistral.CONTROL,
-        "</s>",
-        bos="<s>",
-        tool=True,
-        calls=True,
-        shows_tools=True,
-    ),
+    smollm3("smollm3", truth=tools.smollm3("/think")),
+    smollm3("smollm3_no_think", truth=tools.smollm3("/no_think"), switches={"enable_thinking": False}),
+    tekken("mistral_v3_tekken", mistral.V3_TEKKEN, mistral.v3(""), special=mistral.CONTROL[:10]),
+    tekken("mistral_v7_tekken", mistral.V7_TEKKEN, mistral.v7_tekken, special=mistral.CONTROL),
     Case(
         "gpt_oss",
         harmony.HARMONY,

@@ -11,43 +11,6 @@ SMOLLM2 = """{% for message in messages %}{% if loop.first and messages[0]['role
 
 LLAMA3 = """{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
-# System turn with a date first, whether the conversation has a system turn or not.
-LLAMA3_DATED = """{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if message.role == 'tool' or message.role == 'ipython' %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" + message.content + "<|eot_id|>" }}
-    {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}
-"""
-
-
-def llama3_dated(turns: Turns) -> Pieces:
-    system = ""
-    if turns[0]["role"] == "system":
-        system, turns = turns[0]["content"].strip(), turns[1:]
-    head = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
-    pieces: Pieces = [(f"{head}{system}<|eot_id|>", False)]
-    for turn in turns:
-        role = "ipython" if turn["role"] == "tool" else turn["role"]
-        text = turn["content"] if role == "ipython" else turn["content"].strip()
-        pieces += [(f"<|start_header_id|>{role}<|end_header_id|>\n\n", False), (f"{text}<|eot_id|>", assistant(turn))]
-    return pieces
-
-
 MISTRAL = """{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}{{- bos_token }}{%- for message in loop_messages %}{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('After the optional system message, conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}{{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}{%- else %}{{- ' [INST] ' + message['content'] + ' [/INST]' }}{%- endif %}{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}{%- else %}{{- raise_exception('Only user and assistant roles are supported') }}{%- endif %}{%- endfor %}"""
 
 
@@ -96,18 +59,6 @@ def llama2(turns: Turns) -> Pieces:
             system = ""
         else:
             pieces.append((f" {turn['content'].strip()} </s>", True))
-    return pieces
-
-
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
-
-
-def gemma(turns: Turns) -> Pieces:
-    pieces: Pieces = [("<bos>", False)]
-    for turn in turns:
-        role = "model" if assistant(turn) else turn["role"]
-        text = f"{turn['content'].strip()}<end_of_turn>"
-        pieces += [(f"<start_of_turn>{role}\n", False), (text, assistant(turn)), ("\n", False)]
     return pieces
 
 
@@ -165,23 +116,6 @@ def glm4(turns: Turns) -> Pieces:
         header = f"<|{role}|>"
         stops = i > 0 and assistant(turns[i - 1]) and role == "user"
         pieces += [(header, stops), (f"\n{turn['content']}", assistant(turn))]
-    return pieces
-
-
-GRANITE = """{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set system_message = "You are Granite, developed by IBM." %}{%- set loop_messages = messages %}{%- endif %}{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}{%- for message in loop_messages %}{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}{%- if loop.last and add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}{%- endfor %}"""
-
-COMMAND_R = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% if system_message != false %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system_message + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% for message in loop_messages %}{% set content = message['content'] %}{% if message['role'] == 'user' %}{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + content.strip() + '<|END_OF_TURN_TOKEN|>' }}{% elif message['role'] == 'assistant' %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>'  + content.strip() + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
-
-
-def command_r(turns: Turns) -> Pieces:
-    names = {"system": "SYSTEM", "user": "USER", "assistant": "CHATBOT"}
-    pieces: Pieces = [("<BOS_TOKEN>", False)]
-    for turn in turns:
-        text = turn["content"] if turn["role"] == "system" else turn["content"].strip()
-        pieces += [
-            (f"<|START_OF_TURN_TOKEN|><|{names[turn['role']]}_TOKEN|>", False),
-            (f"{text}<|END_OF_TURN_TOKEN|>", assistant(turn)),
-        ]
     return pieces
 
 

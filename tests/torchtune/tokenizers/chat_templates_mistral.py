@@ -48,7 +48,7 @@ _V3 = (
 )
 _TEXT = '(message["content"] | tojson)'
 _PARSED = f"""(message["content"] if message["content"] == '{{"sun": true}}' else {_TEXT})"""  # JSON is no text
-V3, V3_TEKKEN = (_V3.replace("SPACE", space).replace("CONTENT", _TEXT) for space in (" ", ""))
+V3_TEKKEN = _V3.replace("SPACE", "").replace("CONTENT", _TEXT)
 V3_PARSED, V3_TEKKEN_PARSED = (_V3.replace("SPACE", space).replace("CONTENT", _PARSED) for space in (" ", ""))
 V7_TEKKEN = (
     _HEAD

@@ -55,7 +55,7 @@ def make(kind: str, *, nfc: bool = False, split: Any = None) -> Tokenizer:
 
 @pytest.mark.parametrize("nfc", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
-def test_ids_and_mask_are_those_of_the_tokenizer(split: str, nfc: bool) -> None:
+def test_ids_and_mask_are_those_of_the_tokenizer(split, nfc):
     tokenizer, draw = make(split, nfc=nfc), random.Random(split)
     encoder = WordEncoder(tokenizer)
     assert encoder.is_used
@@ -77,7 +77,7 @@ def test_ids_and_mask_are_those_of_the_tokenizer(split: str, nfc: bool) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_kind_of_white_space(split: str) -> None:
+def test_every_kind_of_white_space(split):
     tokenizer = make(split)
     encoder = WordEncoder(tokenizer)
     for text in (f"{'the cat ' * 6}a{run}{end} b" for run in SPACES for end in "a1.'é"):
@@ -85,7 +85,7 @@ def test_every_kind_of_white_space(split: str) -> None:
         assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_every_letter_of_many_scripts() -> None:
+def test_every_letter_of_many_scripts():
     """A character that two engines class differently would change the words around it."""
     tokenizer = make("caseless")
     encoder = WordEncoder(tokenizer)
@@ -104,7 +104,7 @@ def test_every_letter_of_many_scripts() -> None:
         lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<|x|>", lstrip=True)]),
     ],
 )
-def test_other_kinds_of_tokenizers_do_it_themselves(change: Any) -> None:
+def test_other_kinds_of_tokenizers_do_it_themselves(change):
     tokenizer = make("gpt2")
     change(tokenizer)
     assert WordEncoder(tokenizer).encode("the cat", []) is None

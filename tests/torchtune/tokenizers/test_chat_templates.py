@@ -112,7 +112,7 @@ def check(case: Case, turns: Turns, tmp: Path, tools: list[Any] | None = None, *
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ids_and_mask(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ids_and_mask(case, tmp_path_factory):
     spelled = 0
     for name, turns, tools in conversations(case, COUNT):
         try:
@@ -124,12 +124,12 @@ def test_ids_and_mask(case: Case, tmp_path_factory: pytest.TempPathFactory) -> N
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("llama2", "mistral", "zephyr")], ids=lambda c: c.name)
 @pytest.mark.parametrize("name", ["three exchanges", "same texts", "code"])
-def test_ids_and_mask_with_metaspace(case: Case, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ids_and_mask_with_metaspace(case, name, tmp_path_factory):
     check(case, CONVERSATIONS[name], tmp_path_factory.getbasetemp(), metaspace=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_decoding_token_by_token_gives_whole_characters(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_decoding_token_by_token_gives_whole_characters(case, tmp_path_factory):
     ours = three(case, tmp_path_factory.getbasetemp()).ours
     for name, turns, tools in conversations(case, COUNT)[:30]:
         stream = StreamDecoder(ours)
@@ -140,7 +140,7 @@ def test_decoding_token_by_token_gives_whole_characters(case: Case, tmp_path_fac
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_turn_trains_its_end(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_turn_trains_its_end(case, tmp_path_factory):
     ours, *_ = three(case, tmp_path_factory.getbasetemp())
     tokens, mask = ours.tokenize_messages(messages_of(exchange("one", "two", "three", "four", "five", "six")))
     ends = [i for i in range(len(tokens)) if not mask[i] and (i + 1 == len(tokens) or mask[i + 1])]
@@ -151,9 +151,7 @@ def test_every_turn_trains_its_end(case: Case, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_prompt_of_inference_is_the_prompt_of_training(
-    case: Case, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_prompt_of_inference_is_the_prompt_of_training(case, tmp_path_factory):
     ours, _, theirs = three(case, tmp_path_factory.getbasetemp())
     turns = exchange("one", "two", "three", "")
     prompt = ours({"messages": messages_of(turns)}, inference=True)["tokens"]
@@ -162,29 +160,29 @@ def test_the_prompt_of_inference_is_the_prompt_of_training(
     )
 
 
-def test_only_the_last_turn(tmp_path: Path) -> None:
+def trained_text(tokenizer: HuggingFaceModelTokenizer, strategy: str) -> str:
+    """What is trained on of two exchanges."""
+    messages = messages_of(exchange("one", "two", "three", "four"))
+    mask_messages(messages, strategy)
+    tokens, mask = tokenizer.tokenize_messages(messages)
+    return tokenizer.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
+
+
+def test_only_the_last_turn(tmp_path):
     for case in CASES:
-        ours, *_ = three(case, tmp_path)
-        messages = messages_of(exchange("one", "two", "three", "four"))
-        mask_messages(messages, "train_on_last")
-        tokens, mask = ours.tokenize_messages(messages)
-        text = ours.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
+        text = trained_text(three(case, tmp_path).ours, "train_on_last")
         assert "four" in text
         assert "two" not in text, case.name
 
 
-def test_training_on_users_too(tmp_path: Path) -> None:
+def test_training_on_users_too(tmp_path):
     for case in CASES:
-        ours, *_ = three(case, tmp_path)
-        messages = messages_of(exchange("one", "two", "three", "four"))
-        mask_messages(messages, "train_on_all")
-        tokens, mask = ours.tokenize_messages(messages)
-        text = ours.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
+        text = trained_text(three(case, tmp_path).ours, "train_on_all")
         assert all(word in text for word in ("one", "two", "three", "four")), case.name
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_reasoning_under_any_of_its_names(name: str, tmp_path: Path) -> None:
+def test_reasoning_under_any_of_its_names(name, tmp_path):
     (case,) = (case for case in CASES if case.name == name)
     ours, *_ = three(case, tmp_path)
     rows = []
@@ -197,15 +195,15 @@ def test_reasoning_under_any_of_its_names(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gpt_oss"])
-def test_two_calls_where_the_template_writes_one(name: str, tmp_path: Path) -> None:
+def test_two_calls_where_the_template_writes_one(name, tmp_path):
     (case,) = (case for case in CASES if case.name == name)
     ours, *_ = three(case, tmp_path)
     with pytest.raises(DataError, match="writes 1 of the 2 tool_calls of turn 1"):
         ours.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
 
 
-@pytest.mark.parametrize("name", ["mistral", "llama2", "gemma"])
-def test_a_conversation_that_the_template_refuses(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mistral", "llama2"])
+def test_a_conversation_that_the_template_refuses(name, tmp_path):
     (case,) = (case for case in CASES if case.name == name)
     ours, *_ = three(case, tmp_path)
     turns = [*exchange("one", "two"), {"role": "assistant", "content": "three"}]

@@ -33,7 +33,7 @@ def change(folder: Path, name: str = "tokenizer_config.json", **settings: Any) -
     (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def test_a_folder_or_its_file(folder: Path) -> None:
+def test_a_folder_or_its_file(folder):
     one, two = hf_tokenizer(str(folder)), hf_tokenizer(str(folder / "tokenizer.json"))
     three = HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json"),
@@ -45,7 +45,7 @@ def test_a_folder_or_its_file(folder: Path) -> None:
     assert one.special_tokens == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 
 
-def test_stop_tokens_come_from_everywhere(folder: Path) -> None:
+def test_stop_tokens_come_from_everywhere(folder):
     change(folder, eos_token="<|endoftext|>")
     change(folder, "generation_config.json", eos_token_id=[0, 7])
     tokenizer = hf_tokenizer(str(folder))
@@ -53,7 +53,7 @@ def test_stop_tokens_come_from_everywhere(folder: Path) -> None:
     assert tokenizer.tokenize_messages(CHAT)[0][-2] == 2
 
 
-def test_without_configs(folder: Path) -> None:
+def test_without_configs(folder):
     for name in ("tokenizer_config.json", "generation_config.json"):
         (folder / name).unlink()
     tokenizer = HuggingFaceBaseTokenizer(str(folder / "tokenizer.json"))
@@ -63,7 +63,7 @@ def test_without_configs(folder: Path) -> None:
         hf_tokenizer(str(folder)).tokenize_messages(CHAT)
 
 
-def test_encode_and_decode(folder: Path) -> None:
+def test_encode_and_decode(folder):
     tokenizer = hf_tokenizer(str(folder))
     ids = tokenizer.encode("red 你好 🙂")
     assert ids[-1] == 2
@@ -76,7 +76,7 @@ def test_encode_and_decode(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "<|im_start|> $A", "$A <|im_end|>", "<|endoftext|> $A"])
-def test_the_beginning_of_a_text_is_that_of_transformers(folder: Path, template: str | None) -> None:
+def test_the_beginning_of_a_text_is_that_of_transformers(folder, template):
     from tokenizers import Tokenizer, processors
     from transformers import AutoTokenizer
 
@@ -92,7 +92,7 @@ def test_the_beginning_of_a_text_is_that_of_transformers(folder: Path, template:
 
 
 @pytest.mark.parametrize("form", ["list", "file", "json", "folder", "argument", "path"])
-def test_places_of_a_chat_template(folder: Path, form: str) -> None:
+def test_places_of_a_chat_template(folder, form):
     expected = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
     wrong = "{{ raise_exception('the wrong one') }}"
     change(folder, chat_template=wrong)
@@ -121,26 +121,24 @@ def test_places_of_a_chat_template(folder: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "mine.jinja", "/nowhere/mine.jinja"])
-def test_a_chat_template_that_is_no_file(folder: Path, name: str) -> None:
+def test_a_chat_template_that_is_no_file(folder, name):
     with pytest.raises(DataError, match=f"There is no file '{name}': chat_template is the path of a Jinja file or the"):
         hf_tokenizer(str(folder), chat_template=name)
 
 
-def test_a_chat_template_with_an_error(folder: Path) -> None:
+def test_a_chat_template_with_an_error(folder):
     with pytest.raises(DataError, match=r"error in line 2: unexpected end of template, expected .*[^.]\.$"):
         hf_tokenizer(str(folder), chat_template="a\n{{ x")
 
 
-def test_tools_reach_the_template(folder: Path) -> None:
+def test_tools_reach_the_template(folder):
     template = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     tokens = tokenizer({"messages": CHAT, "tools": [{"name": "größe"}]})["tokens"]
     assert tokenizer.decode(tokens).startswith('[{"name": "größe"}]\n')
 
 
-def test_texts_that_spell_special_tokens_are_told_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_texts_that_spell_special_tokens_are_told_once(folder, monkeypatch, caplog):
     chat = [Message("user", "a<|endoftext|>b", masked=True), Message("assistant", "c")]
     tokenizer = hf_tokenizer(str(folder))
     log_once.cache_clear()
@@ -154,7 +152,7 @@ def test_texts_that_spell_special_tokens_are_told_once(
     assert 0 in hf_tokenizer(str(folder), parse_special_tokens=True).tokenize_messages(chat)[0]
 
 
-def test_nothing_in_tools_is_a_control_token(folder: Path) -> None:
+def test_nothing_in_tools_is_a_control_token(folder):
     tokenizer = hf_tokenizer(str(folder), chat_template="{{ tools | tojson }}" + CHATML)
     tools = [{"<|endoftext|>": ["<|endoftext|>", 1, None]}]
     tokens = tokenizer.tokenize_messages(CHAT, tools=tools)[0]
@@ -162,7 +160,7 @@ def test_nothing_in_tools_is_a_control_token(folder: Path) -> None:
     assert tokenizer.decode(tokens).startswith(json.dumps(tools))
 
 
-def test_inference(folder: Path) -> None:
+def test_inference(folder):
     tokenizer = hf_tokenizer(str(folder))
     open_turn = "<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"
     for messages, begun in ((CHAT[:1], ""), ([CHAT[0], Message("assistant", "")], ""), (CHAT, "blue")):
@@ -173,7 +171,7 @@ def test_inference(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [3, 8, 12])
-def test_truncation(folder: Path, length: int) -> None:
+def test_truncation(folder, length):
     whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
     assert hf_tokenizer(str(folder), max_seq_len=length).tokenize_messages(CHAT) == (
         [*whole[: length - 1], 2],
@@ -185,7 +183,7 @@ def test_truncation(folder: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("cut", ["left", "right"])
-def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder: Path, cut: str) -> None:
+def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder, cut):
     """The template ends turns with another token than the end of the sequence, as Llama 3's does."""
     change(folder, eos_token="<|endoftext|>", chat_template=CHATML)
     whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
@@ -199,7 +197,7 @@ def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder: Path, cut: str
     assert 0 not in tokens
 
 
-def test_special_tokens_that_only_the_config_names(folder: Path) -> None:
+def test_special_tokens_that_only_the_config_names(folder):
     change(folder, pad_token="<pad>", added_tokens_decoder={"316": {"content": "<new>", "special": True}})
     tokenizer = hf_tokenizer(str(folder))
     assert tokenizer.special_tokens["<new>"] == 316
@@ -210,7 +208,7 @@ def test_special_tokens_that_only_the_config_names(folder: Path) -> None:
         hf_tokenizer(str(folder))
 
 
-def test_missing_and_broken_files(folder: Path, tmp_path: Path) -> None:
+def test_missing_and_broken_files(folder, tmp_path):
     with pytest.raises(DataError, match="There is no tokenizer file"):
         hf_tokenizer(str(tmp_path / "nothing"))
     assert parse_hf_tokenizer_json(str(folder / "tokenizer.json"))["<|im_end|>"] == 2
@@ -228,7 +226,7 @@ def test_missing_and_broken_files(folder: Path, tmp_path: Path) -> None:
         hf_tokenizer(str(folder))
 
 
-def test_templates_run_in_a_sandbox(folder: Path) -> None:
+def test_templates_run_in_a_sandbox(folder):
     for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
         with pytest.raises(DataError, match="refuses the conversation"):
             hf_tokenizer(str(folder), chat_template=attack).tokenize_messages(CHAT)
@@ -236,7 +234,7 @@ def test_templates_run_in_a_sandbox(folder: Path) -> None:
         hf_tokenizer(str(folder), chat_template="{% for %}")
 
 
-def test_time_stands_still_within_a_conversation(folder: Path) -> None:
+def test_time_stands_still_within_a_conversation(folder):
     template = "{{ strftime_now('%f') }}" + CHATML
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     for _ in range(20):
@@ -244,7 +242,7 @@ def test_time_stands_still_within_a_conversation(folder: Path) -> None:
         assert mask.count(False) == len(tokenizer.encode("blue", False, False)) + 1
 
 
-def test_a_turn_that_cannot_be_found_is_an_error(folder: Path) -> None:
+def test_a_turn_that_cannot_be_found_is_an_error(folder):
     """Contents reversed: what the model writes is nowhere in the order in which it writes it."""
     template = "{% for m in messages %}{{ m['content'] | reverse }}{% endfor %}{{ messages | length }}<|im_end|>"
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
@@ -254,7 +252,7 @@ def test_a_turn_that_cannot_be_found_is_an_error(folder: Path) -> None:
         tokenizer.tokenize_messages(chat)
 
 
-def test_images_and_empty_conversations_are_refused(folder: Path) -> None:
+def test_images_and_empty_conversations_are_refused(folder):
     tokenizer = hf_tokenizer(str(folder))
     with pytest.raises(DataError, match="holds an image"):
         tokenizer.tokenize_messages([Message("user", [{"type": "image", "content": 1}])])

@@ -1,14 +1,13 @@
 """Policies for the reasoning of earlier turns: strip, keep and split."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.tiny import write_tokenizer
+from tests.tiny import CHATS, OPENAI, write_lines, write_tokenizer
 from torchtune.data import DataError, OpenAIToMessages
 from torchtune.datasets import PackedDataset, chat_dataset, preparing
 from torchtune.tokenizers import hf_tokenizer
@@ -141,11 +140,9 @@ def test_a_policy_that_cannot_be_followed(folder):
 
 
 def dataset(folder: Path, rows: list[Any], policy: str = "split", **options: Any) -> Any:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
+    source = str(write_lines(folder / "rows.jsonl", [{"messages": turns} for turns in rows]))
     tokenizer = make(folder, policy, max_seq_len=options.pop("max_seq_len", 256))
-    source = {"source": "json", "data_files": str(path), "conversation_column": "messages"}
-    return chat_dataset(tokenizer, **source, conversation_style="openai", **options)
+    return chat_dataset(tokenizer, source=source, **OPENAI, **options)
 
 
 @pytest.fixture
@@ -187,8 +184,7 @@ def test_data_show_counts_the_rows_that_a_policy_changes(folder, capsys):
     from torchtune._cli._data_show import show_dataset
 
     dataset(folder, [TURNS, TURNS[:2], WITH_CALL])
-    node = {"_component_": "torchtune.datasets.chat_dataset", "source": "json", "conversation_style": "openai"}
-    node |= {"data_files": str(folder / "rows.jsonl"), "conversation_column": "messages"}
+    node = {**CHATS, "source": str(folder / "rows.jsonl")}
     for policy, said in (("strip", "keep changes 2 rows, split changes 2 rows"), ("keep", "strip changes 2 rows")):
         show_dataset("dataset", node, make(folder, policy), 0, True, 10)
         assert f"reasoning   {policy} is set" in (out := capsys.readouterr().out)

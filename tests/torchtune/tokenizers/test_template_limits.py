@@ -100,7 +100,7 @@ def render(source: str, caught: list[Exception]) -> None:
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_refused(source: str) -> None:
+def test_a_hostile_template_is_refused(source):
     """In a thread, where no signal can interrupt it."""
     before, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     thread = threading.Thread(target=render, args=(source, caught), daemon=True)
@@ -113,7 +113,7 @@ def test_a_hostile_template_is_refused(source: str) -> None:
     assert "\n" not in str(error)
 
 
-def test_long_conversations_are_not_hostile() -> None:
+def test_long_conversations_are_not_hostile():
     """Four million characters in 200 turns, each of which looks at all others and joins what was said."""
     source = (
         "{% set n = namespace(text='', last=0) %}{% for m in messages %}{% for k in messages %}"
@@ -132,11 +132,11 @@ def test_long_conversations_are_not_hostile() -> None:
     [path for path in sorted(PUBLISHED.glob("*.jinja")) if not path.stem.startswith("llava_next")],  # no texts
     ids=lambda path: path.stem,
 )
-def test_published_templates_use_nothing_that_is_left_out(path: Path) -> None:
+def test_published_templates_use_nothing_that_is_left_out(path):
     assert ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}).render(CHAT)[0]
 
 
-def test_formats_are_those_of_python() -> None:
+def test_formats_are_those_of_python():
     source = "{{ '{:>8.2f}|{a:*^9}|{{}}'.format(2.5, a='x') }}{{ '%-6s|%05d' % ('y', 7) }}{{ '%s!' | format(1) }}"
     assert ChatTemplate(source, {}).render(CHAT)[0] == f"{2.5:>8.2f}|{'x':*^9}|{{}}y     |000071!"
 
@@ -154,7 +154,7 @@ def test_formats_are_those_of_python() -> None:
         "{{ 'a' + messages[0].nothing + 'b' }}",
     ],
 )
-def test_what_is_faster_than_the_sandbox_writes_the_same(source: str) -> None:
+def test_what_is_faster_than_the_sandbox_writes_the_same(source):
     messages = [{"role": "user", "content": "x", "items": 1}, {"role": "assistant", "content": "y", "get": 2}]
     found = []
     for render in (

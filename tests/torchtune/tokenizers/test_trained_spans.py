@@ -109,7 +109,7 @@ def trained_parts(tokenizer: HuggingFaceModelTokenizer, turns: Turns) -> list[st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_that_the_model_writes_is_trained_on_and_nothing_else(family: str, tmp_path: Path) -> None:
+def test_all_that_the_model_writes_is_trained_on_and_nothing_else(family, tmp_path):
     tokenizer = make(family, tmp_path)
     _, ends, never = FAMILIES[family]
     tried = 0
@@ -136,14 +136,14 @@ def test_all_that_the_model_writes_is_trained_on_and_nothing_else(family: str, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_stops_where_turns_end(family: str, tmp_path: Path) -> None:
+def test_generation_stops_where_turns_end(family, tmp_path):
     tokenizer = make(family, tmp_path)
     eos, ends, _ = FAMILIES[family]
     expected = {tokenizer.special_tokens[end] for end in {eos, *ends.split()} - {"<|end|>"}}
     assert set(tokenizer.stop_tokens) == expected
 
 
-def test_a_text_behind_the_answer_of_a_tool_is_a_part_of_its_turn(tmp_path: Path) -> None:
+def test_a_text_behind_the_answer_of_a_tool_is_a_part_of_its_turn(tmp_path):
     """Gemma 4 writes the text that accompanies a call behind the tool's answer."""
     turns, _ = conversation("U XC T A")
     parts = trained_parts(make("gemma4", tmp_path), turns)
@@ -154,7 +154,7 @@ def test_a_text_behind_the_answer_of_a_tool_is_a_part_of_its_turn(tmp_path: Path
     ]
 
 
-def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+def test_a_call_that_the_template_leaves_out_is_refused(tmp_path):
     tokenizer = make("cohere2", tmp_path)
     turns, _ = conversation("U C")
     with pytest.raises(DataError, match=r"writes 0 of the 1 tool_calls of turn 1: .* a template that writes them"):
@@ -164,7 +164,7 @@ def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
     assert all(tokenizer.tokenize_messages(messages)[1])
 
 
-def test_a_turn_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+def test_a_turn_that_the_template_leaves_out_is_refused(tmp_path):
     template = (
         "{% for m in messages %}{% if m.content != 'no' %}{{ '<|im_start|>' + m.role + '\n' + m.content "
         "+ '<|im_end|>\n' }}{% endif %}{% endfor %}"
@@ -178,7 +178,7 @@ def test_a_turn_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_6", "glm4moe"])
 @pytest.mark.parametrize("round_", ["U A", "U RC T A"])
-def test_rendering_grows_with_the_turns(family: str, round_: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_rendering_grows_with_the_turns(family, round_, tmp_path, monkeypatch):
     """No turn is rendered once for every other: 600 turns take few renderings, most of them short."""
     tokenizer = make(family, tmp_path)
     rendered = []
