@@ -85,6 +85,15 @@ class Forker:
         (code,) = self.wait()
         return code
 
+    def run_on_two(self, config: Path, *overrides: str, recipe: Path | None = None) -> str:
+        """Run a recipe on two ranks, neither of which may fail; return what they said."""
+        self.start(recipe or config.stem.rpartition("_")[0], config, *overrides, ranks=2)
+        codes, output = self.wait(), config.with_suffix(".out")
+        text = output.read_text()
+        assert codes == [0, 0], text[-4000:]
+        output.unlink()
+        return text
+
     def close(self) -> None:
         """End the parent of all ranks."""
         self.process.stdin.close()

@@ -2,7 +2,7 @@
 
 import importlib.util
 import itertools
-import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from tests.tiny import write_checkpoint, write_conversations, write_pairs
+from tests.tiny import CHATS, read_lines, write_checkpoint, write_conversations, write_pairs
 from tools.recipe_table import recipes_in
 from torchtune._recipe_registry import current_name, promises
 from torchtune.config import load_and_check
@@ -76,13 +76,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
             "checkpoint_dir": str(checkpoint),
             "output_dir": "${output_dir}",
         },
-        "dataset": {
-            "_component_": "torchtune.datasets.chat_dataset",
-            "source": "json",
-            "data_files": str(data),
-            "conversation_column": "messages",
-            "conversation_style": "openai",
-        },
+        "dataset": {**CHATS, "source": "json", "data_files": str(data)},
         "seed": 7,
         "batch_size": 2,
         "epochs": 1,
@@ -169,7 +163,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
 
 def read_log(output_dir: Path) -> list[dict[str, float]]:
     """Records of the metric log, in the order in which they were written."""
-    return [json.loads(line) for line in (output_dir / "logs" / "log.jsonl").read_text().splitlines()]
+    return read_lines(output_dir / "logs" / "log.jsonl")
 
 
 @dataclass
@@ -246,3 +240,28 @@ def start(
     finally:
         recipe.cleanup()
     return Run(recipe, output_dir)
+
+
+def resume(name: str, folder: Path, whole: Run, step: int, kept: dict[str, str] | None = None, **settings: Any) -> Run:
+    """Resume a copy of a run that ended after ``step``: the rest must be the same, bit for bit.
+
+    Args:
+        name: the recipe.
+        folder: holds its inputs.
+        whole: the run that was not interrupted.
+        step: that of the checkpoint.
+        kept: name -> text of other files of the interrupted run.
+        **settings: of the config.
+    """
+    output_dir = folder / f"resumed_{next(_count)}"
+    shutil.copytree(whole.output_dir / f"step_{step}", output_dir / f"step_{step}")
+    (output_dir / "logs").mkdir()
+    for file, text in (kept or {}).items():
+        (output_dir / file).write_text(text)
+    resumed = start(name, folder, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+    for figure in ("losses", "lrs"):
+        rest = {at: value for at, value in getattr(whole, figure).items() if at > step}
+        assert getattr(resumed, figure) == rest, f"{figure} go on after step {step}"
+    for key, value in whole.trained.items():
+        assert torch.equal(value, resumed.trained[key]), f"after step {step}, {key} is trained to the same bits"
+    return resumed

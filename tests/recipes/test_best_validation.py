@@ -10,7 +10,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.recipes.runs import Run, load_recipe, start, write_config
-from torchtune._cli import tune
 from torchtune.config import ConfigError, load_and_check
 from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
 
@@ -36,7 +35,7 @@ def folders(output_dir: Path) -> set[str]:
     return {path.name for path in output_dir.iterdir() if path.is_dir() and path.name != "logs"}
 
 
-def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, monkeypatch):
+def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, tune):
     run = start(NAME, tmp_path, **SETTINGS, keep_best="val_loss", checkpointer__keep_last_n_checkpoints=1)
     values = validated(run)
     best_at = {step: min(range(1, step + 1), key=values.__getitem__) for step in values}
@@ -58,11 +57,9 @@ def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, monkeypatch):
     }
 
     # The best is what tune eval takes of a run, and what it measures is what validation did.
-    results = tmp_path / "dataset_val.results.json"
-    command = ["eval", str(whole.output_dir), "--device", "cpu", "--dtype", "fp32", "--output", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["tune", *command])
-    tune.main()
-    assert json.loads(results.read_text())["models"][0]["perplexity"]["loss"] == pytest.approx(values[best], rel=1e-5)
+    tune("eval", whole.output_dir, "--device", "cpu", "--dtype", "fp32", "--output", tmp_path)
+    (result,) = json.loads((tmp_path / "dataset_val.results.json").read_text())["models"]
+    assert result["perplexity"]["loss"] == pytest.approx(values[best], rel=1e-5)
 
     # Stopped in between, and saved at the bests and the end alone: the rest is the same, the best survives pruning.
     resumed = tmp_path / "resumed"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.recipes import checks
-from tests.recipes.checks import GRADIENT, is_close
+from tests.recipes.checks import GRADIENT
 from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, read_log, set_up, start
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.utils import UserError
@@ -37,7 +37,7 @@ def test_packing_changes_nothing(name, tmp_path):
     ],
 )
 def test_setting_changes_nothing(name, tmp_path, settings):
-    checks.setting_changes_nothing(name, tmp_path, settings)
+    checks.split_changes_nothing(name, tmp_path, {"batch_size": 4}, {"batch_size": 4, **settings})
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -45,50 +45,14 @@ def test_setting_changes_nothing(name, tmp_path, settings):
 def test_compilation_changes_nothing(name, backend, tmp_path, monkeypatch):
     """Inductor's C++ takes half a minute: the row is left to ``make test ALL=1``; ``test_compile.py`` has a layer."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
-    checks.setting_changes_nothing(name, tmp_path, {"compile": True})
+    checks.split_changes_nothing(name, tmp_path, {"batch_size": 4}, {"batch_size": 4, "compile": True})
 
 
-def test_documents_restart_positions(name, tmp_path):
-    """In every batch the positions of a document count from 0."""
-    recipe = start(name, tmp_path, train=False, dataset__packed=True).recipe
-    packs = [batch for batches in recipe.loader for batch in batches]
-    assert any(len(pack["documents"].lengths) > 1 for pack in packs), "packs hold documents"
-    for pack in packs:
-        expected = torch.cat([torch.arange(length) for length in pack["documents"].lengths])
-        assert torch.equal(pack["input_pos"].flatten(), expected), "positions restart with every document"
-
-
-def test_end_of_turn_is_trained(name, tmp_path):
-    """Every assistant turn has its end token among the labels, once."""
-    recipe = start(name, tmp_path, train=False, shuffle=False).recipe
-    stop = recipe.tokenizer.stop_tokens[0]
-    lines = (tmp_path / "data.jsonl").read_text().splitlines()
-    turns = sum(line.count('"role": "assistant"') for line in lines)
-    labels = torch.cat([batch["labels"].flatten() for batches in recipe.loader for batch in batches])
-    assert 0 < turns == int((labels == stop).sum()), "every assistant turn has its end among the labels, once"
-
-
-def test_loss_equals_transformers(name, tmp_path):
-    """The first loss is the one that ``transformers`` computes for the same labels, shifted once."""
-    from transformers import AutoModelForCausalLM
-
-    run_ = start(name, tmp_path, batch_size=24, **GRADIENT)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
-    dataset = start(name, tmp_path, train=False).recipe.loader.dataset
-    total, count = 0.0, 0
-    for index in range(len(dataset)):
-        tokens, labels = (torch.as_tensor(dataset[index][key]) for key in ("tokens", "labels"))
-        unshifted = torch.cat([torch.tensor([CROSS_ENTROPY_IGNORE_IDX]), labels[:-1]])
-        trained = int((unshifted != CROSS_ENTROPY_IGNORE_IDX).sum())
-        with torch.no_grad():
-            loss = model(input_ids=tokens[None], labels=unshifted[None]).loss
-        total, count = total + loss.item() * trained, count + trained
-    assert abs(run_.losses[1] - total / count) <= 1e-5, "the first loss is that of transformers"
-
-
-@pytest.mark.parametrize("name", WEIGHTS, indirect=True)
 def test_losses_follow_plain_torch(name, tmp_path):
-    """Three clipped steps of SGD log the losses of a loop over ``transformers``' model, and its gradient norms."""
+    """Three clipped steps of SGD log the losses of a loop over ``transformers``' model, and its gradient norms.
+
+    Adapters change nothing before the first step.
+    """
     from transformers import AutoModelForCausalLM
 
     settings = {**GRADIENT, "max_steps_per_epoch": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
@@ -97,21 +61,21 @@ def test_losses_follow_plain_torch(name, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     rows = ours.recipe.loader.dataset
-    for step in range(3):
-        total = torch.zeros(())
+    for step in range(3 if name in WEIGHTS else 1):
+        total, count = torch.zeros(()), 0
         for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
+            labels = torch.as_tensor(row["labels"])
             logits = model(torch.as_tensor(row["tokens"])[None]).logits[0]
-            total = total + torch.nn.functional.cross_entropy(logits, torch.as_tensor(row["labels"]), reduction="sum")
-        labels = sum(
-            int((torch.as_tensor(rows[4 * step + i]["labels"]) != CROSS_ENTROPY_IGNORE_IDX).sum()) for i in range(4)
-        )
-        (total / labels).backward()
+            total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            count += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+        (total / count).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         record = ours.records[step]
-        assert abs(record["loss"] - total.item() / labels) <= 1e-4, f"loss of step {step + 1}"
-        assert abs(record["grad_norm"] - norm.item()) <= 1e-3, f"norm of step {step + 1}"
+        assert record["loss"] == pytest.approx(total.item() / count, abs=1e-4, rel=0)
+        if name in WEIGHTS:
+            assert record["grad_norm"] == pytest.approx(norm.item(), abs=1e-3, rel=0)
 
 
 def test_resume_equals_uninterrupted(name, tmp_path):
@@ -144,24 +108,23 @@ def test_export_equals_trained(name, tmp_path):
     trained.recipe.model.eval()
     trained.recipe.model.skip_output_layer = False
     with torch.no_grad():
-        ours, theirs = trained.recipe.model(tokens), model(tokens).logits
-    assert is_close(theirs, ours, 1e-4), "what was saved computes what was trained"
+        torch.testing.assert_close(model(tokens).logits, trained.recipe.model(tokens), atol=1e-4, rtol=0)
 
 
 def test_schedule_runs_over_all_epochs(name, tmp_path):
     """Two epochs of six steps: the rate warms up for two steps, and falls along a cosine to the last one."""
     lrs = start(name, tmp_path, epochs=2, batch_size=4).lrs
     expected = [0.01 / 3, 0.02 / 3, *(0.005 * (1 + math.cos(math.pi * step / 10)) for step in range(10))]
-    assert list(lrs) == list(range(1, 13)), "every step logs its learning rate"
-    close = all(abs(lrs[step] - rate) <= 1e-9 for step, rate in enumerate(expected, start=1))
-    assert close, "the learning rate follows the schedule over all epochs"
+    assert lrs == pytest.approx(dict(enumerate(expected, start=1)), abs=1e-9)
 
 
 def test_one_epoch_saves_its_steps(name, tmp_path):
     run = start(name, tmp_path, save_every_n_steps=5)
-    saved = sorted(path.name for path in run.output_dir.glob("step_*"))
-    assert saved == ["step_10", "step_12", "step_5"]
-    assert all((run.output_dir / step / ".complete").exists() for step in saved)
+    assert sorted(path.parent.name for path in run.output_dir.glob("step_*/.complete")) == [
+        "step_10",
+        "step_12",
+        "step_5",
+    ]
 
 
 def test_keeps_the_last_checkpoints(name, tmp_path):
@@ -186,17 +149,10 @@ def test_validation_is_the_mean_over_labels(name, tmp_path):
     """Batches of different label counts give the validation loss of the whole data set at once."""
     settings = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "lr_scheduler": None, "shuffle": False}
     whole = start(name, tmp_path, **settings, batch_size=24, max_steps_per_epoch=1)
-    data = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": "json",
-        "data_files": str(tmp_path / "data.jsonl"),
-        "conversation_column": "messages",
-        "conversation_style": "openai",
-    }
-    settings |= {"dataset_val": data, "batch_size_val": 5, "run_val_every_n_steps": 6}
+    settings |= {"dataset_val": "${dataset}", "batch_size_val": 5, "run_val_every_n_steps": 6}
     validated = {r["step"]: r["val_loss"] for r in start(name, tmp_path, **settings).records if "val_loss" in r}
-    assert list(validated) == [6, 12], "validation runs when it is due"
-    assert abs(validated[6] - whole.losses[1]) <= 1e-6, "the validation loss is the mean over all labels"
+    assert list(validated) == [6, 12]
+    assert validated[6] == pytest.approx(whole.losses[1], abs=1e-6, rel=0)
 
 
 def test_validation_leaves_training_alone(name, tmp_path):
@@ -204,15 +160,8 @@ def test_validation_leaves_training_alone(name, tmp_path):
     converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.3}
     settings = {"max_steps_per_epoch": 4, "model_converters": [converter] if name in ADAPTERS else []}
     plain = start(name, tmp_path, **settings)
-    data = plain.recipe.cfg.dataset
-    validating = start(name, tmp_path, **settings, dataset_val=dict(data), run_val_every_n_steps=1)
-    assert plain.losses == validating.losses, "validation changes no loss"
-
-
-def test_training_learns(name, tmp_path):
-    """Six epochs take more than a nat off the loss."""
-    losses = start(name, tmp_path, epochs=6, batch_size=8).losses
-    assert losses[max(losses)] < losses[1] - 1.0, "six epochs lower the loss by more than 1"
+    validating = start(name, tmp_path, **settings, dataset_val="${dataset}", run_val_every_n_steps=1)
+    assert plain.losses == validating.losses
 
 
 def test_an_output_folder_that_holds_a_run_is_refused(name, tmp_path):

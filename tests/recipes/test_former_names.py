@@ -1,24 +1,12 @@
 """Names of earlier releases lead to the recipe that does what they say, or the run is refused."""
 
 import shutil
-import sys
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.recipes.runs import start, write_config
-from torchtune._cli import tune
 from torchtune.training import StepGuard
-
-
-def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["tune", "run", *map(str, words)])
-    try:
-        tune.main()
-    except SystemExit as ended:
-        return ended.code, "".join(capfd.readouterr())
-    return 0, "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -29,37 +17,29 @@ def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
         ("lora_finetune_single_device", {"model_converters": []}, "model: it has no adapters to train"),
     ],
 )
-def test_a_name_that_asks_for_more_than_the_config_has_is_refused(
-    name,
-    change,
-    said,
-    tmp_path,
-    monkeypatch,
-    capfd,
-):
+def test_a_name_that_asks_for_more_than_the_config_has_is_refused(name, change, said, tmp_path, tune):
     config = write_config(name, tmp_path, tmp_path / "run", **change)
-    code, text = typed(monkeypatch, capfd, "--config", config, "--dry-run")
-    assert (code, said in text) == (2, True), text
+    assert said in tune("run", "--config", config, "--dry-run").err
     config.write_text(config.read_text().replace(f"recipe: {name}\n", ""))  # the name is typed
-    code, text = typed(monkeypatch, capfd, name, "--config", config, "--dry-run")
-    assert (code, said in text) == (2, True), text
+    result = tune("run", name, "--config", config, "--dry-run")
+    assert (result.code, said in result.err) == (2, True), result
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_typed_counts_whatever_the_config_names(own, tmp_path, monkeypatch, capfd):
+def test_what_is_typed_counts_whatever_the_config_names(own, tmp_path, tune):
     name = "full_finetune_distributed" if own else "full_finetune_single_device"
     config = write_config(name, tmp_path, tmp_path / "run")
-    code, text = typed(monkeypatch, capfd, "--nproc-per-node", 2, "qat_distributed", "--config", config)
-    assert (code, "quantizer: is missing, and qat_distributed trains for a quantized" in text) == (2, True), text
+    result = tune("run", "--nproc-per-node", 2, "qat_distributed", "--config", config)
+    assert "quantizer: is missing, and qat_distributed trains for a quantized" in result.err
     config = write_config("lora_dpo_single_device", tmp_path, tmp_path / "run")
-    code, text = typed(monkeypatch, capfd, "full_dpo_distributed", "--config", config, "--dry-run")
-    assert (code, "model: it has adapters, but full_dpo_distributed trains all weights" in text) == (2, True), text
+    result = tune("run", "full_dpo_distributed", "--config", config, "--dry-run")
+    assert "model: it has adapters, but full_dpo_distributed trains all weights" in result.err
+    assert result.code == 2
 
 
-def test_a_former_name_runs_and_is_kept(tmp_path, monkeypatch, capfd):
+def test_a_former_name_runs_and_is_kept(tmp_path, tune):
     config = write_config("full_dpo_single_device", tmp_path, tmp_path / "run")
-    code, text = typed(monkeypatch, capfd, "full_dpo_distributed", "--config", config, "--dry-run")
-    assert code == 0, text
+    assert tune("run", "full_dpo_distributed", "--config", config, "--dry-run").code == 0
     run = start("full_dpo_single_device", tmp_path, max_steps_per_epoch=1)
     (saved,) = run.output_dir.glob("epoch_0/torchtune_config.yaml")
     assert yaml.safe_load(saved.read_text())["recipe"] == "full_dpo_single_device"

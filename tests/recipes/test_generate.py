@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.runs import set_up_on
-from tests.tiny import write_checkpoint
+from tests.tiny import read_lines, write_checkpoint
 from torchtune.config import ConfigError
 from torchtune.generation import GenerationError, generate_tokens, read_prompts
 from torchtune.utils import UserError
@@ -65,7 +65,7 @@ def test_answers_to_a_file(tmp_path):
     recipe, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0, prompt={"system": "blue"})
     recipe.answer_file(cfg)
     whole = output.read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
+    rows = read_lines(output)
     assert [row["line"] for row in rows] == [1, 3, 5, 7, 9]
     assert [row["prompt"] for row in rows] == given
     assert rows[2]["answer"] == rows[3]["answer"]

@@ -1,6 +1,5 @@
 """Preferences, rewards and distillation with a model of image tokens: images are seen, and two ranks train as one."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ from PIL import Image
 
 from tests.recipes.noting import STOP, Notes
 from tests.recipes.runs import Run, read_log, start, write_config
-from tests.recipes.test_distributed import close, fork
+from tests.recipes.test_distributed import close
+from tests.tiny import write_lines
 from tests.tiny_images import image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
 
 COMPONENTS = {
@@ -37,13 +37,13 @@ def settings_of(method: str, base: Path, trained: str = "projector") -> dict[str
         answers = {"chosen": color, "rejected": "no", "output": color, "answer": color}
         rows.append({"prompt": "<image>?", "input": "?", "image": str(base / f"{index}.png"), **answers})
         rows.append({"prompt": "why", "input": "why", "image": None, **answers})
-    (base / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = str(write_lines(base / f"{method}.jsonl", rows))
     parts = dict.fromkeys(("vision_tower", "projector", "language_model"), "frozen") | {trained: "full"}
     model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(base / "checkpoint"), **parts}
     settings = {
         "model": model,
         "tokenizer": {"_component_": "torchtune.models.image_text_transform", "path": str(base / "checkpoint")},
-        "dataset": {"_component_": COMPONENTS[method], "source": str(base / f"{method}.jsonl")},
+        "dataset": {"_component_": COMPONENTS[method], "source": source},
         "shuffle": False,
         "lr_scheduler": None,
         "batch_size": 2,
@@ -101,8 +101,7 @@ def test_two_ranks_train_as_one_though_one_has_text_alone(method, base, forker):
     alone = start(method, base, **settings)
     output = base / f"ranks_{method}"
     config = write_config(method, base, output, **{**settings, "batch_size": 1})
-    codes, said = fork(forker, config)
-    assert codes == [0, 0], said[-4000:]
+    forker.run_on_two(config)
     found, wanted = (
         {one["step"]: one["grad_norm"] for one in records} for records in (read_log(output), alone.records)
     )

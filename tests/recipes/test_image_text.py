@@ -1,7 +1,6 @@
 """Supervised recipes with a model of image tokens."""
 
 import io
-import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import torchtune
-from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.runs import Run, load_recipe, resume, start, write_config
 from tests.recipes.test_generate import recipe_of
+from tests.tiny import CHATS, write_lines
 from tests.tiny_images import (
     gemma4_config,
     gemma4_small_config,
@@ -38,7 +38,6 @@ from tests.tiny_images import (
     write_pictures,
 )
 from torchtune import _recipe_registry
-from torchtune._cli.tune import main
 from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message
 from torchtune.estimate import find_problems
@@ -74,16 +73,22 @@ def base(request, tmp_path_factory) -> Path:
     return path
 
 
-# Some linear layers of towers and projectors, as transformers names them.
-TOWERS = {"gemma4_vl": "vision_tower.encoder.layers.0.self_attn.q_proj.linear"}
-PROJECTORS = {"qwen2_5_vl": "merger.mlp.2", "gemma4_vl": "embed_vision.embedding_projection"}
-TOWERS["gemma4_vl_small"], PROJECTORS["gemma4_vl_small"] = TOWERS["gemma4_vl"], PROJECTORS["gemma4_vl"]
-PROJECTORS["gemma4_unified_vl"] = "embed_vision.multimodal_embedder.embedding_projection"
-TOWERS |= {"smolvlm": "vision_model.encoder.layers.0.self_attn.q_proj"}
-TOWERS |= {"llama4_vl": "vision_model.model.layers.0.self_attn.q_proj"}
-TOWERS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "vision_tower.transformer.layers.0.attention.q_proj")
-PROJECTORS |= {"smolvlm": "connector.modality_projection.proj", "llama4_vl": "multi_modal_projector.linear_1"}
-PROJECTORS |= dict.fromkeys(("mistral_vl", "ministral_vl", "pixtral"), "multi_modal_projector.linear_2")
+# Some linear layers of towers and projectors, as transformers names them; Qwen's are the rest.
+GEMMA, PIXTRAL = ("gemma4_vl", "gemma4_vl_small"), ("mistral_vl", "ministral_vl", "pixtral")
+TOWERS = {
+    **dict.fromkeys(GEMMA, "vision_tower.encoder.layers.0.self_attn.q_proj.linear"),
+    **dict.fromkeys(PIXTRAL, "vision_tower.transformer.layers.0.attention.q_proj"),
+    "smolvlm": "vision_model.encoder.layers.0.self_attn.q_proj",
+    "llama4_vl": "vision_model.model.layers.0.self_attn.q_proj",
+}
+PROJECTORS = {
+    **dict.fromkeys(GEMMA, "embed_vision.embedding_projection"),
+    **dict.fromkeys(PIXTRAL, "multi_modal_projector.linear_2"),
+    "qwen2_5_vl": "merger.mlp.2",
+    "gemma4_unified_vl": "embed_vision.multimodal_embedder.embedding_projection",
+    "smolvlm": "connector.modality_projection.proj",
+    "llama4_vl": "multi_modal_projector.linear_1",
+}
 CONSTANTS = ("_min", "_max", "std_bias", "std_scale", "layer_scalar")
 every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
 
@@ -94,14 +99,17 @@ def folder(base: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> Run:
+def full_settings(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> dict[str, Any]:
     model = {"_component_": BUILDERS[kind], "checkpoint_dir": str(folder / "checkpoint"), **parts}
     if kind == "lora":
         model |= LORA
         settings["model_converters"] = []
     settings = {"batch_size": 3, "lr_scheduler": None, "collate_fn": "torchtune.data.collate_documents", **settings}
-    settings = {**write_pictures(folder), **settings}
-    return start(f"{kind}_finetune_single_device", folder, model=model, **settings)
+    return {"model": model, **write_pictures(folder), **settings}
+
+
+def run(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> Run:
+    return start(f"{kind}_finetune_single_device", folder, **full_settings(kind, folder, parts, **settings))
 
 
 def compare(model: Any, reference: Any, transform: Any, folder: Path) -> None:
@@ -123,12 +131,7 @@ def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(
     parts = {"vision_tower": "full"}
     whole = run("full", folder, parts, **settings)
     assert len(whole.losses) == 4
-    output_dir = folder / "resumed"
-    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
-    (output_dir / "logs").mkdir()
-    again = run("full", folder, parts, **settings, output_dir=output_dir, resume_from_checkpoint=True)
-    assert again.losses == {step: whole.losses[step] for step in (3, 4)}
-    assert all(torch.equal(value, again.trained[name]) for name, value in whole.trained.items())
+    resume("full_finetune_single_device", folder, whole, 2, **full_settings("full", folder, parts, **settings))
     last = whole.output_dir / "step_4"
     before = load_file(folder / "checkpoint" / "model.safetensors")
     after = load_file(last / "model.safetensors")
@@ -177,9 +180,14 @@ def test_frozen_parts_stay_as_they_were(part, folder):
 
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("2B_lora_single_device", 1), ("32B_qlora_single_device", 1), ("4B_full_single_device", 1), ("8B_full", 2),
-     ("32B_lora", 2)],
-)  # fmt: skip
+    [
+        ("2B_lora_single_device", 1),
+        ("32B_qlora_single_device", 1),
+        ("4B_full_single_device", 1),
+        ("8B_full", 2),
+        ("32B_lora", 2),
+    ],
+)
 def test_a_shipped_config_can_start(name, processes, folder):
     config = _recipe_registry.find_config(f"qwen3_vl/{name}")
     checkpoint = folder / "checkpoint"
@@ -194,16 +202,9 @@ def test_a_shipped_config_can_start(name, processes, folder):
 
 def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_images(folder):
     parts = {"language_model": "frozen", "projector": "full"}
-    (folder / "text.jsonl").write_text(
-        '{"image": null, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "r"}]}\n'
-    )
-    pictures = write_pictures(folder)["dataset"]
-    text = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": str(folder / "text.jsonl"),
-        "conversation_column": "conversations",
-        "conversation_style": "sharegpt",
-    }
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "r"}]
+    source = str(write_lines(folder / "text.jsonl", [{"image": None, "messages": turns}]))
+    text, pictures = {**CHATS, "source": source}, write_pictures(folder)["dataset"]
     for packed in (False, True):
         given = {"dataset": {**text, "packed": packed}, "tokenizer__max_seq_len": 64}
         with pytest.raises(
@@ -317,8 +318,9 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(use_cache, ba
     assert found == wanted[0, tokens.shape[1] :].tolist()
 
 
-def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsys):
-    checkpoint, common = base / "checkpoint", ["--device", "cpu", "--dtype", "fp32", "--temperature", "0"]
+def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune):
+    checkpoint = base / "checkpoint"
+    common = "--device cpu --dtype fp32 --temperature 0 --max-new-tokens 6".split()
     reference = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     model, transform = torchtune.load(checkpoint, device="cpu")
     assert isinstance(transform, torchtune.models.ImageTextTransform)
@@ -342,19 +344,13 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsy
     recipe, cfg = recipe_of(base, prompt=prompt, temperature=0, max_new_tokens=6)
     assert recipe.generate(cfg) == wanted[0]
 
-    def tune(*args: Any) -> str:
-        monkeypatch.setattr("sys.argv", ["tune", *map(str, args), *common, "--max-new-tokens", "6"])
-        capsys.readouterr()
-        main()
-        return capsys.readouterr().out
-
     monkeypatch.setattr("sys.stdin", io.StringIO(f"What?\n/reset\n/image {rows[1]['image']}\nWhat?\n"))
-    assert tune("chat", "--model", checkpoint, "--image", rows[0]["image"]) == "\n".join([*wanted, ""])
+    said = tune("chat", "--model", checkpoint, "--image", rows[0]["image"], *common).out
+    assert said == "\n".join([*wanted, ""])
 
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "answer": wanted[1]}]))
-    table = tune("eval", checkpoint, "--data", data, "--score", "exact", "--output", tmp_path / "eval")
-    assert "0.667" in table
+    data = write_lines(tmp_path / "rows.jsonl", [*rows, {**rows[0], "answer": wanted[1]}])
+    evaluate = ("eval", checkpoint, "--data", data, "--output", tmp_path / "eval", *common)
+    assert "0.667" in tune(*evaluate, "--score", "exact").out
 
     # Perplexity of the right answers.
     log_probs = []
@@ -365,19 +361,17 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, capsy
         logits = reference(input_ids=tokens, **inputs_of(reference, tokens, images.patches, images.grids)).logits
         chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         log_probs.append(chosen[~torch.tensor(found["mask"][1:], dtype=torch.bool)].detach())
-    data.write_text("".join(json.dumps({**row, "question": row.pop("prompt")}) + "\n" for row in rows))
-    assert f"  {(-torch.cat(log_probs).mean()).exp():.4g}\n" in tune("eval", checkpoint, "--data", data, "--perplexity")
+    write_lines(data, [{**row, "question": row.pop("prompt")} for row in rows])
+    assert f"  {(-torch.cat(log_probs).mean()).exp():.4g}\n" in tune(*evaluate, "--perplexity").out
 
 
-def test_data_are_shown_with_sizes_and_tokens_of_images(folder, monkeypatch, capsys):
+def test_data_are_shown_with_sizes_and_tokens_of_images(folder, tune):
     settings = write_pictures(folder, count=2)
     config = write_config("full_finetune_single_device", folder, folder / "output", **settings)
     tokens = instantiate(settings["tokenizer"]).processor.plan((20, 50)).tokens
     rows = [folder / "pictures.jsonl", "--tokenizer", folder / "checkpoint", f"image_dir={folder}"]
     for arguments in ([config], rows):
-        monkeypatch.setattr("sys.argv", ["tune", "data", "show", *map(str, arguments), "--examples", "1"])
-        main()
-        out = capsys.readouterr().out
+        out = tune("data", "show", *arguments, "--examples", 1).out
         assert f"images: 20x50 ({tokens} tokens)" in out
         assert out.count("<|image_pad|>") == 1
 

@@ -1,12 +1,9 @@
 """Recipes train with any loss that keeps the contract, and refuse others before training."""
 
-import sys
-
 import pytest
 import torch
 
 from tests.recipes.runs import TRAINING, start, write_config
-from torchtune._cli import tune
 from torchtune.generation import generate_tokens
 
 # Without Adam, which makes a step of the full rate out of the rounding of a gradient near zero.
@@ -31,13 +28,8 @@ def test_a_model_in_training_generates_what_it_says(tmp_path):
     assert tokens[0] == model(torch.tensor([[5, 6, 7]]))[0, -1].argmax()
 
 
-def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(tmp_path, monkeypatch, capsys):
+def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(tmp_path, tune):
     name, loss = "full_finetune_single_device", {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
-    config = write_config(name, tmp_path, tmp_path / "output", loss=loss)
-    monkeypatch.setattr(sys, "argv", ["tune", "run", name, "--config", str(config)])
-    with pytest.raises(SystemExit) as end:
-        tune.main()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    assert "loss: ForwardKLLoss cannot be called with logits [n, v] and labels [n]" in error.splitlines()[-1]
+    result = tune("run", name, "--config", write_config(name, tmp_path, tmp_path / "output", loss=loss))
+    assert result.code == 2
+    assert "loss: ForwardKLLoss cannot be called with logits [n, v] and labels [n]" in result.err.splitlines()[-1]

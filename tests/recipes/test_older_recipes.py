@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.recipes.killing import Forker, said
 from tests.recipes.runs import read_log, write_config
-from tests.tiny import write_checkpoint, write_conversations, write_pairs
+from tests.tiny import write_checkpoint, write_conversations, write_lines, write_pairs
 
 FINETUNE = "../tests/recipes/older/finetune"
 LLAMA = {
@@ -211,9 +211,9 @@ def test_older_preferences_train_alone_and_on_two_ranks(lora, forker, folder):
 
 
 def test_older_ppo_trains_policy_and_value_model(forker, folder):
-    output_dir, prompts = folder / "ppo", folder / "prompts.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"text": f"the {word} sees"}) + "\n" for word in "cat dog bird one".split() * 2)
+    output_dir = folder / "ppo"
+    prompts = write_lines(
+        folder / "prompts.jsonl", [{"text": f"the {word} sees"} for word in "cat dog bird one".split() * 2]
     )
     settings = {
         "dataset": {

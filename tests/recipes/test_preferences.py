@@ -1,7 +1,6 @@
 """What the recipes of preferences have of their own: a reference, pairs as terms of a step, scores."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.recipes.runs import PREFERENCE, Run, start, write_config
+from tests.recipes.runs import PREFERENCE, Run, resume, start, write_config
 from tests.tiny import write_checkpoint
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_preference
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import _reference
 from torchtune.rlhf._reference import Reference
@@ -126,13 +125,7 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(kind, tmp_path):
         settings["checkpointer__adapter_checkpoint"] = str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")
     whole = start(name, tmp_path, **settings)
     assert abs(whole.losses[1] - math.log(2)) <= 1e-6
-    output_dir = tmp_path / "resumed"
-    output_dir.mkdir()
-    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
-    (output_dir / "logs").mkdir()
-    resumed = start(name, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
-    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
-    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
+    resume(name, tmp_path, whole, 2, **settings)
 
 
 def test_another_model_may_be_the_reference(tmp_path):
@@ -226,20 +219,11 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         batch_size = 3 if split == "data_parallel_shard_dim" else 6
         name, output_dir = f"{kind}_dpo_distributed", tmp_path / split
         config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-        forker.start(name, config, ranks=2)
-        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        forker.run_on_two(config)
         whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
             assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
-
-
-def test_an_answer_has_its_end_though_that_is_the_id_of_padding(tmp_path):
-    recipe = start(FULL, tmp_path, train=False).recipe
-    dataset = recipe.loader.dataset
-    batch = collate_preference([dataset[index] for index in range(len(dataset))])
-    ends = batch.sum_per_document(batch.labels == recipe.tokenizer.stop_tokens[0])
-    assert ends.tolist() == [1] * 2 * len(dataset)
 
 
 def test_the_reference_has_no_dropout(tmp_path):

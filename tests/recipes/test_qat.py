@@ -1,12 +1,10 @@
 """What recipes of quantization-aware training promise besides the contract of those that they were copied from."""
 
-import shutil
-
 import pytest
 import torch
 
 from tests.recipes import checks
-from tests.recipes.runs import QAT, start
+from tests.recipes.runs import QAT, resume, start
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import ConversionError
 from torchtune.training import FullModelHFCheckpointer
@@ -49,21 +47,17 @@ def test_delayed_fake_quantisation_survives_a_resume(name, tmp_path):
     assert losses[:5] == [True] * 5
     assert not any(losses[5:])
     for step in (4, 8):
-        output_dir = tmp_path / f"resumed_{step}"
-        shutil.copytree(later.output_dir / f"step_{step}", output_dir / f"step_{step}")
-        (output_dir / "logs").mkdir()
-        resumed = start(name, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
-        assert resumed.losses == {s: loss for s, loss in later.losses.items() if s > step}
-        assert all(torch.equal(value, later.trained[key]) for key, value in resumed.trained.items())
+        resume(name, tmp_path, later, step, **settings)
 
 
 def test_splitting_the_work_changes_nothing(tmp_path):
-    whole = start("qat_single_device", tmp_path, **checks.GRADIENT, batch_size=4)
-    for settings in (
+    checks.split_changes_nothing(
+        "qat_single_device",
+        tmp_path,
+        {"batch_size": 4},
         {"batch_size": 2, "gradient_accumulation_steps": 2},
         {"batch_size": 4, "enable_activation_checkpointing": True, "optimizer_in_bwd": True},
-    ):
-        checks.same(whole, start("qat_single_device", tmp_path, **checks.GRADIENT, **settings))
+    )
 
 
 def test_what_would_train_nothing_is_refused(tmp_path):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
+from tests.tiny import write_lines
 from torchtune.config import load_and_check
 from torchtune.reports import RunFolder, judge, write_report
 
 LORA = "lora_finetune_single_device"
 LABELLED = [{"prompt": "the cat", "completion": f"sees {i}", "label": i % 2 == 0} for i in range(8)]
-KTO = {"_component_": "torchtune.datasets.kto_dataset", "source": "json"}
 
 
 def run(name, folder, changes=None, **settings):
@@ -74,8 +74,8 @@ def test_losses_before_and_after_are_those_of_the_model(tmp_path):
 )
 def test_every_method_is_measured(name, settings, what, tmp_path):
     if "KTO" in str(settings):
-        (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELLED))
-        settings = settings | {"dataset": KTO | {"data_files": str(tmp_path / "labelled.jsonl")}}
+        source = str(write_lines(tmp_path / "labelled.jsonl", LABELLED))
+        settings = settings | {"dataset": {"_component_": "torchtune.datasets.kto_dataset", "source": source}}
     is_reward_model = "RewardLoss" in str(settings)
     if is_reward_model:
         model = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}

@@ -1,18 +1,16 @@
 """What the recipes that sample have of their own: rollouts that come back, steps that teach nothing, shared work."""
 
-import json
 import re
-import shutil
 from typing import Any
 
 import pytest
 import torch
 
-from tests.recipes.runs import Run, start, write_config
+from tests.recipes.runs import Run, resume, start, write_config
+from tests.tiny import read_lines
 from torchtune.data import DataError
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import RolloutError, _experience
-from torchtune.rlhf import reward_functions as rewards
 from torchtune.utils import UserError
 
 FULL, LORA = "full_grpo_single_device", "lora_grpo_single_device"
@@ -20,7 +18,7 @@ SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "lr_scheduler
 
 
 def rollouts(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.output_dir / name).read_text().splitlines()]
+    return read_lines(run.output_dir / name)
 
 
 def figure(run: Run, name: str) -> list[float]:
@@ -87,17 +85,11 @@ def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(nam
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "num_iterations": 2, "batch_size": 3}
     settings["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "kl_coeff": 0.1}
     whole = start(name, tmp_path, **settings)
-    output_dir = tmp_path / "resumed"
-    output_dir.mkdir()
-    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
-    (output_dir / "logs").mkdir()
     # The run was killed in step 4, after the checkpoint of step 2.
     lines = (whole.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
-    (output_dir / "rollouts.jsonl").write_text("".join(lines[: 3 * 12 + 5]) + lines[-1][:30])
-    resumed = start(name, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
-    assert (output_dir / "rollouts.jsonl").read_text() == "".join(lines)
-    assert resumed.losses == {step: whole.losses[step] for step in (3, 4, 5)}
-    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
+    killed = {"rollouts.jsonl": "".join(lines[: 3 * 12 + 5]) + lines[-1][:30]}
+    resumed = resume(name, tmp_path, whole, 2, killed, **settings)
+    assert (resumed.output_dir / "rollouts.jsonl").read_text() == "".join(lines)
 
 
 @pytest.mark.parametrize("normalize", ["tokens", "sequences"])
@@ -191,8 +183,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
     ):
         name, output_dir = f"{kind}_grpo_distributed", tmp_path / split
         config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-        forker.start(name, config, ranks=2)
-        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        forker.run_on_two(config)
         whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
         run = Run(None, output_dir)
         for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
@@ -201,7 +192,3 @@ def test_two_processes_train_as_one(forker, tmp_path):
         assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
         found = [(line["row"], line["answer"]) for file in files for line in rollouts(run, file)]
         assert sorted(found) == sorted((line["row"], line["answer"]) for line in rollouts(whole))
-
-
-def test_rewards_of_this_file_are_found():
-    assert rewards.FunctionReward(f"{__name__}.words")([{}], ["ab1"]) == [2 / 16]

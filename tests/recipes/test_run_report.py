@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
-from torchtune._cli import tune
 from torchtune.config import load_and_check
 from torchtune.supervision import explain_no_validation, explain_short_epoch
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView, checksum_trained
@@ -32,22 +30,7 @@ def run(
     return code, "\n".join(caplog.messages), output_dir
 
 
-def typed(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Exit code of a command of `tune`."""
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    try:
-        tune.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
-def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
-    tmp_path,
-    caplog,
-    monkeypatch,
-    capsys,
-):
+def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(tmp_path, caplog, tune):
     code, said, output = run(LORA, tmp_path, caplog, gradient_accumulation_steps=3, epochs=2)
     assert code == 0
     assert "model       from_hf_config, weights of " in said
@@ -64,10 +47,9 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
     assert losses[-1] < losses[0]
     assert f"result      {output}/epoch_1, a Hugging Face model with the adapter merged" in said
     assert "NOTHING WAS TRAINED" not in said
-    capsys.readouterr()
-    (command,) = re.findall(r"ask it +(.*)", said)
-    assert typed(command + " max_new_tokens=2", monkeypatch) == 0
-    assert typed(f"tune report {output}", monkeypatch) == 0
+    (command,) = re.findall(r"ask it +tune (.*)", said)
+    assert tune(*shlex.split(command), "max_new_tokens=2").code == 0
+    assert tune("report", output).code == 0
     assert 0 < json.loads((output / "report.json").read_text())["estimated_gib"] < 0.01
     assert "estimate of its tensors" in (output / "report.html").read_text()
 
@@ -83,16 +65,16 @@ def test_answers_are_told_by_their_reward(tmp_path, caplog):
     )
 
 
-def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, caplog, monkeypatch):
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, caplog, tune):
     stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
     code, said, output = run(FULL, tmp_path, caplog, stop, max_steps_per_epoch=3)
     assert code == 128 + signal.SIGINT
     assert "Stopped after 2 steps in " in said
-    (command,) = re.findall(r"go on with +(.*)", said)
+    (command,) = re.findall(r"go on with +tune (.*)", said)
     assert f"{FULL}_changed.py --config" in command, "a copy of a recipe goes on with itself, whatever its config says"
     caplog.clear()
     with caplog.at_level("INFO", logger="torchtune"):
-        assert typed(command, monkeypatch) == 0
+        assert tune(*shlex.split(command)).code == 0
     assert "steps       3 = 1 epoch of 3, from step 2" in caplog.text
     assert (output / "epoch_0").is_dir()
 

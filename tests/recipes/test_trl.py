@@ -5,7 +5,6 @@ With an environment of its own: ``pip install --target DIR --no-deps trl==1.16.0
 """
 
 import importlib
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests.recipes.runs import Run, start
-from tests.tiny import write_checkpoint, write_pairs
+from tests.tiny import read_lines, write_checkpoint, write_lines, write_pairs
 from torchtune.data import Batch, collate_preference
 from torchtune.models import from_hf_config
 from torchtune.rlhf import GroupAdvantages, Rollout, collate_rollouts
@@ -126,29 +125,24 @@ def causal(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "kind", "more"),
+    ("kind", "component", "settings"),
     [
-        ("dpo", {"_component_": "DPOLoss", "beta": 0.3}, "sigmoid", {"beta": 0.3}),
-        ("ipo", {"_component_": "IPOLoss", "beta": 0.3}, "ipo", {"beta": 0.3}),
-        ("hinge", {"_component_": "HingeLoss", "beta": 0.3}, "hinge", {"beta": 0.3}),
-        (
-            "robust",
-            {"_component_": "RobustDPOLoss", "beta": 0.3, "label_smoothing": 0.2},
-            "robust",
-            {"beta": 0.3, "label_smoothing": 0.2},
-        ),
-        ("sigmoid-norm", {"_component_": "SigmoidNormLoss", "beta": 1.0}, "sigmoid_norm", {"beta": 1.0}),
+        ("sigmoid", "DPOLoss", {"beta": 0.3}),
+        ("ipo", "IPOLoss", {"beta": 0.3}),
+        ("hinge", "HingeLoss", {"beta": 0.3}),
+        ("robust", "RobustDPOLoss", {"beta": 0.3, "label_smoothing": 0.2}),
+        ("sigmoid_norm", "SigmoidNormLoss", {"beta": 1.0}),
     ],
 )
-def test_pairs_with_a_reference(name, ours, kind, more, tmp_path):
-    mine = run(tmp_path, ours)
+def test_pairs_with_a_reference(kind, component, settings, tmp_path):
+    mine = run(tmp_path, {"_component_": component, **settings})
     data = mine.recipe.loader.dataset
     rows = []
     for index in range(len(data)):
         (prompt, chosen), (_, rejected) = parts(data[index], "chosen"), parts(data[index], "rejected")
         rows.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
     model = causal(tmp_path)
-    config = trl.DPOConfig(**options(tmp_path, loss_type=[kind], max_length=None, **more))
+    config = trl.DPOConfig(**options(tmp_path, loss_type=[kind], max_length=None, **settings))
     agree(mine, theirs(trl.DPOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
 
 
@@ -225,15 +219,10 @@ def test_reward_model(tmp_path):
 def test_kto(tmp_path):
     rng = random.Random(0)
     write_pairs(tmp_path / "pairs.jsonl", count=STEPS * BATCH)
-    with (tmp_path / "labelled.jsonl").open("w") as file:
-        for line in (tmp_path / "pairs.jsonl").read_text().splitlines():
-            side = rng.choice(["chosen", "rejected"])
-            file.write(json.dumps({"completion": json.loads(line)[side], "label": side == "chosen"}) + "\n")
-    dataset = {
-        "_component_": "torchtune.datasets.kto_dataset",
-        "source": "json",
-        "data_files": str(tmp_path / "labelled.jsonl"),
-    }
+    sides = [(pair, rng.choice(["chosen", "rejected"])) for pair in read_lines(tmp_path / "pairs.jsonl")]
+    labelled = [{"completion": pair[side], "label": side == "chosen"} for pair, side in sides]
+    source = str(write_lines(tmp_path / "labelled.jsonl", labelled))
+    dataset = {"_component_": "torchtune.datasets.kto_dataset", "source": source}
     mine = run(tmp_path, {"_component_": "KTOLoss", "beta": 0.3}, dataset=dataset)
     data = mine.recipe.loader.dataset
     answers = [parts(data[index]) for index in range(len(data))]

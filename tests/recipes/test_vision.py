@@ -1,6 +1,5 @@
 """The recipes with a model of text and images."""
 
-import json
 import math
 import shutil
 from contextlib import nullcontext
@@ -13,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import MllamaForConditionalGeneration
 
 from tests import tiny_vision
-from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.runs import Run, load_recipe, resume, start, write_config
 from tests.recipes.test_generate import recipe_of
+from tests.tiny import CHATS, read_lines, write_lines
 from tests.tiny_vision import images, logits_of_transformers, sees
 from torchtune import generate
 from torchtune.config import instantiate, load_and_check
@@ -48,12 +48,7 @@ def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind,
     settings = {"epochs": 2, "save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 9}
     whole = run(kind, folder, **settings)
     assert len(whole.losses) == 4
-    output_dir = folder / "resumed"
-    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
-    (output_dir / "logs").mkdir()
-    again = run(kind, folder, **settings, output_dir=output_dir, resume_from_checkpoint=True)
-    assert again.losses == {step: whole.losses[step] for step in (3, 4)}
-    assert all(torch.equal(value, again.trained[name]) for name, value in whole.trained.items())
+    again = resume(f"{kind}_finetune_single_device", folder, whole, 2, **SETTINGS, batch_size=3, **settings)
     # Every trained parameter has moved: embeddings of tiles where there were images.
     before = run(kind, folder, max_steps_per_epoch=1, train=False).trained
     still = [name for name, value in whole.trained.items() if torch.equal(value, before[name])]
@@ -61,7 +56,7 @@ def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind,
 
     tokens, given = torch.tensor([[1, tiny_vision.IMAGE_TOKEN, 5, 9, 7]]), images([(2, 1)])
     mask = sees(tokens, given["aspect_ratio"])
-    exported = MllamaForConditionalGeneration.from_pretrained(output_dir / "step_4").eval()
+    exported = MllamaForConditionalGeneration.from_pretrained(again.output_dir / "step_4").eval()
     model = again.recipe.model.eval()
     with torch.no_grad():
         wanted = logits_of_transformers(exported, tokens, given, mask)
@@ -134,14 +129,8 @@ def test_a_run_on_text_that_would_train_nothing_is_refused_before_its_first_step
     """Weight decay alone would move the weights, so that the end of the run would not tell."""
     settings = tiny_vision.write_pictures(folder, count=1)
     model = {"_component_": "tests.tiny_vision.with_parts", "checkpoint_dir": str(folder / "checkpoint")}
-    (folder / "text.jsonl").write_text('{"image": null, "conversations": [{"from": "human", "value": "?"}, '
-                                       '{"from": "gpt", "value": "r"}]}\n')  # fmt: skip
-    text = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": str(folder / "text.jsonl"),
-        "conversation_column": "conversations",
-        "conversation_style": "sharegpt",
-    }
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "r"}]
+    text = {**CHATS, "source": str(write_lines(folder / "text.jsonl", [{"image": None, "messages": turns}]))}
     for dataset, trains in ((text, False), ([text, text], False), ([text, settings["dataset"]], True)):
         for decoder in (False, True):
             made = run(
@@ -194,13 +183,13 @@ def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):
     file, output = folder / "prompts.jsonl", folder / "answers.jsonl"
 
     def answers(lines: list[Any], **settings: Any) -> list[str]:
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(file, lines)
         cfg.prompts, cfg.output = str(file), str(output)
         recipe.prompts = read_prompts(file)
         for name, value in settings.items():
             setattr(cfg, name, value)
         recipe.answer_file(cfg)
-        return [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+        return [row["answer"] for row in read_lines(output)]
 
     assert answers(lines) == [*texts, texts[2], texts[1]]
     output.unlink()
