@@ -3,11 +3,12 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.utils import explain_os_error, get_logger, get_rank, log_rank_zero, run_log_path
+from torchtune.utils import append_line, get_logger, get_rank, log_rank_zero, run_log_path
 
 _MOST = 10
 
@@ -89,13 +90,11 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     listed.update(new)
     if path is None or get_rank() != 0:
         return str(path or "")
-    try:
+    with suppress(OSError):  # a file that cannot be written, either
         before = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in new if line not in before)
-    except OSError as error:
-        get_logger().warning(str(explain_os_error(error, path)))
+        new = [line for line in new if line not in before]
+    if new:
+        append_line(path, "\n".join(new))
     return str(path)
 
 

@@ -17,7 +17,7 @@ import torchtune
 from torchtune._recipe_registry import CONFIGS, recipe_at
 from torchtune.config import read_document, redact_secrets, to_dict
 from torchtune.training.metric_logging import flatten_dict
-from torchtune.utils import AppendedFile, explain_os_error, get_logger, valid_json
+from torchtune.utils import append_line, valid_json
 
 RECORD = "logs/run.jsonl"
 
@@ -25,12 +25,7 @@ RECORD = "logs/run.jsonl"
 def append_record(output_dir: Path, event: str, values: Mapping[str, Any]) -> None:
     """Append an event with its time to the record of a run; if the disk is full, the run goes on without it."""
     line = json.dumps(valid_json({"event": event, "time": time.time(), **values}), ensure_ascii=False, default=str)
-    try:
-        file = AppendedFile(output_dir / RECORD)
-        file.write(f"{chr(10) * file.has_partial_line()}{redact_secrets(line)}\n".encode("utf-8", "replace"))
-        file.close()
-    except OSError as error:
-        get_logger().warning(str(explain_os_error(error, output_dir / RECORD)))
+    append_line(output_dir / RECORD, redact_secrets(line))
 
 
 def describe_start(recipe: Any) -> dict[str, Any]:

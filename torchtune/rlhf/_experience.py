@@ -335,10 +335,8 @@ class RolloutRecord:
                         if number.isdigit() and int(number) >= self._dims.data_size:
                             _truncate_record(path, step)
                 self._file = AppendedFile(self._path)
-            lines = [json.dumps(line, ensure_ascii=False) for line in self._lines(step, scored, advantages)]
-            data = "".join(f"{line}\n" for line in lines).encode()
-            while data:
-                data = data[self._file.write(data) :]
+            for line in self._lines(step, scored, advantages):
+                self._file.write_line(json.dumps(line, ensure_ascii=False))
         if self._show_every and step % self._show_every == 0 and self._dims.is_main:
             answers = list(self._lines(step, scored, advantages))
             get_logger().info(_format_table(step, answers))

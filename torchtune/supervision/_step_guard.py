@@ -14,7 +14,7 @@ import torch
 from torchtune.data import BatchLoader
 from torchtune.supervision._step_metrics import StepMetrics
 from torchtune.training.parallel import ParallelDims
-from torchtune.utils import UserError, explain_os_error, get_logger, valid_json
+from torchtune.utils import UserError, append_line, get_logger, valid_json
 
 # Maximum and minimum number of steps in the mean of the loss.
 _WINDOW, _MIN_LOSSES = 128, 32
@@ -128,12 +128,7 @@ class StepGuard:
         record = {"step": step, "time": time.time(), "reason": reason, "loss": metrics["loss"]}
         record |= {"grad_norm": None if grad_norm is None else float(grad_norm)}
         record |= {"epoch": self._loader.epoch, "rows": rows}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(valid_json(record), allow_nan=False) + "\n")
-        except OSError as error:
-            get_logger().warning(str(explain_os_error(error, self._path)))
+        append_line(self._path, json.dumps(valid_json(record), allow_nan=False))
         where = f"; {len(rows)} rows are named in {self._path}" if rows else ""
         get_logger().warning(
             f"Step {step} was skipped because {reason} ({self._in_a_row} in a row, the run ends at {self._max}){where}."

@@ -42,7 +42,7 @@ __all__ = [
 class DiskLogger(MetricLoggerInterface):
     """Metric logger that appends one line per call to a text file; a resumed run appends to the same file.
 
-    A file that is deleted during the run is restored with its content. NaN is written as ``null``, as JSON lacks it.
+    NaN is written as ``null``, as JSON lacks it.
 
     ``txt`` lines read ``Step 3 | loss:1.5 lr:2e-05``, ``jsonl`` lines ``{"step": 3, "loss": 1.5, "lr": 2e-05}``.
 
@@ -68,8 +68,6 @@ class DiskLogger(MetricLoggerInterface):
         self.output_fmt = output_fmt
         self._file_name = self.log_dir / (filename or f"log.{output_fmt}")
         self._file: AppendedFile | None = AppendedFile(self._file_name)
-        if self._file.has_partial_line():
-            self._file.write(b"\n")
         get_logger().info(f"Metrics are written to {self._file_name}.")
 
     def path_to_log_file(self) -> Path:
@@ -83,9 +81,7 @@ class DiskLogger(MetricLoggerInterface):
             line = json.dumps(valid_json({"step": step, **numbers}), allow_nan=False)
         else:
             line = f"Step {step} | " + " ".join(f"{k}:{v}" for k, v in numbers.items())
-        data = f"{line}\n".encode()
-        while data:
-            data = data[self._file.write(data) :]
+        self._file.write_line(line)
 
     def close(self) -> None:
         """Close the file."""

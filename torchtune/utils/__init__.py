@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
         "AGENT_VARIABLE": "_log_files",
         "Activity": "_activity",
         "AppendedFile": "_appended",
+        "append_line": "_appended",
         "DeviceSupport": "_device",
         "FolderLock": "_folder_lock",
         "ForeignPathError": "_ownership",

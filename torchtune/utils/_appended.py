@@ -1,38 +1,51 @@
-"""Files that are appended to during a run."""
+"""Files of lines that are appended to during a run."""
 
 import os
 from pathlib import Path
 
+from torchtune.utils._atomic_files import explain_os_error
+from torchtune.utils._logging import get_logger
+
 
 class AppendedFile:
-    """File opened for appending.
+    """File opened for appending lines; a last line that a killed process left incomplete is ended first.
 
     Args:
         path: path of the file; missing folders are created.
 
     Example:
         >>> file = torchtune.utils.AppendedFile(folder / "log.txt")
-        >>> file.write(b"step 1\\n")
-        7
+        >>> file.write_line("step 1")
+        >>> file.close()
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            self.write_line("")
 
-    def write(self, data: bytes) -> int:
-        """Append ``data`` with one system call and return the number of bytes written.
-
-        Raises:
-            OSError: nothing was written.
-        """
-        return os.write(self.descriptor, data)
-
-    def has_partial_line(self) -> bool:
-        """Return whether the last line is incomplete, as after a kill."""
-        size = os.fstat(self.descriptor).st_size
-        return size > 0 and os.pread(self.descriptor, 1, size - 1) != b"\n"
+    def write_line(self, line: str) -> None:
+        """Append a line, or several with line breaks between them."""
+        data = f"{line}\n".encode("utf-8", "replace")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self.descriptor)
+        os.close(self._descriptor)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file; if it cannot be written, log a warning and go on.
+
+    Example:
+        >>> torchtune.utils.append_line(folder / "skipped.jsonl", "{}")
+    """
+    try:
+        file = AppendedFile(path)
+        file.write_line(line)
+        file.close()
+    except OSError as error:
+        get_logger().warning(str(explain_os_error(error, path)))
