@@ -1,6 +1,6 @@
 """Build vision towers, and text decoders with image tokens, from their descriptions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchtune.models._build import ACTIVATIONS, build
-from torchtune.models._hf_vision import ImageTextFormat, TwoFormats
+from torchtune.models._hf_vision import ImageTextFormat, read_config, write_config
 from torchtune.models._image_processors import ImageProcessor
 from torchtune.models._spec import ModelSpec
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
@@ -57,28 +57,31 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
 
 def image_text_family(
     name: str,
-    formats: ImageTextFormat | TwoFormats,
-    weight_maps: Mapping[str, WeightMap],
+    formats: Sequence[ImageTextFormat],
+    names: WeightMap,
     processor: type[ImageProcessor],
     text: ModelSpec | None = None,
+    weight_maps: Mapping[str, WeightMap] | None = None,
     **more: Any,
 ) -> ModelSpec:
     """Make the spec of a family of text decoders with image tokens.
 
     Args:
         name: see :class:`ModelSpec`.
-        formats: format, or formats, of ``config.json``.
-        weight_maps: see :class:`ModelSpec`.
+        formats: formats of ``config.json``.
+        names: weight names of Hugging Face's files; if transformers' names differ, it also reads these.
         processor: class of the image processor.
         text: spec of the text decoder, from which the other attributes are taken.
+        weight_maps: weight names of further formats.
         **more: further attributes of :class:`ModelSpec`.
     """
+    inside = {} if names.modules == WeightMap(()).modules else {"hf_modules": names.prefixed(dict(names.modules))}
     values = {
         "name": name,
-        "architectures": formats.architectures,
-        "from_hf_config": formats.read,
-        "to_hf_config": formats.write,
-        "weight_maps": weight_maps,
+        "architectures": tuple(dict.fromkeys(one.architecture for one in formats)),
+        "from_hf_config": partial(read_config, formats),
+        "to_hf_config": partial(write_config, formats),
+        "weight_maps": {"hf": names, **inside, **(weight_maps or {})},
         "builder": build_image_text,
         "image_processor": processor.from_config,
         **more,

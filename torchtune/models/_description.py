@@ -1,6 +1,6 @@
 """Description of a decoder's architecture, from which every text model is built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from torchtune.models._mixers import Mixer
@@ -273,6 +273,11 @@ class Description:
             raise ModelError(
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
             )
+
+    @property
+    def text(self) -> "Description":
+        """Description of the text decoder of a composite model."""
+        return Description(**{field.name: getattr(self, field.name) for field in fields(Description)})
 
     def other_numbers(self, layer: int) -> dict[str, int]:
         """Return further layer numbers for templates of weight names: placeholder -> number."""

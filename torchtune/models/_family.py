@@ -35,15 +35,26 @@ from torchtune.models._weight_names import (
     HF_HALF,
     HF_INTERLEAVED,
     META,
+    attention_names,
     experts,
+    gated_names,
     hf_names,
     latent_attention,
     mixers,
+    module_rows,
     renamed,
     shared_expert,
     with_fused_experts,
 )
-from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Split
+from torchtune.models._weight_ops import (
+    FlatPatches,
+    FusedExperts,
+    Identity,
+    InterleaveRope,
+    Split,
+    Stack,
+    SwappedAxes,
+)
 from torchtune.models._weight_rows import Row
 
 

@@ -134,12 +134,12 @@ class Fields:
             if self.take(name, value) != value:
                 raise self.refusal(name, self.peek(name))
 
-    def list_of(self, name: str, num_layers: int, kind: type) -> list[Any] | None:
-        """Return a list with one value per layer or with layer indices; None if the field is absent."""
+    def list_of(self, name: str, num_layers: int, kind: type, default: list[Any] | None = None) -> list[Any] | None:
+        """Return a list with one value per layer or with layer indices; the default if the field is absent."""
         value = self.take(name, None)
         fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
         self._expect(fits, name, value, f"a list for {num_layers} layers")
-        return value
+        return default if value is None else value
 
     def layer_kinds(self, num_layers: int) -> list[str] | None:
         """Return ``layer_types`` with the names of transformers 5; None if the field is absent."""
@@ -152,6 +152,16 @@ class Fields:
                 f"config.json of {self._architecture} has {name} = {shown(value)}, where {wanted} is expected: "
                 "download it again, or correct it."
             )
+
+    def typed(self, name: str, default: Any) -> Any:
+        """Return a field's value with the type of its default; the first of a list of equal numbers."""
+        value = self.take(name, default)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        fits = is_whole(value, 2**22) if type(default) is int else is_number(value) or isinstance(value, bool)
+        if not fits:
+            raise self.refusal(name, value)
+        return type(default)(value)
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
         """Return the entry of ``choices`` for a field's value; raises ``ModelError`` if there is none."""

@@ -1,8 +1,7 @@
 """Descriptions of vision towers, and of text decoders with image tokens."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from torchtune.models._description import Description, ModelError
 
@@ -106,6 +105,17 @@ class VisionDescription:
         return self.num_channels * self.frames_per_patch * self.patch_size**2
 
     @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch in convolutions of checkpoints: channels, frames (unless 1), rows, columns."""
+        frames = (self.frames_per_patch,) if self.frames_per_patch > 1 else ()
+        return (self.num_channels, *frames, self.patch_size, self.patch_size)
+
+    @property
+    def num_deep_layers(self) -> int:
+        """Number of layers whose outputs the decoder adds."""
+        return len(self.deep_layers)
+
+    @property
     def merged_dim(self) -> int:
         """Width of merged patches."""
         return self.embed_dim if self.merge_pools else self.embed_dim * self.merge**2
@@ -138,62 +148,3 @@ class ImageTextDescription(Description):
             raise ModelError(f"vision: the text has fewer layers ({self.num_layers}) than deep_layers.")
         if not self.image_tokens or not all(0 <= token < self.vocab_size for token in self.image_tokens):
             raise ModelError(f"image_tokens {list(self.image_tokens)} must be tokens of the vocabulary.")
-
-    @property
-    def text(self) -> Description:
-        """Description of the text decoder."""
-        return Description(**text_fields(self))
-
-    # Numbers and conditions of weight maps.
-
-    @property
-    def num_vision_layers(self) -> int:
-        """Number of layers of the tower."""
-        return self.vision.num_layers
-
-    @property
-    def num_deep_layers(self) -> int:
-        """Number of layers whose outputs the decoder adds."""
-        return len(self.vision.deep_layers)
-
-    @property
-    def vision_dim(self) -> int:
-        """Width of the tower."""
-        return self.vision.embed_dim
-
-    @property
-    def clips(self) -> bool:
-        """Whether linear layers of the tower clip."""
-        return self.vision.clipped
-
-    @property
-    def clips_not(self) -> bool:
-        """Whether they do not."""
-        return not self.vision.clipped
-
-    @property
-    def standardizes(self) -> bool:
-        """Whether the projector standardizes."""
-        return self.vision.merge_standardized
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the projector normalizes patches and reduces merged ones."""
-        return self.vision.merge_reduces
-
-    @property
-    def projects_with_bias(self) -> bool:
-        """Whether linear layers of the projector have biases."""
-        return self.vision.projector_bias
-
-    @property
-    def patch_shape(self) -> tuple[int, ...]:
-        """Shape of a patch in convolutions of checkpoints: channels, frames (unless 1), rows, columns."""
-        v = self.vision
-        frames = (v.frames_per_patch,) if v.frames_per_patch > 1 else ()
-        return (v.num_channels, *frames, v.patch_size, v.patch_size)
-
-
-def text_fields(description: Description) -> Mapping[str, Any]:
-    """Return the fields of the text decoder's description by name."""
-    return {field.name: getattr(description, field.name) for field in fields(Description)}

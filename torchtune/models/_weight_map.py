@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ _PLACEHOLDERS = {
     "expert": "num_experts",
     "clip": "num_clip_layers",
     "head": "num_projection_layers",
-    "block": "num_vision_layers",
-    "deep": "num_deep_layers",
+    "block": "vision.num_layers",
+    "deep": "vision.num_deep_layers",
 }
 _LAYERS = ("layer", "clip", "head", "block", "deep")  # a group has tensors of one layer only
 
@@ -78,14 +79,15 @@ class WeightMap:
         """Return the map with further rows."""
         return replace(self, rows=(*self.rows, *rows))
 
-    def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
+    def prefixed(self, prefixes: Mapping[str, str], ours: str = "") -> "WeightMap":
         """Return the map for a composite checkpoint with this model as one part.
 
         Args:
             prefixes: prefix of an external name -> prefix in the composite checkpoint; the longest match is replaced.
                 ``{"": "language_model."}`` adds a prefix to every name.
+            ours: prefix that is added to our names, for example ``"decoder."``.
         """
-        return _prefixed(self, tuple(sorted(prefixes.items())))
+        return _prefixed(self, tuple(sorted(prefixes.items())), ours)
 
     def groups(self, description: Description) -> tuple[Group, ...]:
         """Return all groups of the model, ordered by row, then by layer."""
@@ -307,12 +309,12 @@ def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:
 def _fill(template: str, description: Description, **fixed: int) -> list[str]:
     """All names of a template; placeholders that are not in ``fixed`` take every value."""
     free = [key for key in _PLACEHOLDERS if f"{{{key}}}" in template and key not in fixed]
-    counts = [range(getattr(description, _PLACEHOLDERS[key])) for key in free]
+    counts = [range(attrgetter(_PLACEHOLDERS[key])(description)) for key in free]
     return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]
 
 
 def _holds(condition: str, description: Description, layer: int | None) -> bool:
-    value = getattr(description, condition.removeprefix("!"))
+    value = attrgetter(condition.removeprefix("!"))(description)
     holds = layer in value if isinstance(value, Sequence | frozenset) else bool(value)
     return holds != condition.startswith("!")
 
@@ -323,7 +325,7 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
     for row in weight_map.rows:
         kinds = (kind for kind in _LAYERS if any(f"{{{kind}}}" in template for template in _templates(row.tune)))
         kind = next(kinds, None)
-        for layer in range(getattr(description, _PLACEHOLDERS[kind])) if kind else (None,):
+        for layer in range(attrgetter(_PLACEHOLDERS[kind])(description)) if kind else (None,):
             if not all(_holds(condition, description, layer) for condition in row.when.split()):
                 continue
             fixed = {} if layer is None else {kind: layer}
@@ -343,15 +345,20 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
 
 
 @lru_cache(maxsize=32)
-def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...]) -> WeightMap:
-    def rename(external: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        names = tuple(rename_prefix(name, dict(prefixes)) for name in _templates(external))
+def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], ours: str) -> WeightMap:
+    def rename(external: str | tuple[str, ...], prefixes: Mapping[str, str]) -> str | tuple[str, ...]:
+        names = tuple(rename_prefix(name, prefixes) for name in _templates(external))
         return names[0] if isinstance(external, str) else names
 
+    theirs, own = dict(prefixes), {"": ours}
+    rows = [replace(row, external=rename(row.external, theirs), tune=rename(row.tune, own)) for row in weight_map.rows]
     return WeightMap(
-        tuple(replace(row, external=rename(row.external)) for row in weight_map.rows),
-        tuple(replace(tie, external=rename(tie.external)) for tie in weight_map.tied),
-        tuple(rename_prefix(name, dict(prefixes)) for name in weight_map.ignore),
+        tuple(rows),
+        tuple(
+            replace(tie, external=rename(tie.external, theirs), source=rename(tie.source, own))
+            for tie in weight_map.tied
+        ),
+        tuple(rename_prefix(name, theirs) for name in weight_map.ignore),
     )
 
 

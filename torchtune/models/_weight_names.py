@@ -1,6 +1,6 @@
 """Weight names shared by families: Hugging Face's Llama architecture, Meta's files, llama.cpp's GGUF."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -230,6 +230,38 @@ def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
         return external
 
     return replace(weight_map, rows=tuple(replace(row, external=rename(row.external)) for row in weight_map.rows))
+
+
+def attention_names(theirs: str = "self_attn", output: str = "o_proj") -> list[tuple[str, str]]:
+    """Return the names of the linear layers of attention, (ours, theirs)."""
+    names = [(f"attn.{name}_proj", f"{theirs}.{name}_proj") for name in "qkv"]
+    return [*names, ("attn.output_proj", f"{theirs}.{output}")]
+
+
+def gated_names(theirs: str = "mlp") -> list[tuple[str, str]]:
+    """Return the names of the linear layers of a gated feed-forward layer, (ours, theirs)."""
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return [(f"mlp.{ours}", f"{theirs}.{name}") for ours, name in names.items()]
+
+
+def module_rows(
+    theirs: str,
+    ours: str,
+    modules: Iterable[tuple[str, str]],
+    kinds: Sequence[str] = ("weight", "bias"),
+    when: str = "",
+) -> list[Row]:
+    """Make the rows of modules.
+
+    Args:
+        theirs: beginning of the external names.
+        ours: beginning of our names.
+        modules: rest of each module's name: (ours, theirs).
+        kinds: our names of the parameters of each module; ``scale`` is called ``weight`` by others.
+        when: see :class:`Row`.
+    """
+    pairs = [(kind, "weight" if kind == "scale" else kind) for kind in kinds]
+    return [Row(f"{theirs}{b}.{y}", f"{ours}{a}.{x}", when=when) for a, b in modules for x, y in pairs]
 
 
 def _when_bias(where: str, bias: str) -> str:

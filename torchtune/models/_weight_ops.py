@@ -1,9 +1,10 @@
 """Ops of a weight map: reversible rearrangements of tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -168,7 +169,7 @@ class Split(Op):
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused tensor into its parts."""
         (fused,) = tensors
-        return list(fused.split([getattr(description, size) for size in self.sizes]))
+        return list(fused.split([attrgetter(size)(description) for size in self.sizes]))
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Concatenate the parts to a fused tensor."""
@@ -248,7 +249,7 @@ class FusedAdapter(Op):
         return [first.repeat(len(self.sizes), 1), torch.block_diag(*self._rows(second, description))]
 
     def _rows(self, second: Tensor, description: Description) -> Sequence[Tensor]:
-        return second.split([getattr(description, size) for size in self.sizes])
+        return second.split([attrgetter(size)(description) for size in self.sizes])
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
@@ -262,7 +263,7 @@ class FusedAdapter(Op):
         rows, columns = slices
         if which < parts:
             return [ExternalSlice(0, (slice(start + rows.start, start + rows.stop), columns))]
-        above = sum(getattr(description, size) for size in self.sizes[:number])
+        above = sum(attrgetter(size)(description) for size in self.sizes[:number])
         rows = slice(above + rows.start, above + rows.stop)
         if columns.stop - columns.start < rank:
             return [ExternalSlice(1, (rows, slice(start + columns.start, start + columns.stop)))]
@@ -445,3 +446,58 @@ class Stack(Op):
         inside = tuple(reversed(inner)) if self.transpose else tuple(inner)
         numbers = () if is_empty(slices) else range(experts.start, experts.stop)
         return [ExternalSlice(number, inside, number - experts.start, self.transpose) for number in numbers]
+
+
+@dataclass(frozen=True)
+class FlatPatches(Op):
+    """Op between the convolution of checkpoints, ``[d, *patch_shape]``, and our matrix ``[d, patch values]``."""
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Flatten the convolution."""
+        return [tensors[0].flatten(1)]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Reshape the matrix to a convolution."""
+        return [tensors[0].unflatten(1, description.vision.patch_shape)]
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Return complete rows."""
+        sizes = shapes[0][1:]
+        theirs = (slices[0], *(slice(0, size) for size in sizes))
+        return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.unflatten(1, sizes))]
+
+
+@dataclass(frozen=True)
+class SwappedAxes(Op):
+    """Op that swaps the first two dimensions of a tensor."""
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Swap the dimensions."""
+        return [tensors[0].transpose(0, 1).contiguous()]
+
+    to_external = to_tune
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Return one slice."""
+        first, second, *rest = slices
+        theirs = (second, first, *rest)
+        return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.transpose(0, 1))]
+
+
+@dataclass(frozen=True, eq=False)
+class _Viewed(ExternalSlice):
+    """Slice of an external tensor that is a view of ours."""
+
+    view: Callable[[Tensor], Tensor] = Tensor.view_as
+
+    def of(self, ours: Tensor) -> Tensor:
+        """Return the values of the external slice from our slice."""
+        return self.view(ours)
+
+    def fill(self, ours: Tensor, value: Tensor) -> None:
+        """Copy the values of the external slice to our slice."""
+        self.view(ours).copy_(value)

@@ -22,8 +22,8 @@ class Row:
         external: template or templates of the external names.
         tune: template or templates of our names.
         op: converts the external tensors to ours and back.
-        when: conditions, separated by spaces: attributes of the description, each a bool, a number (0 is False), or the
-            indices of layers; ``!`` before one negates it.
+        when: conditions, separated by spaces: attributes of the description, such as ``vision.clipped``, each a bool, a
+            number (0 is False), or the indices of layers; ``!`` before one negates it.
     """
 
     external: str | tuple[str, ...]

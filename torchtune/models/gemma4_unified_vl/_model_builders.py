@@ -9,11 +9,8 @@ from functools import partial
 from typing import Any
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import read_whole
+from torchtune.models._family import Fields, Row, SwappedAxes, module_rows
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import SwappedAxes, image_text_names, renamed_modules
-from torchtune.models._weight_rows import Row
 from torchtune.models.gemma4_unified._model_builders import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4_unified._model_builders import SPEC as TEXT
 from torchtune.models.gemma4_vl._model_builders import FORMAT as GEMMA4
@@ -24,7 +21,7 @@ _POOL = 3
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    pixels = read_whole(fields, "patch_size", 16) * read_whole(fields, "pooling_kernel_size", _POOL)
+    pixels = fields.typed("patch_size", 16) * fields.typed("pooling_kernel_size", _POOL)
     return {"patch_size": pixels}  # of all patches that become a token
 
 
@@ -36,7 +33,7 @@ _FORMAT = replace(
     GEMMA4,
     architecture="Gemma4UnifiedForConditionalGeneration",
     model_type="gemma4_unified",
-    texts=(TEXT_FORMAT,),
+    text=TEXT_FORMAT,
     vision_type="gemma4_unified_vision",
     own=(
         ("mm_embed_dim", "embed_dim", 3840),
@@ -52,7 +49,6 @@ _FORMAT = replace(
     },
     derived=(("output_proj_dims", "embed_dim"),),
     unused=(),
-    activation=(),
     read_vision=_read,
     write_vision=_write,
     read_more=partial(read_blocks, default="vision"),
@@ -65,16 +61,16 @@ _MODULES = (
     ("first_norm", "pos_norm"),
 )
 _ROWS = [
-    *renamed_modules(_EMBEDDER, "encoder.", _MODULES),
+    *module_rows(_EMBEDDER, "encoder.", _MODULES),
     Row(f"{_EMBEDDER}pos_embedding", "encoder.positions.tables", SwappedAxes()),
-    *PROJECTOR,
+    PROJECTOR,
 ]
 # Names of modules in transformers.
 _INSIDE = ((_EMBEDDER, "model.embed_vision."), ("model.embed_vision.", "model.embed_vision.multimodal_embedder."))
 SPEC = image_text_family(
     "gemma4_unified_vl",
-    _FORMAT,
-    {"hf": replace(image_text_names(TEXT.weight_map(), PREFIXES, _ROWS), modules=_INSIDE)},
+    [_FORMAT],
+    replace(TEXT.weight_map().prefixed(PREFIXES, "decoder.").extended(_ROWS), modules=_INSIDE),
     GemmaImages,
     TEXT,
     untrained=("model.embed_audio.",),

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune.models._build_vision import image_text_family
+from torchtune.models._family import Row, Stack, attention_names, gated_names, module_rows
 from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._vision_description import ImageTextDescription
-from torchtune.models._vision_names import attention_names, gated_names, image_text_names, renamed_modules, rms_norms
-from torchtune.models._weight_ops import Stack
-from torchtune.models._weight_rows import Row
 from torchtune.models.gemma4._model_builders import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4._model_builders import SPEC as TEXT
 from torchtune.models.gemma4_vl._processor import GemmaImages
@@ -29,7 +27,7 @@ def _write_blocks(d: ImageTextDescription) -> dict[str, Any]:
 FORMAT = ImageTextFormat(
     "Gemma4ForConditionalGeneration",
     "gemma4",
-    (TEXT_FORMAT,),
+    TEXT_FORMAT,
     vision_type="gemma4_vision",
     own=(
         ("hidden_size", "embed_dim", 768),
@@ -43,6 +41,7 @@ FORMAT = ImageTextFormat(
         ("rms_norm_eps", "merge_norm_eps", 1e-6),
         ("use_clipped_linears", "clipped", False),
         ("standardize", "merge_standardized", False),
+        ("hidden_activation", "activation", "gelu_pytorch_tanh"),
     ),
     tokens=(("image_token_id", 258_880), ("video_token_id", 258_884)),
     fixed={
@@ -55,7 +54,6 @@ FORMAT = ImageTextFormat(
     },
     derived=(("num_key_value_heads", "num_heads"), ("head_dim", "head_dim")),
     unused=("max_position_embeddings", "layer_types", "default_output_length"),
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
     rope_base=100.0,
     tied=True,
     ignored=(
@@ -81,27 +79,27 @@ _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 def _linear(ours: str, theirs: str) -> list[Row]:
     weight, bounds = f"{theirs}.linear.weight", tuple(f"{theirs}.{name}" for name in _BOUNDS)
     return [
-        Row(weight, f"{ours}.weight", when="clips_not"),
-        Row(weight, f"{ours}.linear.weight", when="clips"),
-        Row(bounds, f"{ours}.bounds", Stack(), when="clips"),
+        Row(weight, f"{ours}.weight", when="!vision.clipped"),
+        Row(weight, f"{ours}.linear.weight", when="vision.clipped"),
+        Row(bounds, f"{ours}.bounds", Stack(), when="vision.clipped"),
     ]
 
 
-PROJECTOR = renamed_modules("model.embed_vision.", "encoder.projector.", [("mlp", "embedding_projection")], ["weight"])
+PROJECTOR = Row("model.embed_vision.embedding_projection.weight", "encoder.projector.mlp.weight")
 _ROWS = [
     Row(f"{_TOWER}patch_embedder.input_proj.weight", "encoder.patch_embed.weight"),
     Row(f"{_TOWER}patch_embedder.position_embedding_table", "encoder.positions.tables"),
     *(row for a, b in (*attention_names(), *gated_names()) for row in _linear(_OURS + a, _LAYER + b)),
-    *rms_norms(_LAYER, _OURS, _NORMS),
-    Row(f"{_TOWER}std_bias", "encoder.projector.std_bias", when="standardizes"),
-    Row(f"{_TOWER}std_scale", "encoder.projector.std_scale", when="standardizes"),
-    *PROJECTOR,
+    *module_rows(_LAYER, _OURS, _NORMS, ["scale"]),
+    Row(f"{_TOWER}std_bias", "encoder.projector.std_bias", when="vision.merge_standardized"),
+    Row(f"{_TOWER}std_scale", "encoder.projector.std_scale", when="vision.merge_standardized"),
+    PROJECTOR,
 ]
 PREFIXES = {"model.": "model.language_model."}
 SPEC = image_text_family(
     "gemma4_vl",
-    FORMAT,
-    {"hf": image_text_names(TEXT.weight_map(), PREFIXES, _ROWS)},
+    [FORMAT],
+    TEXT.weight_map().prefixed(PREFIXES, "decoder.").extended(_ROWS),
     GemmaImages,
     TEXT,
     untrained=("model.audio_tower.", "model.embed_audio."),

@@ -12,4 +12,4 @@ _FORMAT = replace(
     model_type="idefics3",
     vision_type="idefics3_vision",
 )
-SPEC = image_text_family("idefics3", _FORMAT, NAMES, TiledImages)
+SPEC = image_text_family("idefics3", [_FORMAT], NAMES, TiledImages)

@@ -1,6 +1,6 @@
 """Description of Llama 3.2 Vision."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torchtune.models._description import Description, ModelError
 
@@ -65,11 +65,6 @@ class VisionDescription(Description):
             "cross": layer + before,
             "fusion": before,
         }
-
-    @property
-    def text(self) -> Description:
-        """Description of the text decoder."""
-        return Description(**{field.name: getattr(self, field.name) for field in fields(Description)})
 
     @property
     def aspect_ratios(self) -> list[tuple[int, int]]:

@@ -1,7 +1,6 @@
 """Read and write the ``config.json`` of Llama 3.2 Vision."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
@@ -52,15 +51,14 @@ def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Visi
     whole = Fields(config, _NAME, {*ignore_fields, *parts, "image_token_index", "tie_word_embeddings"})
     whole.refuse_rest()
     text, fusion_layers = _read_text(parts["text_config"], ignore_fields)
-    own = {field.name: getattr(text, field.name) for field in dataclass_fields(Description)}
-    return VisionDescription(**own, fusion_layers=fusion_layers, **_read_vision(parts["vision_config"], ignore_fields))
+    vision = _read_vision(parts["vision_config"], ignore_fields)
+    return VisionDescription(**vars(text), fusion_layers=fusion_layers, **vision)
 
 
 def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[Description, tuple[int, ...]]:
     """Read the text decoder, and the indices of its layers with cross-attention before them."""
     fields = Fields(config, _NAME, set(ignore_fields))
-    crossing = fields.list_of("cross_attention_layers", _LAYERS, int)
-    crossing = _CROSS_LAYERS if crossing is None else crossing
+    crossing = fields.list_of("cross_attention_layers", _LAYERS, int, _CROSS_LAYERS)
     layers = config.pop("num_hidden_layers", _LAYERS)
     ours = tuple(layer - before for before, layer in enumerate(crossing))
     if (
@@ -90,22 +88,14 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
 def _read_vision(config: dict[str, Any], ignore_fields: Collection[str]) -> dict[str, Any]:
     # Configs of 2024 have tie_word_embeddings here, although the image encoder has no tokens.
     fields = Fields(config, f"{_NAME} (vision_config)", {*ignore_fields, "tie_word_embeddings"})
-
-    def whole(name: str, default: int) -> int:
-        value = fields.take(name, default)
-        if not is_whole(value, 2**22):
-            raise fields.refusal(name, value)
-        return int(value)
-
-    indices = fields.list_of("intermediate_layers_indices", _LAYERS, int)
-    indices = tuple(_INDICES if indices is None else indices)
+    indices = tuple(fields.list_of("intermediate_layers_indices", _LAYERS, int, _INDICES))
     values = {
-        **{ours: whole(theirs, default) for theirs, ours, default in _SIZES},
+        **{ours: fields.typed(theirs, default) for theirs, ours, default in _SIZES},
         "clip_hidden_states": indices,
         "clip_norm_eps": float(fields.take("norm_eps", 1e-5)),
     }
     width = values["clip_dim"]
-    whole("num_attention_heads", values["num_clip_heads"])
+    fields.typed("num_attention_heads", values["num_clip_heads"])
     wanted = {
         "hidden_act": ("gelu", "gelu"),
         "intermediate_size": (4 * width, 5120),

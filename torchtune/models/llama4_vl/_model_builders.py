@@ -3,14 +3,10 @@
 from typing import Any
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, read_whole
+from torchtune.models._family import Fields, FlatPatches, Identity, Row, WeightMap, attention_names, module_rows
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._parts import rename_prefix
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import FlatPatches, attention_names, image_text_names, renamed_modules
-from torchtune.models._weight_map import WeightMap
-from torchtune.models._weight_ops import Identity
-from torchtune.models._weight_rows import Row
 from torchtune.models.llama4._model_builders import FORMAT
 from torchtune.models.llama4._model_builders import SPEC as TEXT
 from torchtune.models.llama4._processor import LlamaImages
@@ -22,7 +18,7 @@ def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, An
     fields.require(pixel_shuffle_ratio=1 / _MERGE)
     if values["intermediate_dim"] != values["embed_dim"] * _MERGE**2:  # which is also the projector's input
         raise fields.refusal("intermediate_size", values["intermediate_dim"])
-    return {"positions_side": read_whole(fields, "image_size", 448) // values["patch_size"]}
+    return {"positions_side": fields.typed("image_size", 448) // values["patch_size"]}
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
@@ -32,7 +28,7 @@ def _write(v: VisionDescription) -> dict[str, Any]:
 _FORMAT = ImageTextFormat(
     "Llama4ForConditionalGeneration",
     "llama4",
-    (FORMAT,),
+    FORMAT,
     vision_type="llama4_vision_model",
     own=(
         ("hidden_size", "embed_dim", 768),
@@ -72,12 +68,12 @@ _ROWS = [
     Row(f"{_TOWER}patch_embedding.linear.weight", "encoder.patch_embed.weight"),
     Row(f"{_TOWER}class_embedding", "encoder.positions.class_token"),
     Row(f"{_TOWER}positional_embedding_vlm", "encoder.positions.table.weight"),
-    *renamed_modules(_TOWER, "encoder.", [("first_norm", "layernorm_pre"), ("norm", "layernorm_post")]),
-    *renamed_modules(f"{_TOWER}model.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
-    *renamed_modules(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
+    *module_rows(_TOWER, "encoder.", [("first_norm", "layernorm_pre"), ("norm", "layernorm_post")]),
+    *module_rows(f"{_TOWER}model.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
+    *module_rows(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
     Row("multi_modal_projector.linear_1.weight", "encoder.projector.mlp.w2.weight"),
 ]
-_HF = image_text_names(TEXT.weight_map(), TEXT.module_prefixes, _ROWS)
+_HF = TEXT.weight_map().prefixed(TEXT.module_prefixes, "decoder.").extended(_ROWS)
 # Our names -> those of earlier releases.
 _CLIP, _HEAD = "encoders.vision.clip.", "encoders.vision.projection.output."
 _EARLIER = {
@@ -96,5 +92,5 @@ _ROWS_OF_EARLIER = [
     Row(rename_prefix(name, _EARLIER), name, FlatPatches() if ".patch_embed." in name else Identity(), row.when)
     for row, name in _OWN
 ]
-_NAMES = {"hf": _HF, "earlier": WeightMap(tuple(_ROWS_OF_EARLIER))}
-SPEC = image_text_family("llama4_vl", _FORMAT, _NAMES, LlamaImages, TEXT)
+_EARLIER_NAMES = {"earlier": WeightMap(tuple(_ROWS_OF_EARLIER))}
+SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, LlamaImages, TEXT, _EARLIER_NAMES)

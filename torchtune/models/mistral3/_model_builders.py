@@ -4,25 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._description import ModelError
-from torchtune.models._hf_config import MISTRAL
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, TwoFormats
-from torchtune.models._vision_description import ImageTextDescription
-from torchtune.models._vision_names import (
+from torchtune.models._family import (
+    HF_INTERLEAVED,
+    MISTRAL,
+    Fields,
     FlatPatches,
+    Row,
     attention_names,
     gated_names,
-    image_text_names,
-    renamed_modules,
-    rms_norms,
+    module_rows,
 )
-from torchtune.models._weight_names import HF_INTERLEAVED
-from torchtune.models._weight_rows import Row
+from torchtune.models._hf_vision import ImageTextFormat
+from torchtune.models._vision_description import ImageTextDescription
 from torchtune.models.ministral3._model_builders import FORMAT as MINISTRAL
 from torchtune.models.mistral3._processor import PixtralImages
-
-_ARCHITECTURE, _LLAVA = "Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
@@ -40,18 +35,8 @@ def _read_llava(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[s
     return _read(fields, values, whole)
 
 
-def _write_more(d: ImageTextDescription) -> dict[str, Any]:
-    if d.vision.merge_norm_eps != d.norm_eps:
-        raise ModelError("vision: the norm of the projector has the eps of the text (norm_eps).")
-    return {}
-
-
 def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
-    return {**_write_more(d), "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-
-
-def _is_llava(d: ImageTextDescription) -> bool:
-    return not d.vision.merge_reduces
+    return {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 
 
 _TEXT_DEFAULTS = (
@@ -69,9 +54,9 @@ _TOWER = {
     "rope": "alternating",
 }
 _FORMAT = ImageTextFormat(
-    _ARCHITECTURE,
+    "Mistral3ForConditionalGeneration",
     "mistral3",
-    (replace(MISTRAL, defaults=_TEXT_DEFAULTS), MINISTRAL),
+    replace(MISTRAL, defaults=_TEXT_DEFAULTS),
     vision_type="pixtral",
     own=(
         ("hidden_size", "embed_dim", 1024),
@@ -80,55 +65,42 @@ _FORMAT = ImageTextFormat(
         ("num_attention_heads", "num_heads", 16),
         ("num_channels", "num_channels", 3),
         ("patch_size", "patch_size", 16),
+        ("hidden_act", "activation", "gelu"),
     ),
     beside=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
     tokens=(("image_token_index", 10),),
     fixed={**_TOWER, **dict.fromkeys(("merge_channels_first", "merge_reduces"), True), "merge_norm": "rms"},
     derived=(("head_dim", "head_dim"),),
     unused=("image_size",),  # rotary embeddings have no largest size
-    activation=("hidden_act", "gelu"),
     read_vision=_read,
     ignored=("image_token_id", "image_seq_length"),
-    write_more=_write_more,
 )
 _LLAVA_FORMAT = replace(
     _FORMAT,
-    architecture=_LLAVA,
+    architecture="LlavaForConditionalGeneration",
     model_type="llava",
-    texts=(MISTRAL,),
+    text=MISTRAL,
     beside=(("multimodal_projector_bias", "projector_bias", True),),
     fixed=_TOWER,
     read_vision=_read_llava,
     write_more=_write_llava,
 )
-_FORMATS = TwoFormats(_FORMAT, _LLAVA_FORMAT, _is_llava)
-_LAYER = (*attention_names("attention"), *gated_names("feed_forward"))
-
-
-def _tower_names(start: str) -> list[Row]:
-    tower, projector = f"{start}vision_tower.", f"{start}multi_modal_projector."
-    layer, ours = f"{tower}transformer.layers.{{block}}.", "encoder.layers.{block}."
-    linears = [("mlp.w1", "linear_1"), ("mlp.w2", "linear_2")]
-    return [
-        Row(f"{tower}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
-        Row(f"{tower}ln_pre.weight", "encoder.first_norm.scale"),
-        *renamed_modules(layer, ours, _LAYER, ["weight"]),
-        *rms_norms(layer, ours, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")]),
-        Row(f"{projector}norm.weight", "encoder.projector.norm.scale", when="reduces"),
-        Row(f"{projector}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when="reduces"),
-        *renamed_modules(projector, "encoder.projector.", linears, ["weight"]),
-        *(
-            Row(f"{projector}{theirs}.bias", f"encoder.projector.{name}.bias", when="projects_with_bias")
-            for name, theirs in linears
-        ),
-    ]
-
-
-_NAMES = image_text_names(
-    HF_INTERLEAVED, {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}, _tower_names("")
-)
-# transformers can save tensors under its module names.
-_NESTED = image_text_names(HF_INTERLEAVED, {"model.": "model.language_model."}, _tower_names("model."))
+_TOWER_NAME, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_LAYER, _OURS = f"{_TOWER_NAME}transformer.layers.{{block}}.", "encoder.layers.{block}."
+_LINEARS = [("mlp.w1", "linear_1"), ("mlp.w2", "linear_2")]
+_ROWS = [
+    Row(f"{_TOWER_NAME}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
+    Row(f"{_TOWER_NAME}ln_pre.weight", "encoder.first_norm.scale"),
+    *module_rows(_LAYER, _OURS, [*attention_names("attention"), *gated_names("feed_forward")], ["weight"]),
+    *module_rows(_LAYER, _OURS, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")], ["scale"]),
+    Row(f"{_PROJECTOR}norm.weight", "encoder.projector.norm.scale", when="vision.merge_reduces"),
+    Row(
+        f"{_PROJECTOR}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when="vision.merge_reduces"
+    ),
+    *module_rows(_PROJECTOR, "encoder.projector.", _LINEARS, ["weight"]),
+    *module_rows(_PROJECTOR, "encoder.projector.", _LINEARS, ["bias"], "vision.projector_bias"),
+]
+_TEXT = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 _MODULES = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
@@ -137,7 +109,7 @@ _MODULES = (
 )
 SPEC = image_text_family(
     "mistral3",
-    _FORMATS,
-    {"hf": replace(_NAMES, modules=_MODULES), "hf_modules": _NESTED},
+    (_FORMAT, replace(_FORMAT, text=MINISTRAL), _LLAVA_FORMAT),
+    replace(HF_INTERLEAVED.prefixed(_TEXT, "decoder.").extended(_ROWS), modules=_MODULES),
     PixtralImages,
 )

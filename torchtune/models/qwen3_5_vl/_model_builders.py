@@ -1,8 +1,6 @@
 """Qwen 3.5 with its vision tower: that of Qwen 3-VL, without DeepStack; dense, or with experts."""
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._hf_vision import TwoFormats
-from torchtune.models._vision_names import image_text_names
 from torchtune.models.qwen3_5._model_builders import FORMAT
 from torchtune.models.qwen3_5._model_builders import SPEC as TEXT
 from torchtune.models.qwen3_5_moe._model_builders import FORMAT as MOE_FORMAT
@@ -16,11 +14,13 @@ _QWEN3_5 = {
     "tokens": (("image_token_id", 248_056), ("video_token_id", 248_057)),
     "sections": (11, 11, 10),
 }
-_FORMATS = TwoFormats(
+_FORMATS = (
     qwen_format(_DENSE, "qwen3_5", FORMAT, **_QWEN3_5),
     qwen_format(_MOE, "qwen3_5_moe", MOE_FORMAT, **_QWEN3_5),
 )
-_PREFIXES = {"model.": "model.language_model."}
 # Both tables include the experts, which dense models lack.
-_NAMES = {kind: image_text_names(MOE_TEXT.weight_map(kind), _PREFIXES, tower_names()) for kind in ("hf", "hf_fused")}
-SPEC = image_text_family("qwen3_5_vl", _FORMATS, _NAMES, QwenImages, TEXT)
+_NAMES = {
+    kind: MOE_TEXT.weight_map(kind).prefixed({"model.": "model.language_model."}, "decoder.").extended(tower_names())
+    for kind in ("hf", "hf_fused")
+}
+SPEC = image_text_family("qwen3_5_vl", _FORMATS, _NAMES["hf"], QwenImages, TEXT, _NAMES)

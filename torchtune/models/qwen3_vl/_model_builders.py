@@ -4,12 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, layers_without_experts
-from torchtune.models._hf_vision import TwoFormats
-from torchtune.models._vision_names import image_text_names
-from torchtune.models._weight_names import HF_HALF, experts, with_fused_experts
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    experts,
+    layers_without_experts,
+    with_fused_experts,
+)
 from torchtune.models.qwen3_vl._processor import QwenImages
 from torchtune.models.qwen3_vl._tower import qwen_format, tower_names
 
@@ -63,11 +66,10 @@ _MOE = replace(
     defaults=(("num_key_value_heads", 16), ("max_position_embeddings", 128_000), ("rope_theta", 500_000.0)),
 )
 _QWEN3_VL = {"deep_layers": [8, 16, 24], "tokens": _TOKENS, "sections": (24, 20, 20)}
-_FORMATS = TwoFormats(
+_FORMATS = (
     qwen_format(_DENSE.architecture, "qwen3_vl", _DENSE, **_QWEN3_VL),
     qwen_format(_MOE.architecture, "qwen3_vl_moe", _MOE, **_QWEN3_VL),
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
-_TEXT = with_fused_experts(_EXPERTS, "mlp", both=True)
-_NAMES = {"hf": image_text_names(_TEXT, {"model.": "model.language_model."}, tower_names())}
-SPEC = image_text_family("qwen3_vl", _FORMATS, _NAMES, QwenImages)
+_TEXT = with_fused_experts(_EXPERTS, "mlp", both=True).prefixed({"model.": "model.language_model."}, "decoder.")
+SPEC = image_text_family("qwen3_vl", _FORMATS, _TEXT.extended(tower_names()), QwenImages)

@@ -4,18 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._hf_config import LLAMA
-from torchtune.models._hf_fields import Fields
-from torchtune.models._hf_vision import ImageTextFormat, read_whole
+from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._vision_description import VisionDescription
-from torchtune.models._vision_names import FlatPatches, attention_names, image_text_names, renamed_modules
-from torchtune.models._weight_names import HF_INTERLEAVED
-from torchtune.models._weight_rows import Row
 from torchtune.models.smolvlm._processor import TiledImages
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    return {"positions_side": read_whole(fields, "image_size", 224) // values["patch_size"]}
+    return {"positions_side": fields.typed("image_size", 224) // values["patch_size"]}
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
@@ -25,7 +21,7 @@ def _write(v: VisionDescription) -> dict[str, Any]:
 FORMAT = ImageTextFormat(
     "SmolVLMForConditionalGeneration",
     "smolvlm",
-    (replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),),
+    replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),
     vision_type="smolvlm_vision",
     own=(
         ("hidden_size", "embed_dim", 1152),
@@ -35,12 +31,12 @@ FORMAT = ImageTextFormat(
         ("num_channels", "num_channels", 3),
         ("patch_size", "patch_size", 32),
         ("layer_norm_eps", "norm_eps", 1e-6),
+        ("hidden_act", "activation", "gelu_pytorch_tanh"),
     ),
     beside=(("scale_factor", "merge", 2),),
     tokens=(("image_token_id", 128_257),),
     fixed={"last_norm": True, "positions": "interpolated", "projector_bias": False},
     unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
-    activation=("hidden_act", "gelu_pytorch_tanh"),
     read_vision=_read,
     write_vision=_write,
     ignored=("use_cache", "vocab_size", "image_seq_len", "use_reentrant_checkpoint"),
@@ -57,9 +53,9 @@ _ROWS = [
     Row(f"{_TOWER}embeddings.patch_embedding.weight", "encoder.patch_embed.weight", FlatPatches()),
     Row(f"{_TOWER}embeddings.patch_embedding.bias", "encoder.patch_embed.bias"),
     Row(f"{_TOWER}embeddings.position_embedding.weight", "encoder.positions.table.weight"),
-    *renamed_modules(f"{_TOWER}encoder.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
-    *renamed_modules(_TOWER, "encoder.", [("norm", "post_layernorm")]),
+    *module_rows(f"{_TOWER}encoder.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
+    *module_rows(_TOWER, "encoder.", [("norm", "post_layernorm")]),
     Row("model.connector.modality_projection.proj.weight", "encoder.projector.mlp.weight"),
 ]
-NAMES = {"hf": image_text_names(HF_INTERLEAVED, {"model.": "model.text_model."}, _ROWS)}
-SPEC = image_text_family("smolvlm", FORMAT, NAMES, TiledImages)
+NAMES = HF_INTERLEAVED.prefixed({"model.": "model.text_model."}, "decoder.").extended(_ROWS)
+SPEC = image_text_family("smolvlm", [FORMAT], NAMES, TiledImages)
