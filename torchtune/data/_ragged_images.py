@@ -85,11 +85,14 @@ class Images:
         return self.pixels if self.colors is None else self.colors.values(self.pixels)
 
     @property
+    def missing(self) -> list[CachedImage]:
+        """The images of ``cached`` without features."""
+        return [image for image in self.cached if image.features is None]
+
+    @property
     def pixel_grids(self) -> tuple[Grid, ...]:
         """Grids of the images that have ``pixels``."""
-        if not self.cached:
-            return self.grids
-        return tuple(grid for image in self.cached if image.features is None for grid in image.grids)
+        return tuple(grid for image in self.missing for grid in image.grids) if self.cached else self.grids
 
     @property
     def frame_lengths(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -177,7 +178,7 @@ def _mlp(d: Description, index: int) -> FeedForward | MoE | None:
         return None
     if index in d.expert_layers:
         return _mixture(d)
-    return _feed_forward(d, _intermediate_dim(d, index), d.mlp_gate_scale)
+    return feed_forward(d, _intermediate_dim(d, index), d.mlp_gate_scale)
 
 
 def _intermediate_dim(d: Description, index: int) -> int:
@@ -251,7 +252,8 @@ def _growth(d: Description, index: int) -> tuple[float, int, int] | None:
     return (d.query_growth, d.query_growth_span, d.query_growth_first) if grows else None
 
 
-def _feed_forward(d: Description, width: int, gate_scale: float = 1.0) -> FeedForward:
+def feed_forward(d: Any, width: int, gate_scale: float = 1.0) -> FeedForward:
+    """Build the feed-forward of a description, also of a vision tower."""
     return FeedForward(
         gate_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias),
         down_proj=nn.Linear(width, d.embed_dim, bias=d.mlp_bias),
@@ -289,7 +291,7 @@ def _mixture(d: Description) -> MoE:
     return MoE(
         experts=experts,
         router=router,
-        shared_expert=_feed_forward(d, d.shared_expert_dim),
+        shared_expert=feed_forward(d, d.shared_expert_dim),
         shared_gate=gate,
         scales_input=d.router_scales_input,
         norms={name: _norm(d, d.embed_dim) for name in names} or None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtune.models._build import ACTIVATIONS, build
+from torchtune.models._build import build, feed_forward
 from torchtune.models._hf_vision import ImageTextFormat, read_config, write_config
 from torchtune.models._image_processors import ImageProcessor
 from torchtune.models._spec import ModelSpec
@@ -26,7 +26,7 @@ from torchtune.modules.vision_tower import (
     ClippedLinear,
     InterpolatedPositions,
     PatchMerger,
-    PatchPooler,
+    Standardization,
     VisionTower,
 )
 
@@ -116,66 +116,58 @@ def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
 
 
 def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAttentionLayer:
-    def linear(size: int, out: int, bias: bool) -> nn.Module:
-        layer = nn.Linear(size, out, bias=bias)
-        return ClippedLinear(layer) if v.clipped else layer
-
-    def head_norm() -> nn.Module | None:
-        return RMSNorm(v.head_dim, v.norm_eps) if v.head_norms else None
-
     d = v.embed_dim
-    return TransformerSelfAttentionLayer(
+    biases = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), v.attn_bias), "output_proj": v.attn_output_bias}
+    norm = partial(_norm, v.norm, d, v.norm_eps)
+    layer = TransformerSelfAttentionLayer(
         MultiHeadAttention(
             embed_dim=d,
             num_heads=v.num_heads,
             num_kv_heads=v.num_heads,
             head_dim=v.head_dim,
-            q_proj=linear(d, d, v.attn_bias),
-            k_proj=linear(d, d, v.attn_bias),
-            v_proj=linear(d, d, v.attn_bias),
-            output_proj=linear(d, d, v.attn_output_bias),
+            **{name: nn.Linear(d, d, bias=bias) for name, bias in biases.items()},
             pos_embeddings=rope,
             is_causal=False,
-            q_norm=head_norm(),
-            k_norm=head_norm(),
+            q_norm=RMSNorm(v.head_dim, v.norm_eps) if v.head_norms else None,
+            k_norm=RMSNorm(v.head_dim, v.norm_eps) if v.head_norms else None,
             v_norm_eps=v.norm_eps if v.head_norms else None,
             qk_norm_before_rope=True,
             scale=v.attn_scale,
         ),
-        FeedForward(
-            gate_proj=linear(d, v.intermediate_dim, v.mlp_bias),
-            down_proj=linear(v.intermediate_dim, d, v.mlp_bias),
-            up_proj=linear(d, v.intermediate_dim, v.mlp_bias) if v.mlp_gated else None,
-            activation=ACTIVATIONS[v.activation](),
-        ),
-        sa_norm=_norm(v.norm, d, v.norm_eps),
-        mlp_norm=_norm(v.norm, d, v.norm_eps),
-        sa_scale=_norm(v.norm, d, v.norm_eps) if v.post_norms else None,
-        mlp_scale=_norm(v.norm, d, v.norm_eps) if v.post_norms else None,
+        feed_forward(v, v.intermediate_dim),
+        sa_norm=norm(),
+        mlp_norm=norm(),
+        sa_scale=norm() if v.post_norms else None,
+        mlp_scale=norm() if v.post_norms else None,
     )
+    if v.clipped:
+        for path, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                layer.set_submodule(path, ClippedLinear(module))
+    return layer
 
 
-def _projector(v: VisionDescription, deep: bool = False) -> nn.Module:
-    width, reduce = v.merged_dim, None
+def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
+    width, bias, reduce = v.merged_dim, v.projector_bias, None
     if v.merge_reduces:
-        width, reduce = v.embed_dim, nn.Linear(v.merged_dim, v.embed_dim, bias=False)
+        width, reduce = v.embed_dim, nn.Linear(width, v.embed_dim, bias=False)
     elif v.projector_first:
+        reduce = nn.Sequential(nn.Linear(width, v.projector_dim, bias=bias), nn.GELU())
         width = v.projector_dim
-        reduce = nn.Sequential(nn.Linear(v.merged_dim, width, bias=v.projector_bias), nn.GELU())
-    mlp: nn.Module = nn.Linear(width, v.output_dim, bias=v.projector_bias)
+    elif v.merge_standardized:
+        reduce = Standardization(v.embed_dim)
+    mlp: nn.Module = nn.Linear(width, v.projector_dim or v.output_dim, bias=bias)
     if v.projector_dim:
         mlp = FeedForward(
-            gate_proj=nn.Linear(width, v.projector_dim, bias=v.projector_bias),
-            down_proj=nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias),
-            activation=nn.GELU(),
+            gate_proj=mlp, down_proj=nn.Linear(v.projector_dim, v.output_dim, bias=bias), activation=nn.GELU()
         )
-    if v.merge_pools:
-        return PatchPooler(v.merge, mlp, v.embed_dim, v.merge_norm_eps, v.merge_standardized)
+    norms_merged = deep or v.merge_pools
+    norm = _norm(v.merge_norm, v.merged_dim if norms_merged else v.embed_dim, v.merge_norm_eps)
     return PatchMerger(
         v.merge,
         mlp,
-        norm=None if deep else _norm(v.merge_norm, v.embed_dim, v.merge_norm_eps),
-        merged_norm=_norm(v.merge_norm, v.merged_dim, v.merge_norm_eps) if deep else None,
+        **{"merged_norm" if norms_merged else "norm": norm},
         reduce=reduce,
         channels_first=v.merge_channels_first,
+        pools=v.merge_pools,
     )

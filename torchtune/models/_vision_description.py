@@ -64,9 +64,9 @@ class VisionDescription:
     merge: int = 1  # rows and columns of patches that become one token
     output_dim: int  # width of the text decoder
     merge_channels_first: bool = False
-    merge_pools: bool = False  # the mean of merged patches, with an RMSNorm without weight
+    merge_pools: bool = False  # a token is the mean of its patches
     merge_standardized: bool = False  # the means are shifted and scaled
-    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # of a patch before the merge; plain: without weight
+    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # of a patch, or of means; plain: without weight
     merge_norm_eps: float = 1e-6
     merge_reduces: bool = False  # a projection of the merged patches to the width of one
     projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer

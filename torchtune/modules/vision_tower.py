@@ -9,7 +9,6 @@ from torchtune.data import Documents, Grid, Images, token_counts
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.common_utils import is_sharded
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
-from torchtune.modules.rms_norm import rms_norm
 
 
 def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
@@ -27,13 +26,9 @@ def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
 
 
 class InterpolatedPositions(nn.Module):
-    """Learned position embeddings: a square table that is interpolated bilinearly to the grid of each image.
+    """Learned position embeddings: a table of ``side`` x ``side``, interpolated bilinearly to the grid of each image.
 
     The corners of the table are those of the image.
-
-    Args:
-        side: rows and columns of the table.
-        embed_dim: d.
     """
 
     def __init__(self, side: int, embed_dim: int) -> None:
@@ -55,16 +50,11 @@ class InterpolatedPositions(nn.Module):
 
 
 class ClassedPositions(InterpolatedPositions):
-    """Learned position embeddings of tiles of one size, which have a class token after their patches.
-
-    Args:
-        side: rows and columns of the table, which has one more embedding for the class token.
-        embed_dim: d.
-    """
+    """Learned position embeddings of tiles of one size, and a class token after the patches of each tile."""
 
     def __init__(self, side: int, embed_dim: int) -> None:
         super().__init__(side, embed_dim)
-        self.table = nn.Embedding(side * side + 1, embed_dim)
+        self.table = nn.Embedding(side * side + 1, embed_dim)  # the last one is that of the class token
         self.class_token = nn.Parameter(torch.zeros(embed_dim))
 
     def with_class(self, x: Tensor, places: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
@@ -76,12 +66,7 @@ class ClassedPositions(InterpolatedPositions):
 
 
 class AxisPositions(nn.Module):
-    """Learned position embeddings: a table for columns, to which one for rows is added.
-
-    Args:
-        side: rows and columns of the largest image.
-        embed_dim: d.
-    """
+    """Learned position embeddings: a table of ``side`` columns, to which one of ``side`` rows is added."""
 
     def __init__(self, side: int, embed_dim: int) -> None:
         super().__init__()
@@ -93,11 +78,7 @@ class AxisPositions(nn.Module):
 
 
 class ClippedLinear(nn.Module):
-    """Linear layer whose input and output are clipped to bounds that are not trained.
-
-    Args:
-        linear: the layer.
-    """
+    """Linear layer whose input and output are clipped to bounds that are not trained."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -111,31 +92,17 @@ class ClippedLinear(nn.Module):
         return self.linear(x.clamp(low, high)).clamp(output_low, output_high)
 
 
-class PatchPooler(nn.Module):
-    """Projector of the mean of a block of patches.
+class Standardization(nn.Module):
+    """Shift and scale of ``[..., d]`` that are not trained, computed in float32."""
 
-    Args:
-        merge: rows and columns of patches in a block.
-        mlp: projection ``d -> width of the decoder``.
-        embed_dim: d.
-        eps: eps of an RMSNorm without weight before ``mlp``.
-        standardized: whether the means are shifted by ``std_bias`` and scaled by ``std_scale``, which are not trained.
-    """
-
-    def __init__(self, merge: int, mlp: nn.Module, embed_dim: int, eps: float, standardized: bool) -> None:
+    def __init__(self, embed_dim: int) -> None:
         super().__init__()
-        self.merge, self.factor, self.eps = merge, embed_dim**0.5, eps
-        self.mlp = mlp
-        bias, scale = torch.zeros(embed_dim), torch.ones(embed_dim)
-        self.std_bias = nn.Parameter(bias, requires_grad=False) if standardized else None
-        self.std_scale = nn.Parameter(scale, requires_grad=False) if standardized else None
+        self.bias = nn.Parameter(torch.zeros(embed_dim), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(embed_dim), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
-        means = x.float().unflatten(0, (-1, self.merge**2)).mean(1) * self.factor
-        if self.std_bias is not None:
-            means = (means - self.std_bias.float()) * self.std_scale.float()
-        return self.mlp(rms_norm(means.to(x.dtype), self.eps))
+        """Return ``(x - bias) * scale``."""
+        return (x - self.bias.float()) * self.scale.float()
 
 
 class PatchMerger(nn.Module):
@@ -143,11 +110,12 @@ class PatchMerger(nn.Module):
 
     Args:
         merge: rows and columns of patches in a block.
-        mlp: projection of the merged block ``merge² * d -> width of the decoder``.
+        mlp: projection of the merged block to the width of the decoder.
         norm: norm of a patch; by default none.
+        reduce: projection of the merged block before ``merged_norm``; by default none.
         merged_norm: norm of the merged block; by default none.
-        reduce: projection of the merged block before ``mlp``; by default none.
         channels_first: whether a block is merged channel by channel, instead of patch by patch.
+        pools: whether the merged block is the mean of its patches, times the root of d, instead of all of them.
     """
 
     def __init__(
@@ -156,23 +124,26 @@ class PatchMerger(nn.Module):
         mlp: nn.Module,
         *,
         norm: nn.Module | None = None,
-        merged_norm: nn.Module | None = None,
         reduce: nn.Module | None = None,
+        merged_norm: nn.Module | None = None,
         channels_first: bool = False,
+        pools: bool = False,
     ) -> None:
         super().__init__()
-        self.merge = merge
-        self.channels_first = channels_first
+        self.merge, self.channels_first, self.pools = merge, channels_first, pools
         self.norm = norm or nn.Identity()
-        self.merged_norm = merged_norm or nn.Identity()
         self.reduce = reduce or nn.Identity()
+        self.merged_norm = merged_norm or nn.Identity()
         self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
         """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
         blocks = self.norm(x).unflatten(0, (-1, self.merge**2))
-        merged = (blocks.transpose(1, 2) if self.channels_first else blocks).flatten(1)
-        return self.mlp(self.reduce(self.merged_norm(merged)))
+        if self.pools:
+            merged = blocks.float().mean(1) * x.shape[1] ** 0.5
+        else:
+            merged = (blocks.transpose(1, 2) if self.channels_first else blocks).flatten(1)
+        return self.mlp(self.merged_norm(self.reduce(merged).to(x.dtype)))
 
 
 class VisionTower(nn.Module):
@@ -249,15 +220,13 @@ class VisionTower(nn.Module):
         if images.pixel_grids:
             found = self._encode(images)
             found = torch.cat(self._project(found) if is_frozen else found, dim=1)
-            counts = [token_counts(one.grids, self.merge if is_frozen else 1) for one in images.cached]
-            missing = zip(images.cached, counts, strict=True)
-            parts = list(found.split([sum(count) for one, count in missing if one.features is None]))
+            merge = self.merge if is_frozen else 1
+            parts = list(found.split([sum(token_counts(one.grids, merge)) for one in images.missing]))
         elif is_sharded(self):  # other ranks may need the layers
             self._encode(self.blank(images.pixels.device))
+        for one, part in zip(images.missing, parts, strict=True):
+            one.write(part)
         features = [parts.pop(0) if one.features is None else one.features for one in images.cached]
-        for one, found in zip(images.cached, features, strict=True):
-            if one.features is None:
-                one.write(found)
         whole = list(torch.cat(features).chunk(1 + len(self.deep_layers), dim=1))
         return whole if is_frozen else self._project(whole)
 
@@ -269,43 +238,36 @@ class VisionTower(nn.Module):
     def _encode(self, images: Images) -> list[Tensor]:
         """Return the output of the layers ``[p, d]`` for the pixels, and that of each layer of ``deep_projectors``."""
         device, dtype = images.pixels.device, self.patch_embed.weight.dtype
-        places = patch_places(images.pixel_grids, self.merge)
+        places, lengths = patch_places(images.pixel_grids, self.merge), images.frame_lengths
         x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))
         if self.positions is not None:
             x = x + self.positions(places.to(device))
-        lengths = images.frame_lengths
-        order, tiles = None, len(lengths)
-        classed = isinstance(self.positions, ClassedPositions)
-        if classed:
+        has_class, tiles = isinstance(self.positions, ClassedPositions), len(lengths)
+        if has_class:
             x, places = self.positions.with_class(x, places, tiles)
             lengths = [length + 1 for length in lengths]
+        frames = windows = Boundaries.of(Documents.from_lengths(lengths, device))
         if self.window:
-            order, lengths_of_windows = self._windows(images.pixel_grids)
+            order, lengths = self._windows(images.pixel_grids)
             x, places = x[order.to(device)], places[:, order]
-            windows = Boundaries.of(Documents.from_lengths(lengths_of_windows, device))
-        frames = Boundaries.of(Documents.from_lengths(lengths, device))
+            windows = Boundaries.of(Documents.from_lengths(lengths, device))
         rope = None if self.rope is None else self.rope.cos_sin(places[:2, None].to(device))
         x = self.first_norm(x)[None]
         deep = []
         for index, layer in enumerate(self.layers):
-            inside = frames if not self.window or index in self.full_layers else windows
-            x = layer(x, documents=inside, rope=rope)
+            x = layer(x, documents=frames if index in self.full_layers else windows, rope=rope)
             if index in self.deep_layers:
                 deep.append(x[0])
-        x = self.norm(x[0])
-        if classed:
-            x = x.unflatten(0, (tiles, -1))[:, :-1].flatten(0, 1)
-        if order is not None:
-            x, *deep = (each[order.argsort().to(device)] for each in (x, *deep))
-        return [x, *deep]
+        found = [self.norm(x[0]), *deep]
+        if has_class:
+            found = [each.unflatten(0, (tiles, -1))[:, :-1].flatten(0, 1) for each in found]
+        return [each[order.argsort().to(device)] for each in found] if self.window else found
 
     def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
         """Return the order of patches by window, and the number of patches of each window."""
-        orders, lengths, start, block = [], [], 0, self.merge**2
+        windows, start, block = [], 0, self.merge**2
         for height, width in [(h // self.merge, w // self.merge) for t, h, w in grids for _ in range(t)]:
             blocks = torch.arange(start, start + height * width * block).view(height, width, block)
-            parts = [part for row in blocks.split(self.window) for part in row.split(self.window, dim=1)]
-            orders += [part.flatten() for part in parts]
-            lengths += [part.numel() for part in parts]
+            windows += [part.flatten() for row in blocks.split(self.window) for part in row.split(self.window, dim=1)]
             start += height * width * block
-        return torch.cat(orders), lengths
+        return torch.cat(windows), list(map(len, windows))

@@ -48,6 +48,7 @@ FORMAT = ImageTextFormat(
         **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias", "projector_bias"), False),
         **dict.fromkeys(("mlp_gated", "post_norms", "head_norms", "merge_pools"), True),
         "attn_scale": 1.0,
+        "merge_norm": "plain",
         "norm": "rms",
         "positions": "axes",
         "rope": "halves",
@@ -91,8 +92,8 @@ _ROWS = [
     Row(f"{_TOWER}patch_embedder.position_embedding_table", "encoder.positions.tables"),
     *(row for a, b in (*attention_names(), *gated_names()) for row in _linear(_OURS + a, _LAYER + b)),
     *module_rows(_LAYER, _OURS, _NORMS, ["scale"]),
-    Row(f"{_TOWER}std_bias", "encoder.projector.std_bias", when="vision.merge_standardized"),
-    Row(f"{_TOWER}std_scale", "encoder.projector.std_scale", when="vision.merge_standardized"),
+    Row(f"{_TOWER}std_bias", "encoder.projector.reduce.bias", when="vision.merge_standardized"),
+    Row(f"{_TOWER}std_scale", "encoder.projector.reduce.scale", when="vision.merge_standardized"),
     PROJECTOR,
 ]
 PREFIXES = {"model.": "model.language_model."}

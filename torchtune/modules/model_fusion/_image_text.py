@@ -1,16 +1,14 @@
 """Model with image tokens among those of the text."""
 
-from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchtune.data import DataError, Documents, Images, check_placeholders, grid_positions, token_counts
+from torchtune.data import Documents, Images, check_placeholders, grid_positions
 from torchtune.modules.attention import Block
 from torchtune.modules.attention_utils import _MaskType
 from torchtune.modules.model_fusion._fusion_model import FusionModel
@@ -94,15 +92,11 @@ class ImageTextModel(FusionModel):
         images = None if encoder_input is None else encoder_input["images"]
         text = tokens
         if self.pad_token is not None:
-            placeholders = torch.tensor(self.image_tokens, device=tokens.device)
-            text = tokens.masked_fill(torch.isin(tokens, placeholders), self.pad_token)
+            text = tokens.masked_fill(self._placeholders(tokens), self.pad_token)
         h = self.decoder.embed(text)
         positions = deep = None
         blocks = []
-        if images is None or not images.grids:
-            if self.needs_blank_image():
-                h = h + self._blank(h)
-        else:
+        if images is not None and images.grids:
             images = self._placed(images, tokens, documents)
             features, *deep = self.encoder(images)
             if images.features is not None:
@@ -111,7 +105,9 @@ class ImageTextModel(FusionModel):
             deep = (images.places, deep) if deep else None
             positions = images.positions
             if self.image_blocks:
-                blocks = self._blocks(images.places, tokens, documents)
+                blocks = _blocks(images.places, _lengths(tokens, documents))
+        elif self.needs_blank_image():
+            h = h + sum(part.sum() for part in self.encoder(self.encoder.blank(h.device))).to(h.dtype) * 0
         return self.decoder(
             None,
             input_embeds=h,
@@ -125,44 +121,33 @@ class ImageTextModel(FusionModel):
             output=output,
         )
 
-    def _blocks(self, places: Tensor, tokens: Tensor, documents: Documents | None) -> list[Block]:
-        """Return the runs of image tokens, with the first position of their document; reads places on the host."""
-        lengths = [tokens.shape[1]] * tokens.shape[0] if documents is None else documents.lengths
-        starts, found = [0, *accumulate(lengths)], []
-        for place in places.tolist():
-            document = starts[bisect_right(starts, place) - 1]
-            if found and found[-1][0] == document and found[-1][2] == place:
-                found[-1] = (*found[-1][:2], place + 1)
-            else:
-                found.append((document, place, place + 1))
-        return found
+    def _placeholders(self, tokens: Tensor) -> Tensor:
+        return torch.isin(tokens, torch.tensor(self.image_tokens, device=tokens.device))
 
     def _placed(self, images: Images, tokens: Tensor, documents: Documents | None) -> Images:
-        """Return the images with places, and with positions if the model needs them."""
+        """Return the images with places, and with positions if the model needs them; reads the tokens on the host."""
+        row, merge = tokens.flatten(), self.encoder.merge
         if images.places is None:
-            check_placeholders(tokens.flatten().tolist(), self.image_tokens, images.grids, self.encoder.merge)
-            found = torch.isin(tokens.flatten(), torch.tensor(self.image_tokens, device=tokens.device))
-            images = replace(images, places=found.nonzero()[:, 0])
+            check_placeholders(row.tolist(), self.image_tokens, images.grids, merge)
+            images = replace(images, places=self._placeholders(row).nonzero()[:, 0])
         if self.grid_positions and images.positions is None:
-            images = replace(images, positions=self._positions(images, tokens, documents).to(tokens.device))
+            found = torch.from_numpy(grid_positions(row.tolist(), self.image_tokens, images.grids, merge))
+            lengths = _lengths(tokens, documents)
+            starts = found[:, [0, *accumulate(lengths[:-1])]]  # every document has its own positions
+            found = found - starts.repeat_interleave(torch.tensor(lengths), dim=1)
+            images = replace(images, positions=found.view(3, *tokens.shape).to(tokens.device))
         return images
 
-    def _positions(self, images: Images, tokens: Tensor, documents: Documents | None) -> Tensor:
-        """Compute the positions ``[3, b, s]`` of every document; reads the tokens on the host."""
-        lengths = [tokens.shape[1]] * tokens.shape[0] if documents is None else documents.lengths
-        rows, merge = tokens.flatten().cpu().split(list(lengths)), self.encoder.merge
-        grids, parts = list(images.grids), []
-        for row in rows:
-            own, missing = 0, int(np.isin(row.numpy(), self.image_tokens).sum())
-            while missing > 0 and own < len(grids):
-                missing -= token_counts(grids[own : own + 1], merge)[0]
-                own += 1
-            parts.append(torch.from_numpy(grid_positions(row.numpy(), self.image_tokens, grids[:own], merge)))
-            grids = grids[own:]
-        if grids:
-            raise DataError(f"The batch has {len(grids)} image(s) more than its placeholders.")
-        return torch.cat(parts, dim=1).view(3, *tokens.shape)
 
-    def _blank(self, h: Tensor) -> Tensor:
-        """Return zero that depends on the tower's output for a blank image."""
-        return sum(part.sum() for part in self.encoder(self.encoder.blank(h.device))).to(h.dtype) * 0
+def _lengths(tokens: Tensor, documents: Documents | None) -> list[int]:
+    return [tokens.shape[1]] * tokens.shape[0] if documents is None else list(documents.lengths)
+
+
+def _blocks(places: Tensor, lengths: Sequence[int]) -> list[Block]:
+    """Return the runs of image tokens, with the first position of their document; reads places on the host."""
+    at = places.cpu()
+    starts = torch.tensor([0, *accumulate(lengths)])
+    documents = starts[torch.bucketize(at, starts, right=True) - 1]
+    cuts = (at.diff() != 1) | (documents.diff() != 0)
+    runs = zip(*(each.tensor_split(cuts.nonzero()[:, 0] + 1) for each in (documents, at)), strict=True)
+    return [(int(document[0]), int(run[0]), int(run[-1]) + 1) for document, run in runs]
