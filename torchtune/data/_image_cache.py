@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtune.data._images import open_image
+from torchtune.data._images import is_url, open_image
 from torchtune.data._messages import Video
 from torchtune.utils import WriteError, atomic_write, convert_os_errors, get_logger, log_once
 
@@ -35,19 +35,16 @@ class CachedImage(NamedTuple):
         """Write the file, unless little of the disk is free."""
         from safetensors.torch import save
 
-        if shutil.disk_usage(self.path.parent).free < self.least_free:
-            self._warn("half of the space is used that was free when the run started")
-            return
-        features = features.cpu().contiguous()
-        try:
-            with atomic_write(self.path) as file:
-                file.write(save({"features": features}, {"crc32": str(_checksum(features))}))
-        except WriteError as error:
-            self._warn(error.fact)
-
-    @staticmethod
-    def _warn(reason: str) -> None:
-        log_once(get_logger(), f"image_cache: {reason}, no image is added.", logging.WARNING)
+        problem = "half of the space is used that was free when the run started"
+        if shutil.disk_usage(self.path.parent).free >= self.least_free:
+            features = features.cpu().contiguous()
+            try:
+                with atomic_write(self.path) as file:
+                    file.write(save({"features": features}, {"crc32": str(_checksum(features))}))
+                return
+            except WriteError as error:
+                problem = error.fact
+        log_once(get_logger(), f"image_cache: {problem}, no image is added.", logging.WARNING)
 
 
 class ImageCache:
@@ -96,8 +93,8 @@ def _content(image: Any) -> Iterator[bytes]:
         for frame in image.frames:
             yield from _content(frame)
     elif isinstance(image, bytes | bytearray | memoryview):
-        yield bytes(image)
-    elif isinstance(image, str | Path) and not str(image).startswith("data:"):
+        yield image
+    elif isinstance(image, str | Path) and not is_url(image):
         yield Path(image).expanduser().read_bytes()
     else:
         pixels = open_image(image)

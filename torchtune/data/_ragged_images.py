@@ -1,9 +1,9 @@
 """Patches of a batch's images, as one list without padding."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,17 +112,16 @@ class Images:
         """Copy the tensors to pinned memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, function: Any) -> "Images":
-        values = {name: getattr(self, name) for name in ("pixels", "places", "positions", "features")}
-        values = {name: function(value) for name, value in values.items() if value is not None}
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Images":
+        values = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         cached = (one if one.features is None else one._replace(features=function(one.features)) for one in self.cached)
         return replace(self, **values, cached=tuple(cached))
 
 
 def join_pixels(parts: Sequence[Tensor], colors: Colors | None) -> Tensor:
     """Concatenate the pixels of images and videos; those of images are repeated if there are videos."""
-    width = max((part.shape[1] for part in parts if len(part)), default=0)
     parts = [part for part in parts if len(part)] or [torch.empty(0, 0, dtype=torch.uint8)]
+    width = max(part.shape[1] for part in parts)
     return torch.cat([part if part.shape[1] == width else colors.repeat(part) for part in parts])
 
 
@@ -135,22 +134,25 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
         documents: images of each document, as :class:`torchtune.models.ImageTextTransform` gives them.
         lengths: length of each document; text that the images do not know of may follow.
     """
-    found = {id(images.pixels): images for images in documents if images is not None}
+    pairs = [
+        (one, start) for one, start in zip(documents, accumulate(lengths, initial=0), strict=False) if one is not None
+    ]
+    found = {id(one.pixels): one for one, _ in pairs}
     if not found:
         return None
-    starts = [0, *accumulate(lengths)]
-    places = [images.places + start for images, start in zip(documents, starts, strict=False) if images is not None]
-    first = dict(zip(found, accumulate((len(one.places) for one in found.values()), initial=0), strict=False))
-    features = [torch.arange(len(one.places)) + first[id(one.pixels)] for one in documents if one is not None]
-    positions = None
-    if next(iter(found.values())).positions is not None:
-        positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
-    grids = tuple(grid for images in found.values() for grid in images.grids)
-    colors = next(iter(found.values())).colors
-    pixels = join_pixels([images.pixels for images in found.values()], colors)
-    repeated = torch.cat(features) if len(features) > len(found) else None
-    cached = tuple(image for images in found.values() for image in images.cached)
-    return Images(pixels, grids, torch.cat(places), positions, repeated, colors, cached)
+    own = list(found.values())
+    first = dict(zip(found, accumulate((len(one.places) for one in own), initial=0), strict=False))
+    features = [torch.arange(len(one.places)) + first[id(one.pixels)] for one, _ in pairs]
+    has_positions = own[0].positions is not None
+    return Images(
+        join_pixels([one.pixels for one in own], own[0].colors),
+        tuple(grid for one in own for grid in one.grids),
+        torch.cat([one.places + start for one, start in pairs]),
+        torch.cat(list(map(_positions, documents, lengths)), dim=2) if has_positions else None,
+        torch.cat(features) if len(pairs) > len(own) else None,
+        own[0].colors,
+        tuple(image for one in own for image in one.cached),
+    )
 
 
 def _positions(images: Images | None, length: int) -> Tensor:
@@ -210,18 +212,17 @@ def grid_positions(
     check_placeholders(tokens, image_tokens, grids, merge)
     images = np.isin(np.asarray(tokens), list(image_tokens))
     out, at, position = np.empty((3, len(images)), np.int64), 0, 0
-    runs = []
     for (frames, height, width), step in zip(grids, steps or [0.0] * len(grids), strict=True):
+        rows, columns = height // merge, width // merge
         times = (np.arange(frames, dtype=np.float32) * np.float32(step)).astype(np.int64)
-        runs += [(one, height // merge, width // merge) for one in ([times] if step else np.split(times, frames))]
-    for times, rows, columns in runs:
-        start = at + int(np.argmax(images[at:]))
-        out[:, at:start] = np.arange(position, position + start - at)
-        position, at = position + start - at, start + len(times) * rows * columns
-        if not images[start:at].all():
-            raise DataError(f"a row has text inside the {at - start} tokens of an image")
-        axes = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
-        out[:, start:at] = position + np.reshape(axes, (3, -1))
-        position += max(rows, columns)
+        for run in [times] if step else np.split(times, frames):
+            start = at + int(np.argmax(images[at:]))
+            out[:, at:start] = np.arange(position, position + start - at)
+            position, at = position + start - at, start + len(run) * rows * columns
+            if not images[start:at].all():
+                raise DataError(f"a row has text inside the {at - start} tokens of an image")
+            axes = np.meshgrid(run, np.arange(rows), np.arange(columns), indexing="ij")
+            out[:, start:at] = position + np.reshape(axes, (3, -1))
+            position += max(rows, columns)
     out[:, at:] = np.arange(position, position + len(images) - at)
     return out

@@ -5,16 +5,20 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from torch import nn
 
 from torchtune.models._build import build
-from torchtune.models._description import Description
+from torchtune.models._description import Description, ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.transformer import TransformerDecoder
 
 LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]
 Builder = Callable[..., TransformerDecoder]
+Part = Literal["frozen", "lora", "full"]
+Model = TypeVar("Model", bound=nn.Module)
 
 _LORA_DOC = """
     Args:
@@ -208,8 +212,6 @@ def add_lora(
     quantize_base: bool = False,
 ) -> TransformerDecoder:
     """Add LoRA adapters to a model, with the arguments of the ``lora_*`` builders, and return it."""
-    from torchtune.modules.conversion import apply_conversions
-    from torchtune.modules.low_precision import QuantizeBase
     from torchtune.modules.peft import LoRA
 
     lora = LoRA(
@@ -221,8 +223,61 @@ def add_lora(
         apply_to_output=apply_lora_to_output,
         use_dora=use_dora,
     )
+    return _converted(model, lora, quantize_base)
+
+
+def _converted(model: Model, lora: Any, quantize_base: bool) -> Model:
+    from torchtune.modules.conversion import apply_conversions
+    from torchtune.modules.low_precision import QuantizeBase
+
     apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
     return model
+
+
+def adapt_parts(
+    model: Model,
+    parts: Mapping[str, Part],
+    lora_attn_modules: LoraAttnModules,
+    apply_lora_to_mlp: bool,
+    apply_lora_to_output: bool,
+    quantize_base: bool,
+    part_of: Callable[[str], str],
+    **options: Any,
+) -> Model:
+    """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
+
+    See :func:`add_lora` for the arguments, and :class:`~torchtune.modules.peft.LoRA` for ``options``; ``part_of``
+    returns the part of a module from its path.
+
+    Raises:
+        ModelError: no module would have an adapter.
+    """
+    from torchtune.modules.peft import LoRA
+
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    named = [path for path in linears if part_of(path) == "projector"]
+    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
+        named += LoRA(
+            attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
+        ).select(model)
+    targets = [path for path in dict.fromkeys(named) if parts.get(part_of(path)) == "lora"]
+    for part, way in parts.items():
+        if way == "lora" and part not in map(part_of, targets):
+            raise ModelError(
+                f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
+                "projections of attention, or choose 'frozen'."
+            )
+    return _converted(model, LoRA(target_modules=targets, **options), quantize_base)
+
+
+def check_parts(parts: Mapping[str, Part], trains: Part, otherwise: str) -> None:
+    """Raise :class:`ModelError` unless parts are ``trains`` or ``"frozen"``, and one is ``trains``."""
+    for part, way in parts.items():
+        if way not in ("frozen", trains):
+            hint = f" ({otherwise})" if way in ("lora", "full") else ""
+            raise ModelError(f"{part} is {way!r}: choose '{trains}' or 'frozen'{hint}.")
+    if trains not in parts.values():
+        raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trains}' for one.")
 
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:

@@ -1,21 +1,11 @@
 """Builders of models with image tokens from a checkpoint's ``config.json``, with the parts that are trained."""
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
 
-from torch import nn
-
-from torchtune.models._builders import LoraAttnModules
+from torchtune.models._builders import LoraAttnModules, Part, adapt_parts, check_parts
 from torchtune.models._description import ModelError
 from torchtune.models._from_hf_config import from_hf_config
-from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.model_fusion import ImageTextModel
-from torchtune.modules.peft import LoRA
-
-Part = Literal["frozen", "lora", "full"]
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def image_part(path: str) -> str:
@@ -102,6 +92,7 @@ def lora_image_text_model(
         apply_lora_to_mlp,
         apply_lora_to_output,
         quantize_base,
+        image_part,
         rank=lora_rank,
         alpha=lora_alpha,
         dropout=lora_dropout,
@@ -109,54 +100,8 @@ def lora_image_text_model(
     )
 
 
-def adapt_parts(
-    model: Model,
-    parts: Mapping[str, Part],
-    lora_attn_modules: LoraAttnModules,
-    apply_lora_to_mlp: bool,
-    apply_lora_to_output: bool,
-    quantize_base: bool,
-    part_of: Callable[[str], str] = image_part,
-    **options: Any,
-) -> Model:
-    """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
-
-    See :func:`lora_image_text_model` for the arguments, and :class:`~torchtune.modules.peft.LoRA` for ``options``;
-    ``part_of`` returns the part of a module from its path.
-
-    Raises:
-        ModelError: no module would have an adapter.
-    """
-    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    named = [path for path in linears if part_of(path) == "projector"]
-    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
-        named += LoRA(
-            attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
-        ).select(model)
-    targets = [path for path in dict.fromkeys(named) if parts.get(part_of(path)) == "lora"]
-    for part, way in parts.items():
-        if way == "lora" and part not in map(part_of, targets):
-            raise ModelError(
-                f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
-                "projections of attention, or choose 'frozen'."
-            )
-    lora = LoRA(target_modules=targets, **options)
-    apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
-    return model
-
-
 def _build(checkpoint_dir: str | Path) -> ImageTextModel:
     model = from_hf_config(checkpoint_dir, images=True)
     if not isinstance(model, ImageTextModel):
         raise ModelError(f"{checkpoint_dir} has a model of text: use from_hf_config, or the builder of its size.")
     return model
-
-
-def check_parts(parts: Mapping[str, Part], trains: Part, otherwise: str) -> None:
-    """Raise :class:`ModelError` unless parts are ``trains`` or ``"frozen"``, and one is ``trains``."""
-    for part, way in parts.items():
-        if way not in ("frozen", trains):
-            hint = f" ({otherwise})" if way in ("lora", "full") else ""
-            raise ModelError(f"{part} is {way!r}: choose '{trains}' or 'frozen'{hint}.")
-    if trains not in parts.values():
-        raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trains}' for one.")

@@ -34,36 +34,6 @@ class Plan(NamedTuple):
     step: float = 0.0
 
 
-def check_settings(
-    config: Mapping[str, Any], resample: int = BICUBIC, steps: Sequence[str] = ("do_normalize",)
-) -> None:
-    """Check the fields of ``preprocessor_config.json`` that have one supported value.
-
-    Raises:
-        DataError: a field has another value.
-    """
-    for field in ("do_resize", "do_rescale", *steps):
-        if config.get(field, True) is not True:
-            raise DataError(f"{_FILE} has {field} = {config[field]}, which is not supported")
-    if config.get("resample", resample) != resample or abs(config.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-        name = _FILTERS[resample]
-        raise DataError(f"{_FILE}: only {name} resampling ({resample}) and a factor of 1/255 are supported")
-
-
-def given_numbers(**numbers: Any) -> dict[str, int]:
-    """Return the numbers that are not None; raise :class:`DataError` if one is not a positive whole number."""
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise DataError(f"{_FILE}: {name} is {value!r}, which is no positive whole number")
-    return {name: value for name, value in numbers.items() if value is not None}
-
-
-def given_colors(config: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Return ``mean`` and ``std`` of the colors, if the file has them."""
-    colors = {"mean": config.get("image_mean"), "std": config.get("image_std")}
-    return {name: tuple(map(float, value)) for name, value in colors.items() if value is not None}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
     """Base of the image processors of model families.
@@ -99,8 +69,19 @@ class ImageProcessor:
         Raises:
             DataError: a field has a value that this processor does not support.
         """
-        check_settings(config, cls.resample)
-        return cls(**given_numbers(**cls.numbers(config, model)), **given_colors(config))
+        for field in ("do_resize", "do_rescale", "do_normalize"):
+            if config.get(field, True) is not True:
+                raise DataError(f"{_FILE} has {field} = {config[field]}, which is not supported")
+        factor = config.get("rescale_factor", 1 / 255)
+        if config.get("resample", cls.resample) != cls.resample or abs(factor * 255 - 1) > 1e-6:
+            name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
+            raise DataError(f"{_FILE}: only {name} and a factor of 1/255 are supported")
+        numbers = {name: value for name, value in cls.numbers(config, model).items() if value is not None}
+        for name, value in numbers.items():
+            if not isinstance(value, int) or value < 1:
+                raise DataError(f"{_FILE}: {name} is {value!r}, which is no positive whole number")
+        colors = {"mean": config.get("image_mean"), "std": config.get("image_std")}
+        return cls(**numbers, **{name: tuple(map(float, value)) for name, value in colors.items() if value is not None})
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,21 +64,17 @@ class ImageEncoder:
         if not pictures:
             return {}
         plans, cached = each_image(self.plan, pictures), ()
-        grids = tuple(grid for plan in plans for grid in plan.grids)
+        grids, merge = tuple(grid for plan in plans for grid in plan.grids), self.processor.merge
         if self.image_cache is not None:
             cached = tuple(map(self.image_cache.find, pictures, [plan.grids for plan in plans]))
             pictures = [one if image.features is None else None for one, image in zip(pictures, cached, strict=True)]
-        pixels = each_image(self._pixels, pictures)
-        check_placeholders(tokens, self.image_tokens, grids, self.processor.merge)
-        places = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
-        positions = None
+        pixels = join_pixels(each_image(self._pixels, pictures), self.processor.colors)
+        check_placeholders(tokens, self.image_tokens, grids, merge)
+        places, positions = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens))), None
         if self._has_grid_positions:
             steps = [plan.step for plan in plans for _ in plan.grids]
-            found = grid_positions(tokens, self.image_tokens, grids, self.processor.merge, steps)
-            positions = torch.from_numpy(found)[:, None]
-        colors = self.processor.colors
-        pixels = join_pixels(pixels, colors)
-        images = Images(pixels, grids, places, positions, colors=colors, cached=cached)
+            positions = torch.from_numpy(grid_positions(tokens, self.image_tokens, grids, merge, steps))[:, None]
+        images = Images(pixels, grids, places, positions, colors=self.processor.colors, cached=cached)
         return {"encoder_input": {"images": images}}
 
     def _pixels(self, image: Any) -> torch.Tensor:

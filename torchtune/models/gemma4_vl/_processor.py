@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torchtune.data import DataError
-from torchtune.models._image_processors import ImageProcessor, Plan, check_settings, given_colors, given_numbers
-
-_UNCHANGED = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+from torchtune.models._image_processors import ImageProcessor, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +31,24 @@ class GemmaImages(ImageProcessor):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "GemmaImages":
         """See :meth:`ImageProcessor.from_config`."""
-        video = config.get("video_processor") or {}
-        for one in (config, video):
-            check_settings(one, steps=())
-            if one.get("do_normalize") and {**_UNCHANGED, **given_colors(one)} != _UNCHANGED:
+        frame = {"max_soft_tokens": cls.frame_tokens, **(config.get("video_processor") or {})}
+        for one in (config, frame):
+            colors = (one.get("image_mean") or [0.0] * 3, one.get("image_std") or [1.0] * 3)
+            if one.get("do_normalize") and colors != ([0.0] * 3, [1.0] * 3):
                 raise DataError("preprocessor_config.json has do_normalize = True, which is not supported")
-        numbers = given_numbers(
-            patch_size=config.get("patch_size"),
-            merge=config.get("pooling_kernel_size"),
-            max_tokens=config.get("max_soft_tokens"),
-            frame_tokens=video.get("max_soft_tokens"),
-        )
-        found = cls(**numbers)
+        colors = {"do_normalize": True, "image_mean": None, "image_std": None}
+        found, video = (super(GemmaImages, cls).from_config({**one, **colors}, model) for one in (config, frame))
+        found = replace(found, frame_tokens=video.max_tokens)
         if model.get("model_type") != "gemma4_unified":
             return found
-        return replace(found, patch_size=found.patch_size * found.merge, merge=1, **_UNCHANGED)
+        side = found.patch_size * found.merge
+        return replace(found, patch_size=side, merge=1, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+    @classmethod
+    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.numbers`."""
+        names = {"patch_size": "patch_size", "merge": "pooling_kernel_size", "max_tokens": "max_soft_tokens"}
+        return {ours: config.get(theirs) for ours, theirs in names.items()}
 
     def plan(self, size: tuple[Any, ...]) -> Plan:
         """See :meth:`ImageProcessor.plan`; refuses an image so long that it would have no pixel left."""

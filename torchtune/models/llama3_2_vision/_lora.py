@@ -2,14 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import nn
-
-from torchtune.models._builders import LoraAttnModules, dress
-from torchtune.models._description import ModelError
-
-Model = TypeVar("Model", bound=nn.Module)
+from torchtune.models._builders import LoraAttnModules, Model, adapt_parts, check_parts, dress
 
 
 def part_of(path: str) -> str:
@@ -50,18 +45,16 @@ def adapt(
     Raises:
         ModelError: no part or module is chosen, or ``lora_attn_modules`` has an unknown name.
     """
-    from torchtune.models._image_builders import adapt_parts
-
-    if not any(parts.values()):
-        raise ModelError(f"No part has adapters ({', '.join(parts)}): nothing would be trained, choose one at least.")
+    ways = {part: "lora" if has_adapters else "frozen" for part, has_adapters in parts.items()}
+    check_parts(ways, "lora", "")
     return adapt_parts(
         model,
-        {part: "lora" if has_adapters else "frozen" for part, has_adapters in parts.items()},
+        ways,
         lora_attn_modules,
         apply_lora_to_mlp,
         apply_lora_to_output,
         quantize_base,
-        part_of=part_of,
+        part_of,
         rank=lora_rank,
         alpha=lora_alpha,
         dropout=lora_dropout,

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
-from torchtune.models._builders import Builder, LoraAttnModules, dress
+from torchtune.models._builders import Builder, LoraAttnModules, Part, check_parts, dress
 from torchtune.models._description import ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
@@ -14,8 +13,6 @@ from torchtune.models.llama3_2_vision._hf_config import read, write
 from torchtune.models.llama3_2_vision._lora import adapt
 from torchtune.models.llama3_2_vision._weight_map import HF, HF_MODULES, META_FILES
 from torchtune.modules.model_fusion import DeepFusionModel
-
-Part = Literal["frozen", "lora", "full"]
 
 SPEC = ModelSpec(
     name="llama3_2_vision",
@@ -122,18 +119,15 @@ def _builders(name: str, size: str) -> tuple[Builder, Builder]:
         quantize_base: bool = False,
         image_size: int = 560,
     ) -> DeepFusionModel:
-        parts = {"decoder": decoder_trainable, "encoder": encoder_trainable, "fusion": fusion_trainable}
-        for part, way in parts.items():
-            if way == "full":
-                raise ModelError(
-                    f"{part}_trainable is 'full', but beside adapters nothing else is trained or saved: choose 'lora' "
-                    f"or 'frozen', or train {name} with a full_finetune recipe."
-                )
-            if way not in ("frozen", "lora"):
-                raise ModelError(f"{part}_trainable is {way!r}: choose 'lora' or 'frozen'.")
+        parts = {
+            "decoder_trainable": decoder_trainable,
+            "encoder_trainable": encoder_trainable,
+            "fusion_trainable": fusion_trainable,
+        }
+        check_parts(parts, "lora", f"adapter files cannot store other weights: {name} trains them")
         return adapt(
             build_vision(replace(SIZES[name], tile_size=image_size), SPEC),
-            {part: way == "lora" for part, way in parts.items()},
+            {part.removesuffix("_trainable"): way == "lora" for part, way in parts.items()},
             lora_attn_modules,
             apply_lora_to_mlp,
             apply_lora_to_output,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from torchtune.models._build import build
-from torchtune.models._builders import Builder, LoraAttnModules, dress
-from torchtune.models._image_builders import Part, adapt_parts, check_parts
+from torchtune.models._builders import Builder, LoraAttnModules, Part, adapt_parts, check_parts, dress
+from torchtune.models._image_builders import image_part
 from torchtune.models._spec import get_spec
 from torchtune.modules.model_fusion import EarlyFusionModel
 
@@ -95,6 +95,7 @@ def early_fusion_builders(module: str, name: str, title: str, text_config: dict[
                 apply_lora_to_mlp,
                 apply_lora_to_output,
                 quantize_base,
+                image_part,
                 rank=lora_rank,
                 alpha=lora_alpha,
                 dropout=lora_dropout,

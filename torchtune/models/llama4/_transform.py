@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
-from torchtune.models._image_processors import given_colors
 from torchtune.models._image_transform import ImageEncoder
 from torchtune.models.llama4._processor import LlamaImages
 from torchtune.models.llama4._tokenizer import Llama4Tokenizer
@@ -64,7 +63,8 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
             merge=round(1 / pixel_shuffle_scaling_factor),
             tile=tile_size,
             most=max_num_tiles,
-            **given_colors({"image_mean": image_mean or (0, 0, 0), "image_std": image_std or (1, 1, 1)}),
+            mean=tuple(map(float, image_mean or (0, 0, 0))),
+            std=tuple(map(float, image_std or (1, 1, 1))),
         )
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
