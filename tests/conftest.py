@@ -2,13 +2,11 @@
 
 import gc
 import logging
-import multiprocessing
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
 
 import pytest
 
@@ -109,9 +107,9 @@ def files_without_sync() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def imported_aside() -> None:
     """Children of ``tune export`` and ``tune selfcheck`` fork from a process that has imported what most need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtune._cli._selfchecks", "tests.recipes.imported"])
-    forkserver.ensure_running()
+    from tests.recipes.killing import import_aside
+
+    import_aside()
 
 
 @pytest.fixture(autouse=True)

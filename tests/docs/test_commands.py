@@ -22,9 +22,11 @@ import yaml
 import torchtune.models._spec
 from tests.docs import tiny_models
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, Block, Command, blocks_of, commands_of, edited
+from tests.recipes.killing import Forker, shared_forker
 from tests.torchtune.checkpoints.gguf_files import write_gguf
 from torchtune._cli import tune
 from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._torchrun import torchrun_arguments
 from torchtune._cli.run import parse_command
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check
@@ -109,7 +111,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Page:
     """The folder of a page, and what is done in it. ``/tmp`` of the page is a folder of the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forker: Forker) -> None:
+        self.forker = forker
         self.tmp, self.cwd = folder / "tmp", folder / "cwd"
         self.names: dict = {"__name__": "page"}
 
@@ -125,7 +128,9 @@ class Page:
 
     def run(self, command: Command) -> None:
         words = shlex.split(command.text)
-        if words[0] not in ("tune", "python"):
+        if words[0] == "torchrun":
+            code, output = self._on_ranks([self.placed(word) for word in words[1:]])
+        elif words[0] not in ("tune", "python"):
             done = subprocess.run(
                 self.placed(command.text), shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
@@ -140,6 +145,13 @@ class Page:
             fits = CHECKER.check_output(expected + "\n", output.strip("\n") + "\n", FLAGS)
             fits &= code == (2 if "error: " in expected else 0)
             assert fits, f"$ {command.text}\nshown:\n{expected}\nprinted (exit code {code}):\n{output}"
+
+    def _on_ranks(self, words: list[str]) -> tuple[int, str]:
+        args, output = torchrun_arguments([], words), self.tmp / "torchrun.out"
+        self.forker.start_script(
+            Path(args.training_script), args.training_script_args, output, int(args.nproc_per_node)
+        )
+        return max(map(abs, self.forker.wait())), output.read_text()
 
     def _in_process(self, words: list[str]) -> tuple[int, str]:
         tiny = words[1] in ("run", "selfcheck") and not {"--dry-run", "--help"} & set(words)
@@ -208,7 +220,7 @@ def page_folder(
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets_cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    page = Page(tmp_path)
+    page = Page(tmp_path, shared_forker())
     page.cwd.mkdir()
     shutil.copytree(checkpoint.parent, page.tmp)
     monkeypatch.chdir(page.cwd)

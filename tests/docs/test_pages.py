@@ -4,6 +4,7 @@ import pytest
 
 from tests.docs.pages import Block, Command, blocks_of, commands_of, edited
 from tests.docs.test_commands import Page
+from tests.recipes.killing import shared_forker
 
 RST = """
 Title
@@ -62,4 +63,4 @@ def test_edits():
 )
 def test_what_is_not_as_shown_fails(text, output, reason, tmp_path):
     with pytest.raises(AssertionError, match=reason):
-        Page(tmp_path).run(Command(text, output))
+        Page(tmp_path, shared_forker()).run(Command(text, output))

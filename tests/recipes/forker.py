@@ -1,22 +1,21 @@
 """Run recipes and modules of the tests in forked children of a process that has imported everything.
 
-Each starts at once. Reads one job a line from standard input, ``{"output": file, "ranks": number}`` with either
-``"recipe": path, "argv": [...]`` or ``"module": name, "folder": path, "environment": {...}``, whose ``main(folder)`` is
-called; prints the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those
-that torchrun starts do; of a module's ranks, the first that fails ends the others. The parent runs no tensor operation,
-so that a fork is safe.
+Each starts at once. A job is ``{"output": file, "ranks": number}`` with either ``"recipe": path, "argv": [...]`` or
+``"module": name, "folder": path, "environment": {...}``, whose ``main(folder)`` is called; answers are the children's
+pids, then, when they have ended, their exit codes. Several ranks find each other as those that torchrun starts do; of a
+module's ranks, the first that fails ends the others. The parent runs no tensor operation, so that a fork is safe.
 """
 
 import contextlib
 import gc
 import importlib
-import json
 import os
 import runpy
 import signal
 import socket
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +115,13 @@ def import_rooms() -> None:
     importlib.import_module("torchtune.reports._page").environment(autoescape=True).get_template("report.html")
 
 
-def main() -> None:
-    """Serve jobs until standard input closes."""
-    import_rooms()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
+def serve(jobs: Connection) -> None:
+    """Do jobs until the other end is closed."""
+    while True:
+        try:
+            job = jobs.recv()
+        except EOFError:
+            return
         if "module" in job:
             importlib.import_module(job["module"])  # here, once
         pids = []
@@ -129,11 +129,8 @@ def main() -> None:
             pid = fork()
             if pid == 0:
                 os.environ.update(environment)
+                os.chdir(job.get("cwd", "."))
                 child(job)
             pids.append(pid)
-        print(json.dumps(pids), flush=True)
-        print(json.dumps(wait(pids, together="module" in job)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        jobs.send(pids)
+        jobs.send(wait(pids, together="module" in job))

@@ -2,6 +2,9 @@
 
 import gc
 import importlib
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read by what is imported below
 
 from tests.recipes.forker import import_rooms
 

@@ -11,20 +11,21 @@ import argparse
 import atexit
 import functools
 import itertools
-import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from tests.recipes import forker
 from tests.recipes.runs import RECIPES, read_log, write_config
 from torchtune._recipe_registry import current_name
 
@@ -42,40 +43,47 @@ MOMENTS = ("steps", "save", "rename", "save")
 PATIENCE = 300
 
 
+def import_aside() -> BaseContext:
+    """Let children fork from a process that has imported what most need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.recipes.imported", "torchtune._cli._selfchecks"])
+    forkserver.ensure_running()
+    return context
+
+
 class Forker:
     """Talks to ``forker.py``."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.recipes.forker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=RECIPES.parent,
-            env=environment,
-        )
-        assert self.process.stdout.readline() == "ready\n"
+        context = import_aside()
+        self.jobs, other = context.Pipe()
+        self.process = context.Process(target=forker.serve, args=(other,))
+        self.process.start()
+        other.close()
 
     def start(self, name: str | Path, config: Path, *overrides: str, ranks: int = 1) -> list[int]:
         """Start a recipe, given its name or its file; return the pids of its ranks."""
-        recipe = str(name if isinstance(name, Path) else RECIPES / f"{current_name(name)}.py")
-        output = str(config.with_suffix(".out"))
-        job = {"recipe": recipe, "argv": ["--config", str(config), *overrides], "output": output, "ranks": ranks}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        recipe = name if isinstance(name, Path) else RECIPES / f"{current_name(name)}.py"
+        argv = ["--config", str(config), *overrides]
+        return self.start_script(recipe, argv, config.with_suffix(".out"), ranks)
+
+    def start_script(self, path: Path, argv: list[str], output: Path, ranks: int) -> list[int]:
+        """Start ``python path argv`` in the current folder; return the pids of its ranks."""
+        job = {"recipe": str(path), "argv": argv, "output": str(output), "cwd": os.getcwd()}
+        self.jobs.send({**job, "ranks": ranks})
+        return self.jobs.recv()
 
     def run_module(self, module: str, ranks: int, folder: Path, **environment: str) -> None:
         """Call ``main(folder)`` of a module on several ranks, none of which may fail."""
         output = folder / "output_of_ranks"
         job = {"module": module, "folder": str(folder), "environment": environment, "output": str(output)}
-        print(json.dumps({**job, "ranks": ranks}), file=self.process.stdin, flush=True)
-        self.process.stdout.readline()
+        self.jobs.send({**job, "ranks": ranks})
+        self.jobs.recv()
         assert not any(self.wait()), output.read_text()[-6000:]
 
     def wait(self) -> list[int]:
         """Exit codes of the ranks started last; minus the signal that ended one."""
-        return json.loads(self.process.stdout.readline())
+        return self.jobs.recv()
 
     def run(self, name: str, config: Path, *overrides: str, kill_when: Callable[[], bool] | None = None) -> int:
         """Run a recipe on one rank, killed with SIGKILL as soon as ``kill_when`` holds."""
@@ -96,9 +104,8 @@ class Forker:
 
     def close(self) -> None:
         """End the parent of all ranks."""
-        self.process.stdin.close()
-        self.process.wait(timeout=PATIENCE)
-        self.process.stdout.close()
+        self.jobs.close()
+        self.process.join(PATIENCE)
 
 
 @functools.cache
