@@ -47,57 +47,19 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 _LLAMA3_2_ROPE = {**_LLAMA3_ROPE, "factor": 32.0}
-_GEMMA = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tied": True}
-_GEMMA2 = {
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "query_pre_attn_scalar": 256,
-    "tied": True,
-}
-_GEMMA3 = {
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rope_local_base_freq": 10_000.0,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "tied": True,
-}
+_GEMMA = {"tied": True}
+_GEMMA2 = {"tied": True}
+_GEMMA3 = {"sliding_window": 1024, "sliding_window_pattern": 6, "tied": True}
 _LINEAR_8 = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-_GPT_OSS = {
-    "head_dim": 64,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "router_aux_loss_coef": 0.9,
-    "attention_bias": True,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-}
+_GPT_OSS = {"router_aux_loss_coef": 0.9}
 _GRANITE = {"tied": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 _GRANITE_H = {
     **_GRANITE,
     "position_embedding_type": "nope",
-    "mamba_n_groups": 1,
     "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_expand": 2,
     "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
 }
 _MINISTRAL3 = {
-    "head_dim": 128,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 1_000_000.0,
@@ -111,7 +73,6 @@ _MINISTRAL3 = {
     },
 }
 _OLMO3 = {
-    "sliding_window": 4096,
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 8.0,
@@ -121,42 +82,12 @@ _OLMO3 = {
         "attention_factor": 1.2079441541679836,
     },
 }
-_QWEN3 = {"head_dim": 128, "attention_bias": False}
-_QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-_QWEN3_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
-_GLM4_MOE = {
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-}
-_LLAMA4 = {
-    "head_dim": 128,
-    "intermediate_size_mlp": 16_384,
-    "num_experts_per_tok": 1,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-    "attn_temperature_tuning": True,
-    "router_aux_loss_coef": 0.001,
-    "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(48)],
-}
-_DEEPSEEK = {
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
-_LFM2 = {"tied": True, "conv_L_cache": 3}
-_LFM2_AT = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_multiple_of": 256, "block_auto_adjust_ff_dim": True}
-_QWEN2_LAYERS = {"use_sliding_window": False}
+_QWEN3 = {"head_dim": 128}
+_QWEN3_MOE = {**_QWEN3, "norm_topk_prob": True}
+_GLM4_MOE = {"head_dim": 128, "attention_bias": True}
+_DEEPSEEK = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_LFM2 = {"tied": True}
+_LFM2_AT = {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}
 
 _LLAMA2_7B = _sizes(32_000, 4096, 11_008, 32, 32, 32, 4096, 1e-5, 10_000.0)
 _LLAMA3_8B = _sizes(128_256, 4096, 14_336, 32, 32, 8, 8192, 1e-5, 500_000.0)
@@ -172,7 +103,7 @@ def _longer(sizes: Config) -> Config:
 def _qwen2(width: int, ffn: int, layers: int, heads: int, kv: int, *, long: bool = False, eps: float = 1e-6) -> Config:
     tied, vocab = width <= 2048, 151_936 if width <= 2048 else 152_064
     length = 131_072 if long else 32_768
-    return _of("Qwen2", _sizes(vocab, width, ffn, layers, heads, kv, length, eps, 1e6), tied, **_QWEN2_LAYERS)
+    return _of("Qwen2", _sizes(vocab, width, ffn, layers, heads, kv, length, eps, 1e6), tied)
 
 
 def _qwen3(width: int, ffn: int, layers: int, heads: int, *, base: bool = False) -> Config:
@@ -205,16 +136,12 @@ PUBLISHED: dict[str, Config] = {
     "olmo2_7b": _of("Olmo2", _sizes(100_352, 4096, 11_008, 32, 32, 32, 4096, 1e-6, 5e5)),
     "olmo2_13b": _of("Olmo2", _sizes(100_352, 5120, 13_824, 40, 40, 40, 4096, 1e-6, 5e5)),
     "olmo2_32b": _of("Olmo2", _sizes(100_352, 5120, 27_648, 64, 40, 8, 4096, 1e-6, 5e5)),
-    "olmo3_7b": _of("Olmo3", _sizes(100_278, 4096, 11_008, 32, 32, 32, 65_536, 1e-6, 5e5), **_OLMO3)
-    | {"layer_types": _kinds(32, 4)},
-    "olmo3_32b": _of("Olmo3", _sizes(100_278, 5120, 27_648, 64, 40, 8, 65_536, 1e-6, 5e5), **_OLMO3)
-    | {"layer_types": _kinds(64, 4)},
-    "smollm3_3b": _of("SmolLM3", _sizes(128_256, 2048, 11_008, 36, 16, 4, 65_536, 1e-6, 5e6), True)
-    | {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(36)], "use_sliding_window": False},
+    "olmo3_7b": _of("Olmo3", _sizes(100_278, 4096, 11_008, 32, 32, 32, 65_536, 1e-6, 5e5), **_OLMO3),
+    "olmo3_32b": _of("Olmo3", _sizes(100_278, 5120, 27_648, 64, 40, 8, 65_536, 1e-6, 5e5), **_OLMO3),
+    "smollm3_3b": _of("SmolLM3", _sizes(128_256, 2048, 11_008, 36, 16, 4, 65_536, 1e-6, 5e6), True),
     "gpt_oss_20b": _of("GptOss", _sizes(201_088, 2880, 2880, 24, 64, 8, 131_072, 1e-5, 150_000.0), **_GPT_OSS)
     | {"num_local_experts": 32},
-    "gpt_oss_120b": _of("GptOss", _sizes(201_088, 2880, 2880, 36, 64, 8, 131_072, 1e-5, 150_000.0), **_GPT_OSS)
-    | {"num_local_experts": 128},
+    "gpt_oss_120b": _of("GptOss", _sizes(201_088, 2880, 2880, 36, 64, 8, 131_072, 1e-5, 150_000.0), **_GPT_OSS),
     "granite3_1_2b": _of("Granite", _sizes(49_155, 2048, 8192, 40, 32, 8, 131_072, 1e-5, 5e6), **_GRANITE)
     | {"logits_scaling": 8.0, "attention_multiplier": 0.015625},
     "granite3_1_8b": _of("Granite", _sizes(49_155, 4096, 12_800, 40, 32, 8, 131_072, 1e-5, 1e7), **_GRANITE)
@@ -228,17 +155,25 @@ PUBLISHED: dict[str, Config] = {
     | {"mamba_n_heads": 64, "shared_intermediate_size": 8192, "num_local_experts": 0}
     | {"logits_scaling": 8.0, "attention_multiplier": 0.015625},
     "granite4_h_tiny": _of("GraniteMoeHybrid", _sizes(100_352, 1536, 512, 40, 12, 4, 131_072, 1e-5, 1e4), **_GRANITE_H)
-    | {"mamba_n_heads": 48, "shared_intermediate_size": 1024, "num_local_experts": 64}
+    | {"mamba_n_heads": 48, "num_local_experts": 64}
     | {"logits_scaling": 6.0, "attention_multiplier": 0.0078125, "num_experts_per_tok": 6},
     "granite4_h_small": _of("GraniteMoeHybrid", _sizes(100_352, 4096, 768, 40, 32, 8, 131_072, 1e-5, 1e4), **_GRANITE_H)
-    | {"mamba_n_heads": 128, "shared_intermediate_size": 1536, "num_local_experts": 72}
+    | {"shared_intermediate_size": 1536, "num_local_experts": 72}
     | {"logits_scaling": 16.0, "attention_multiplier": 0.0078125, "num_experts_per_tok": 10},
     "nemotron3_nano_30b_a3b": _of("NemotronH", _sizes(131_072, 2688, 1856, 52, 32, 2, 262_144, 1e-5, 1e4))
-    | {"head_dim": 128, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
-    | {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
-    | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "mlp_hidden_act": "relu2"}
-    | {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-    | {"n_group": 1, "topk_group": 1, "time_step_min": 0.001, "moe_latent_size": None},
+    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+    | {
+        "mamba_num_heads": 64,
+    }
+    | {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+    }
+    | {
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+    },
     "ernie4_5_0_3b": _of("Ernie4_5", _sizes(103_424, 1024, 3072, 18, 16, 2, 131_072, 1e-5, 5e5), True, head_dim=128),
     "ministral3_3b": _of("Ministral3", _sizes(131_072, 3072, 9216, 26, 32, 8, 262_144, 1e-5, 1e6), True, **_MINISTRAL3),
     "ministral3_8b": _of("Ministral3", _sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144, 1e-5, 1e6), **_MINISTRAL3),
@@ -246,15 +181,15 @@ PUBLISHED: dict[str, Config] = {
     | {"sliding_window": None, "layer_types": ["full_attention"] * 30}
     | {"rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0}},
     "exaone4_32b": _of("Exaone4", _sizes(102_400, 5120, 27_392, 64, 40, 8, 131_072, 1e-5, 1e6), head_dim=128)
-    | {"sliding_window": 4096, "layer_types": _kinds(64, 4), "rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0}},
+    | {"rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0}},
     "minimax_m2": _of("MiniMaxM2", _sizes(200_064, 3072, 1536, 62, 48, 8, 196_608, 1e-6, 5e6), head_dim=128)
-    | {"rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
-    "olmoe_1b_7b": _of("Olmoe", _sizes(50_304, 2048, 1024, 16, 16, 16, 4096, 1e-5, 1e4), num_experts=64)
-    | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-    "glm4_9b_0414": _of("Glm4", _sizes(151_552, 4096, 13_696, 40, 32, 2, 32_768, 1e-5, 1e4), head_dim=128)
-    | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    | {
+        "rotary_dim": 64,
+    },
+    "olmoe_1b_7b": _of("Olmoe", _sizes(50_304, 2048, 1024, 16, 16, 16, 4096, 1e-5, 1e4), num_experts=64),
+    "glm4_9b_0414": _of("Glm4", _sizes(151_552, 4096, 13_696, 40, 32, 2, 32_768, 1e-5, 1e4), head_dim=128),
     "glm4_32b_0414": _of("Glm4", _sizes(151_552, 6144, 23_040, 61, 48, 8, 32_768, 1e-5, 1e4), head_dim=128)
-    | {"partial_rotary_factor": 0.5, "attention_bias": False},
+    | {"attention_bias": False},
     "llama2_7b": _of("Llama", _LLAMA2_7B),
     "llama2_13b": _of("Llama", _sizes(32_000, 5120, 13_824, 40, 40, 40, 4096, 1e-5, 1e4)),
     "llama2_70b": _of("Llama", _sizes(32_000, 8192, 28_672, 80, 64, 8, 4096, 1e-5, 1e4)),
@@ -287,8 +222,7 @@ PUBLISHED: dict[str, Config] = {
     "code_llama2_7b": _of("Llama", _sizes(32_016, 4096, 11_008, 32, 32, 32, 16_384, 1e-5, 1e6)),
     "code_llama2_13b": _of("Llama", _sizes(32_016, 5120, 13_824, 40, 40, 40, 16_384, 1e-5, 1e6)),
     "code_llama2_34b": _of("Llama", _sizes(32_000, 8192, 22_016, 48, 64, 8, 16_384, 1e-5, 1e6)),
-    "seed_oss_36b": _of("SeedOss", _sizes(155_136, 5120, 27_648, 64, 80, 8, 524_288, 1e-6, 1e7), head_dim=128)
-    | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "attention_dropout": 0.1},
+    "seed_oss_36b": _of("SeedOss", _sizes(155_136, 5120, 27_648, 64, 80, 8, 524_288, 1e-6, 1e7), head_dim=128),
     "qwen2_7b": _qwen2(3584, 18_944, 28, 28, 4),
     "qwen2_0_5b": _qwen2(896, 4864, 24, 14, 2),
     "qwen2_1_5b": _qwen2(1536, 8960, 28, 12, 2),
@@ -316,33 +250,28 @@ PUBLISHED: dict[str, Config] = {
     "qwen3_14b_instruct": _qwen3(5120, 17_408, 40, 40),
     "qwen3_32b": _qwen3(5120, 25_600, 64, 64),
     "mixtral_8x7b": _of("Mixtral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), num_local_experts=8)
-    | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None},
-    "mixtral_8x22b": _of("Mixtral", _sizes(32_000, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6), num_local_experts=8)
-    | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "sliding_window": None},
-    "mixtral_8x22b_instruct": _of("Mixtral", _sizes(32_768, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6))
-    | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "sliding_window": None},
+    | {
+        "router_aux_loss_coef": 0.02,
+    },
+    "mixtral_8x22b": _of("Mixtral", _sizes(32_000, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6), num_local_experts=8),
+    "mixtral_8x22b_instruct": _of("Mixtral", _sizes(32_768, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6)),
     "qwen3_30b_a3b_base": _qwen3_moe(2048, 6144, 768, 48, 32, base=True),
     "qwen3_30b_a3b_instruct": _qwen3_moe(2048, 6144, 768, 48, 32),
     "qwen3_235b_a22b": _qwen3_moe(4096, 12_288, 1536, 94, 64),
-    "qwen3_next_80b_a3b": _of("Qwen3Next", _sizes(151_936, 2048, 5120, 48, 16, 2, 262_144, 1e-6, 1e7), head_dim=256)
-    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
-    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
-    | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
-    | {"shared_expert_intermediate_size": 512, "partial_rotary_factor": 0.25, "router_aux_loss_coef": 0.001},
-    "glm4_5_air": _of("Glm4Moe", _sizes(151_552, 4096, 10_944, 46, 96, 8, 131_072, 1e-5, 1e6), **_GLM4_MOE)
-    | {"n_routed_experts": 128, "moe_intermediate_size": 1408, "routed_scaling_factor": 1.0}
-    | {"first_k_dense_replace": 1, "use_qk_norm": False},
+    "qwen3_next_80b_a3b": _of("Qwen3Next", _sizes(151_936, 2048, 5120, 48, 16, 2, 262_144, 1e-6, 1e7), head_dim=256),
+    "glm4_5_air": _of("Glm4Moe", _sizes(151_552, 4096, 10_944, 46, 96, 8, 131_072, 1e-5, 1e6), **_GLM4_MOE),
     "glm4_5": _of("Glm4Moe", _sizes(151_552, 5120, 12_288, 92, 96, 8, 131_072, 1e-5, 1e6), **_GLM4_MOE)
     | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.5}
     | {"first_k_dense_replace": 3, "use_qk_norm": True},
-    "llama4_scout_17b_16e": _of("Llama4", _sizes(202_048, 5120, 8192, 48, 40, 8, 10_485_760, 1e-5, 5e5), **_LLAMA4)
-    | {"num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True}
+    "llama4_scout_17b_16e": _of("Llama4", _sizes(202_048, 5120, 8192, 48, 40, 8, 10_485_760, 1e-5, 5e5))
     | {"rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0, "high_freq_factor": 1.0}},
-    "llama4_maverick_17b_128e": _of("Llama4", _sizes(202_048, 5120, 8192, 48, 40, 8, 1_048_576, 1e-5, 5e5), **_LLAMA4)
-    | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None},
+    "llama4_maverick_17b_128e": _of("Llama4", _sizes(202_048, 5120, 8192, 48, 40, 8, 1_048_576, 1e-5, 5e5))
+    | {
+        "num_local_experts": 128,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": False,
+    },
     "deepseek_v3": _of("DeepseekV3", _sizes(129_280, 7168, 18_432, 61, 128, 128, 163_840, 1e-6, 1e4), **_DEEPSEEK)
-    | {"q_lora_rank": 1536, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
-    | {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3}
     | {
         "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
         | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -355,9 +284,7 @@ PUBLISHED: dict[str, Config] = {
     "lfm2_700m": _of("Lfm2", _sizes(65_536, 1536, 10_240, 16, 24, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
     "lfm2_1_2b": _of("Lfm2", _sizes(65_536, 2048, 12_288, 16, 32, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
     "lfm2_8b_a1b": _of("Lfm2Moe", _sizes(65_536, 2048, 7168, 24, 32, 8, 128_000, 1e-5, 1e6), **_LFM2)
-    | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]}
-    | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
-    | {"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+    | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
     # The rest of these equals the defaults of transformers' config class.
     "qwen3_5_9b": _of("Qwen3_5", {}, max_position_embeddings=262_144, rope_theta=1e7),
     "qwen3_5_27b": _of("Qwen3_5", _sizes(248_320, 5120, 17_408, 64, 24, 4, 262_144, 1e-6, 1e7))
