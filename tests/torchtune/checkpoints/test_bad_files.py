@@ -1,7 +1,6 @@
 """Checkpoints that are missing, damaged, or of another model: one sentence with file, tensor, shapes and a way out."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.torchtune.checkpoints.small import SIZES, build, stored, write_folder, write_weights
+from tests.torchtune.checkpoints.small import SIZES, build, load, read, stored, write_folder, write_weights
 from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles
-from torchtune.models import from_hf_config
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.training import FullModelHFCheckpointer
 
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("single"))
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +46,25 @@ def some_shard(folder: Path) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[1]
 
 
-def test_no_folder(single: Path, tmp_path: Path) -> None:
-    text = refusal(tmp_path / "nowhere", build(single))
+def test_no_folder_no_weights_and_no_model(source: Path, tmp_path: Path) -> None:
+    text = refusal(tmp_path / "nowhere", build(source))
     assert f"no folder {tmp_path / 'nowhere'}" in text
     assert "tune download" in text
+    assert "holds no weights" in refusal(tmp_path, build(source))
+    assert "carries no ModelSpec" in refusal(source, nn.Linear(2, 2))
 
 
-def test_no_weights(single: Path, tmp_path: Path) -> None:
-    assert "holds no weights" in refusal(tmp_path, build(single))
-
-
-def test_named_file_is_missing(single: Path) -> None:
-    text = refusal(single, checkpoint_files=["model-00001-of-00002.safetensors"])
-    assert "model-00001-of-00002.safetensors" in text
-    assert "the folder holds model.safetensors" in text
-
-
-@pytest.mark.parametrize("files", [[], {"filename_format": "model-{}.safetensors", "max_filename": "00002"}])
-def test_wrong_checkpoint_files(single: Path, files: Any) -> None:
-    assert "checkpoint_files" in refusal(single, checkpoint_files=files)
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], "checkpoint_files"),
+        ({"filename_format": "model-{}.safetensors", "max_filename": "00002"}, "checkpoint_files"),
+        (["model-00001.safetensors"], "model-00001.safetensors"),
+        (["model-00001.safetensors"], "the folder holds model.safetensors"),
+    ],
+)
+def test_wrong_checkpoint_files(source: Path, files: Any, words: str) -> None:
+    assert words in refusal(source, checkpoint_files=files)
 
 
 def test_mixed_formats(sharded: Path, copy: Callable) -> None:
@@ -113,8 +106,8 @@ def test_truncated_shard(sharded: Path, copy: Callable, left: float) -> None:
     assert "again" in text
 
 
-def test_lacking_and_unknown_tensors(single: Path, copy: Callable) -> None:
-    folder = copy(single)
+def test_lacking_and_unknown_tensors(source: Path, copy: Callable) -> None:
+    folder = copy(source)
     tensors = stored(folder)
     removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
     write_weights(folder, tensors)
@@ -140,61 +133,41 @@ def test_lacking_and_unknown_tensors(single: Path, copy: Callable) -> None:
         ({"tie_word_embeddings": True}, ["differs", "tie_word_embeddings=False"]),
     ],
 )
-def test_other_sizes(single: Path, tmp_path: Path, sizes: dict, words: list[str]) -> None:
+def test_other_sizes(source: Path, tmp_path: Path, sizes: dict, words: list[str]) -> None:
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with torch.device("meta"):
-        model = from_hf_config(tmp_path)
-    text = refusal(single, model)
+    text = refusal(source, build(tmp_path))
     assert [word for word in words if word not in text] == [], text
 
 
-def test_other_family(single: Path) -> None:
+def test_other_families(source: Path, copy: Callable) -> None:
     options = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 256}
     with torch.device("meta"):
         model = qwen2(vocab_size=320, intermediate_dim=48, **options)
-    text = refusal(single, model)
+    text = refusal(source, model)
     assert "LlamaForCausalLM" in text
     assert "'qwen2'" in text
+    folder = copy(source)
+    config = read(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["SomethingNew"]}))
+    assert "SomethingNew" in refusal(folder, build(source))
 
 
-def test_architecture_that_nobody_knows(single: Path, copy: Callable) -> None:
-    folder = copy(single)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["SomethingNew"]}))
-    assert "SomethingNew" in refusal(folder, build(single))
+def test_model_type_is_checked(source: Path) -> None:
+    for model_type in ("LLAMA3", "LLAMA3_2"):
+        load(source, model_type=model_type)
+    assert "model_type: QWEN3" in refusal(source, model_type="QWEN3")
+    assert "model_type: 'LLAMA9' is none of " in refusal(source, model_type="LLAMA9")
 
 
-def test_model_without_a_spec(single: Path) -> None:
-    assert "carries no ModelSpec" in refusal(single, nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(("model_type", "fine"), [("LLAMA3", True), ("LLAMA3_2", True), ("QWEN3", False)])
-def test_model_type_is_checked(single: Path, model_type: str, fine: bool) -> None:
-    if fine:
-        FullModelHFCheckpointer(single, model_type=model_type).load_model(build(single))
-    else:
-        assert "model_type: QWEN3" in refusal(single, model_type=model_type)
-
-
-def test_unknown_model_type(single: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type: 'LLAMA9' is none of .*LLAMA3"):
-        FullModelHFCheckpointer(single, model_type="LLAMA9")
-
-
-def test_what_no_shape_shows_is_warned_of(single: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_shape_shows_is_warned_of(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A builder with another rotary base fits every tensor and computes something else."""
     with torch.device("meta"):
         model = llama3_2(
             vocab_size=320, num_layers=3, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=256,
             intermediate_dim=48, norm_eps=1e-6, tie_word_embeddings=False,
         )  # fmt: skip
-    logger = logging.getLogger("torchtune")
-    logger.addHandler(caplog.handler)
-    try:
-        FullModelHFCheckpointer(single).load_model(model)
-    finally:
-        logger.removeHandler(caplog.handler)
+    FullModelHFCheckpointer(source).load_model(model)
     text = caplog.text
     assert "rope_base = 10000.0" in text
     assert "500000" in text

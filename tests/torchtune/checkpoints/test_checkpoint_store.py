@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torchtune
-from tests.torchtune.checkpoints.small import SIZES, build, read, same_bits, some_tokens, started, write_folder
+from tests.torchtune.checkpoints.small import SIZES, build, read, resume, same_bits, some_tokens, started, write_folder
 from torchtune import config
 from torchtune.checkpoints import CheckpointError, verify_checkpoint
 from torchtune.modules import TransformerDecoder, classifier_model
@@ -86,7 +86,7 @@ def test_two_trained_models_resume_and_load_elsewhere(sources: dict[str, Path], 
     resumed = load_both(again)
     trained = [p for model in resumed.values() for p in model.parameters()]
     other = torch.optim.AdamW(trained, lr=0.1)
-    again.resume(again.find_resume_point(), resumed, {"optimizer": other, "progress": {}})
+    resume(again, resumed, optimizer=other)
     for name, model in models.items():
         assert same_bits(model.state_dict(), resumed[name].state_dict()), name
     for mine, theirs in zip(optimizer.param_groups[0]["params"], trained, strict=True):
@@ -98,7 +98,7 @@ def test_two_trained_models_resume_and_load_elsewhere(sources: dict[str, Path], 
         theirs = in_transformers(some_tokens()).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="the checkpoint has a trained model 'value', this run has none"):
-        again.resume(again.find_resume_point(), resumed["policy"], {"optimizer": other, "progress": {}})
+        resume(again, resumed["policy"], optimizer=other)
     # A run that starts from this checkpoint carries the small files of the policy, not those of the value model.
     next_run = FullModelHFCheckpointer(saved, output_dir=tmp_path / "next")
     assert not (next_run.save("epoch_0", models["policy"]) / "value").exists()
@@ -120,15 +120,13 @@ def test_each_model_has_its_contents(sources: dict[str, Path], tmp_path: Path) -
     assert not (saved / "model.safetensors").exists()
     assert (saved / "value" / "model.safetensors").is_file()
     resumed = load_both(store, LoRA(rank=2, alpha=4))
-    store.resume(store.find_resume_point(), resumed, {"optimizer": train(resumed), "progress": {}})
+    resume(store, resumed, optimizer=train(resumed))
     for name, model in models.items():
         assert same_bits(model.state_dict(), resumed[name].state_dict()), name
 
 
 def test_merged_alone(sources: dict[str, Path], tmp_path: Path) -> None:
-    store = make_store({"policy": sources["policy"]}, tmp_path / "run")
-    model = build(sources["policy"], LoRA(rank=2, alpha=4))
-    store.load_model(model)
+    store, model = started(sources["policy"], LoRA(rank=2, alpha=4), output=tmp_path / "run")
     with pytest.raises(CheckpointError, match="a resume needs the adapter"):
         store.save("epoch_0", model, contents="merged", state={"progress": {}})
     saved = store.save("epoch_0", model, contents="merged")
@@ -169,21 +167,19 @@ def test_an_adapter_resumes_on_its_base_weights_alone(sources: dict[str, Path], 
     def start(base: Path) -> FullModelHFCheckpointer:
         return FullModelHFCheckpointer(base, output_dir=tmp_path / "run")
 
-    checkpointer = start(sources["policy"])
-    policy = build(sources["policy"], LoRA(rank=2, alpha=4))
-    checkpointer.load_model(policy)
+    checkpointer, policy = started(sources["policy"], LoRA(rank=2, alpha=4), output=tmp_path / "run")
     saved = checkpointer.save("step_1", policy, contents="adapter", state={"progress": {}})
     moved = shutil.copytree(sources["policy"], tmp_path / "moved")
     (moved / "adapter_model.safetensors").write_bytes(b"")  # no base weights
     point = start(moved).find_resume_point()
     assert point.path == saved
-    for resume in (
+    for attempt in (
         lambda other: other.find_resume_point(),
         lambda other: other.check_resume(None),
         lambda other: other.resume(point, policy, {"progress": {}}),
     ):
         with pytest.raises(CheckpointError, match="its adapter was trained on the weights in") as caught:
-            resume(start(sources["reference"]))
+            attempt(start(sources["reference"]))
         assert all(str(sources[name]) in str(caught.value) for name in ("policy", "reference"))
 
 
@@ -216,8 +212,7 @@ class Asked(LoRA):
 
 def test_a_save_asks_a_conversion_once(sources: dict[str, Path], tmp_path: Path) -> None:
     conversion = Asked(rank=2, alpha=4)
-    store = make_store({"policy": sources["policy"]}, tmp_path / "run")
-    store.load_model(model := build(sources["policy"], conversion))
+    store, model = started(sources["policy"], conversion, output=tmp_path / "run")
     conversion.calls = 0
     store.save("epoch_0", model, contents=("adapter", "merged"), state={"progress": {}})
     assert conversion.calls == 2

@@ -5,16 +5,19 @@ import zlib
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-from tests.torchtune.checkpoints.small import build
 from torchtune.checkpoints import CheckpointError
 from torchtune.training import FullModelHFCheckpointer
 
 
 def checkpointer(source: Path, output: Path, **options) -> FullModelHFCheckpointer:
     return FullModelHFCheckpointer(source, output_dir=output, **options)
+
+
+@pytest.fixture
+def store(source: Path, tmp_path: Path) -> FullModelHFCheckpointer:
+    return checkpointer(source, tmp_path)
 
 
 def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, *, resumable: bool = True) -> Path:
@@ -39,20 +42,17 @@ def test_a_new_folder_may_be_used(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_and_logs_alone_are_no_run(source: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("a file")
     text = refusal(checkpointer(source, tmp_path / "notes" / "run").check_output_dir, resume=False)
     assert str(tmp_path / "notes") in text
     assert "choose another output_dir" in text
-
-
-def test_logs_alone_are_no_run(source: Path, tmp_path: Path) -> None:
+    assert "is a file" in refusal(checkpointer(source, tmp_path / "notes").check_output_dir, resume=False)
     (tmp_path / "logs").mkdir()
     checkpointer(source, tmp_path).check_output_dir(resume=False)
 
 
-def test_a_run_is_not_overwritten(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
+def test_a_run_is_not_overwritten(store: FullModelHFCheckpointer, model: nn.Module) -> None:
     save(store, "step_2", model)
     text = refusal(store.check_output_dir, resume=False)
     assert "step_2" in text
@@ -67,26 +67,20 @@ def test_the_source_is_not_written_into(source: Path, below: str) -> None:
     assert "inside checkpoint_dir" in text
 
 
-def test_a_file_is_no_folder(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    assert "is a file" in refusal(checkpointer(source, tmp_path / "file").check_output_dir, resume=False)
-
-
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keep_at_least_one(source: Path, tmp_path: Path, keep: int) -> None:
     assert "at least 1" in refusal(checkpointer, source, tmp_path, keep_last_n_checkpoints=keep)
 
 
-def test_newest_by_time_not_by_number(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
+def test_newest_by_time_not_by_number(store: FullModelHFCheckpointer, model: nn.Module) -> None:
     for name in ("step_9", "step_10", "epoch_0"):
         save(store, name, model)
         assert store.find_resume_point().path.name == name
     assert store.find_resume_point().progress == {"seed": 1, "global_step": 0}
 
 
-def test_last_n_are_kept(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path, keep_last_n_checkpoints=2)
+def test_last_n_are_kept(store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path) -> None:
+    store.keep_last_n_checkpoints = 2
     for step in (8, 9, 10, 11):
         save(store, f"step_{step}", model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11"]
@@ -95,9 +89,10 @@ def test_last_n_are_kept(source: Path, model: nn.Module, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]
 
 
-def test_kept_by_default(source: Path, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_by_default(
+    store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All of epochs, three of steps. It is said once."""
-    store = checkpointer(source, tmp_path)
     for number in range(1, 6):
         save(store, f"step_{number}", model)
         save(store, f"epoch_{number}", model)
@@ -109,8 +104,8 @@ def test_kept_by_default(source: Path, model: nn.Module, tmp_path: Path, caplog:
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "step_6"]
 
 
-def test_without_a_marker_it_does_not_count(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path, keep_last_n_checkpoints=1)
+def test_without_a_marker_it_does_not_count(store: FullModelHFCheckpointer, model: nn.Module) -> None:
+    store.keep_last_n_checkpoints = 1
     save(store, "step_1", model)
     newer = save(store, "step_2", model)
     (newer / ".complete").rename(newer / "elsewhere")
@@ -122,21 +117,13 @@ def test_without_a_marker_it_does_not_count(source: Path, model: nn.Module, tmp_
     assert newer.exists(), "only complete checkpoints are pruned"
 
 
-def test_damaged_marker(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
-    (save(store, "step_1", model) / ".complete").write_text("")
-    assert ".complete" in refusal(store.find_resume_point)
-
-
-def test_finished_run(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
+def test_finished_run(store: FullModelHFCheckpointer, model: nn.Module) -> None:
     save(store, "step_1", model)
     save(store, "step_2", model, resumable=False)
     assert "finished (step_2)" in refusal(store.find_resume_point)
 
 
-def test_leftovers_are_cleared(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
+def test_leftovers_are_cleared(store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path) -> None:
     save(store, "step_1", model)
     for name in (".step_2.0123abcd.tmp", ".step_1.0123abcd.old.tmp"):
         (tmp_path / name).mkdir()
@@ -146,8 +133,7 @@ def test_leftovers_are_cleared(source: Path, model: nn.Module, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "step_1"]
 
 
-def test_killed_between_the_two_renames(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
+def test_killed_between_the_two_renames(store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path) -> None:
     save(store, "step_1", model).rename(tmp_path / ".step_1.0123abcd.old.tmp")
     (tmp_path / ".step_1.89abcdef.tmp").mkdir()
     assert store.find_resume_point().path.name == "step_1"
@@ -180,15 +166,3 @@ def test_everything_of_a_checkpoint(source: Path, model: nn.Module, tmp_path: Pa
     assert marker == {"saves": 1, "resumable": True, "crc32": sums}
     modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
     assert len(modes) == 1, "all files have the permissions of the user's umask"
-
-
-def test_state_of_the_base_is_not_inherited(source: Path, model: nn.Module, tmp_path: Path) -> None:
-    """A second stage of training starts from a checkpoint of the first."""
-    first = save(checkpointer(source, tmp_path / "first"), "step_1", model)
-    second = checkpointer(first, tmp_path / "second")
-    again = build(first)
-    second.load_model(again)
-    folder = second.save("step_1", again)
-    assert not (folder / "state").exists()
-    assert "finished" in refusal(second.find_resume_point)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

@@ -5,13 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import FineGrainedFP8Config
 
-from tests.torchtune.checkpoints.small import close, load, logits, read, stored, write_folder, write_weights
+from tests.torchtune.checkpoints.small import (
+    close,
+    in_transformers,
+    load,
+    logits,
+    read,
+    same_bits,
+    started,
+    stored,
+    write_folder,
+    write_weights,
+)
 from torchtune.checkpoints import CheckpointError
 from torchtune.checkpoints._open_source import open_source
 from torchtune.models import ModelError, from_hf_config
-from torchtune.training import FullModelHFCheckpointer
 
 DEEPSEEK = (
     "DeepseekV3",
@@ -99,11 +109,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(published: Path, tmp_path: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(
-        published, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
-    ).eval()
-    model = load(published, dtype=torch.bfloat16)
-    saved = FullModelHFCheckpointer(published, output_dir=tmp_path / "out").save("epoch_0", model)
+    dequantized = FineGrainedFP8Config(dequantize=True)
+    theirs = in_transformers(published, dtype=torch.bfloat16, quantization_config=dequantized)
+    checkpointer, model = started(published, output=tmp_path / "out", dtype=torch.bfloat16)
+    saved = checkpointer.save("epoch_0", model)
     config = read(saved / "config.json")
     assert "quantization_config" not in config
     weights, source = stored(saved), open_source([published / "model.safetensors"])
@@ -112,9 +121,8 @@ def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(p
     assert {tensor.dtype for name, tensor in weights.items() if "scale" not in name and "bias" not in name} == {
         torch.bfloat16
     }
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).eval()
-    for (name, parameter), other in zip(theirs.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(parameter, other), name
+    again = in_transformers(saved, dtype=torch.bfloat16)
+    assert same_bits(dict(theirs.named_parameters()), dict(again.named_parameters()))
     close(logits(load(published)), logits(again.float()))
 
 

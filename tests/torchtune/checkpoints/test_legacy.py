@@ -5,14 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from tests.torchtune.checkpoints.small import (
     build,
+    close,
+    in_peft,
+    in_transformers,
     load,
     logits,
     randomize_adapter,
@@ -55,16 +56,6 @@ def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheck
     )
 
 
-def hf_logits(folder: Path) -> torch.Tensor:
-    return logits(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
-
-
-def test_the_dict_is_the_models(source: Path, tmp_path: Path) -> None:
-    loaded = checkpointer(source, tmp_path).load_checkpoint()
-    assert loaded.keys() == {"model"}
-    assert same_bits(loaded["model"], load(source).state_dict())
-
-
 @pytest.mark.parametrize(
     ("shape", "model_type"), [("qwen3_tied", None), ("llama_tied", None), ("phi3", "PHI3_MINI"), ("llama", "REWARD")]
 )
@@ -75,16 +66,19 @@ def test_names_of_other_families(shape: str, model_type: str | None, tmp_path: P
     assert same_bits(loaded, load(folder).state_dict())
 
 
-def test_there_and_back(source: Path, tmp_path: Path) -> None:
-    store = checkpointer(source, tmp_path)
-    loaded = store.load_checkpoint()["model"]
-    store.save_checkpoint({"model": loaded}, epoch=0)
+@pytest.fixture
+def store(source: Path, tmp_path: Path) -> FullModelHFCheckpointer:
+    return checkpointer(source, tmp_path)
+
+
+def test_there_and_back(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -> None:
+    loaded = store.load_checkpoint()
+    assert loaded.keys() == {"model"}
+    store.save_checkpoint(loaded, epoch=0)
     assert same_bits(stored(tmp_path / "epoch_0"), stored(source))
-    assert torch.equal(hf_logits(tmp_path / "epoch_0"), hf_logits(source))
-    store.save_checkpoint({"model": loaded}, epoch=0, step=12, dir_prefix="step", max_shard_size="0.05MB")
+    store.save_checkpoint(loaded, epoch=0, step=12, dir_prefix="step", max_shard_size="0.05MB")
     assert len(list((tmp_path / "step_12").glob("model-*.safetensors"))) > 1
-    assert same_bits(stored(tmp_path / "step_12"), stored(source))
-    assert torch.equal(hf_logits(tmp_path / "step_12"), hf_logits(source))
+    assert same_bits(in_transformers(tmp_path / "step_12").state_dict(), in_transformers(source).state_dict())
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "five GB", "-1GB"])
@@ -120,17 +114,14 @@ def lora_state(source: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]
     return model, merged, {"adapter": adapter, "adapter_config": config}
 
 
-def test_adapter(source: Path, tmp_path: Path) -> None:
+def test_adapter(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -> None:
     model, merged, adapter = lora_state(source)
-    store = checkpointer(source, tmp_path)
     store.save_checkpoint({"model": merged, **adapter, **STATE}, epoch=0, intermediate_checkpoint=True)
     folder = tmp_path / "epoch_0" / "adapter"
     assert read(folder / "adapter_config.json")["base_model_name_or_path"] == str(source.resolve())
-    base = transformers.AutoModelForCausalLM.from_pretrained(source)
-    theirs = peft.PeftModel.from_pretrained(base, folder).eval()
-    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-4, rtol=0)
+    close(logits(in_peft(in_transformers(source), folder)), logits(model))
     # transformers adds an adapter that lies beside the weights: the merged ones would get it twice
-    torch.testing.assert_close(hf_logits(tmp_path / "epoch_0"), logits(model), atol=1e-4, rtol=0)
+    close(logits(in_transformers(tmp_path / "epoch_0")), logits(model))
 
     loaded = checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()
     assert same_bits(loaded["adapter"], adapter["adapter"])
@@ -138,41 +129,27 @@ def test_adapter(source: Path, tmp_path: Path) -> None:
     assert loaded["epochs_run"] == 1
 
 
-def test_adapter_alone(source: Path, tmp_path: Path) -> None:
+def test_adapter_alone(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -> None:
     _, _, adapter = lora_state(source)
-    store = checkpointer(source, tmp_path)
     store.save_checkpoint({**adapter}, epoch=0, adapter_only=True)
     assert not list((tmp_path / "epoch_0").glob("model*"))
     with pytest.raises(CheckpointError, match="needs an adapter"):
         store.save_checkpoint({"model": {}}, epoch=1, adapter_only=True)
 
 
-def older_run(source: Path, output: Path) -> tuple[nn.Module, Path]:
-    """What an older release left: merged weights, adapter and state in epoch_0, without a marker."""
+def test_an_older_run_goes_on_in_an_older_recipe_alone(
+    store: FullModelHFCheckpointer, source: Path, tmp_path: Path
+) -> None:
+    """What an older release left: merged weights, adapter and state, without a marker."""
     model, merged, adapter = lora_state(source)
-    store = checkpointer(source, output)
     for epoch in (0, 1):
         state = {**STATE, "epochs_run": epoch + 1}
         store.save_checkpoint({"model": merged, **adapter, **state}, epoch=epoch, intermediate_checkpoint=True)
-        (output / f"epoch_{epoch}" / ".complete").unlink()
-    return model, output / "epoch_1"
-
-
-def test_an_older_run_can_be_resumed_by_an_older_recipe(source: Path, tmp_path: Path) -> None:
-    older_run(source, tmp_path)
+        (tmp_path / f"epoch_{epoch}" / ".complete").unlink()
     assert checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()["epochs_run"] == 2
-
-
-def test_an_older_adapter_can_be_trained_on(source: Path, tmp_path: Path) -> None:
-    model, folder = older_run(source, tmp_path)
     conversion = LoRA(rank=4, alpha=8, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True)
-    again = load(source, conversion, adapter_checkpoint=str(folder))
+    again = load(source, conversion, adapter_checkpoint=tmp_path / "epoch_1")
     assert torch.equal(logits(again), logits(model))
-
-
-def test_an_older_run_is_neither_resumed_nor_overwritten(source: Path, tmp_path: Path) -> None:
-    older_run(source, tmp_path)
-    store = checkpointer(source, tmp_path)
     with pytest.raises(CheckpointError, match="already holds a run"):
         store.check_output_dir(resume=False)
     with pytest.raises(CheckpointError, match="nothing to resume"):
@@ -254,19 +231,8 @@ def test_signatures_are_those_of_older_releases() -> None:
 
 def test_keys_of_the_dict() -> None:
     keys = "MODEL OPT ADAPTER SEED EPOCHS TOTAL_EPOCHS MAX_STEPS STEPS DATALOADER VAL_DATALOADER RNG".split()
-    assert [getattr(training, f"{key}_KEY") for key in keys] == [
-        "model",
-        "optimizer",
-        "adapter",
-        "seed",
-        "epochs_run",
-        "total_epochs",
-        "max_steps_per_epoch",
-        "steps_run",
-        "dataloader",
-        "val_dataloader",
-        "rng_state",
-    ]
+    values = "model optimizer adapter seed epochs_run total_epochs max_steps_per_epoch steps_run dataloader"
+    assert [getattr(training, f"{key}_KEY") for key in keys] == [*values.split(), "val_dataloader", "rng_state"]
     assert training.ADAPTER_CONFIG == "adapter_config"
     assert training.ModelType.LLAMA3_2.value == "llama3_2"
 
@@ -288,8 +254,5 @@ def test_classifier(rows: int, force: bool) -> None:
     update_state_dict_for_classifier(state, [("output.weight", own)], force_override=force)
     assert state.keys() == {"output.weight", "norm.scale"}
     assert (state["output.weight"] is own) is (force or rows == 7)
-
-
-def test_no_classifier() -> None:
     with pytest.raises(CheckpointError, match=r"no output\.weight"):
-        update_state_dict_for_classifier({}, [("norm.scale", nn.Parameter(torch.ones(1)))])
+        update_state_dict_for_classifier({}, [("norm.scale", own)])

@@ -1,4 +1,4 @@
-"""MXFP4 weights: what the format says in float64, what transformers makes of them, and gpt-oss trained from them."""
+"""MXFP4 weights: what transformers makes of them, and gpt-oss trained from them."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from tests.torchtune.checkpoints.small import (
-    build,
     close,
     hf_model,
+    in_transformers,
     load,
     logits,
     read,
+    started,
     stored,
     write_folder,
     write_weights,
@@ -22,7 +22,6 @@ from tests.torchtune.checkpoints.small import (
 from torchtune.checkpoints import CheckpointError
 from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._quantized_files import dequantize_mxfp4
-from torchtune.training import FullModelHFCheckpointer
 
 
 def packed(*shape: int, low: int = 110, high: int = 140) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,28 +31,11 @@ def packed(*shape: int, low: int = 110, high: int = 140) -> tuple[torch.Tensor, 
     return blocks, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 
 
-def element(code: int) -> float:
-    """The number of a four-bit code: a sign, two bits of exponent (bias 1), one of mantissa; no infinities."""
-    sign, exponent, mantissa = -1 if code >> 3 else 1, code >> 1 & 3, code & 1
-    return sign * (mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
-
-
-def test_every_code_and_scale_means_what_the_format_says() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    blocks = codes.repeat(250, 1).view(250, 16, 16)
-    scales = torch.arange(2, 252, dtype=torch.uint8)[:, None].repeat(1, 16)
-    found = dequantize_mxfp4(blocks, scales)
-    table = torch.tensor([[element(code & 15), element(code >> 4)] for code in range(256)], dtype=torch.float64)
-    expected = table.flatten() * (2.0 ** (scales[:, :1].double() - 127))
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found.double().view(250, 512), expected)
-    assert torch.equal(torch.signbit(found.view(250, 512)), torch.signbit(expected))
-
-
 def test_equals_what_transformers_makes_of_it() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    blocks, scales = packed(3, 10, 2)
+    blocks, scales = packed(30, 10, 2, low=2, high=252)
+    assert len(blocks.unique()) == 256
     theirs = convert_moe_packed_tensors(blocks, scales)  # [e, in, out]
     assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), theirs)
 
@@ -96,13 +78,12 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
 
 def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path: Path) -> None:
     source, theirs = quantized_folder(tmp_path / "in")
-    model = load(source, dtype=torch.bfloat16)
-    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("epoch_0", model)
+    checkpointer, model = started(source, dtype=torch.bfloat16)
+    saved = checkpointer.save("epoch_0", model)
     weights = stored(saved)
     assert all(torch.equal(weights[name], parameter) for name, parameter in theirs.named_parameters())
     assert "quantization_config" not in read(saved / "config.json")
-    exact = logits(AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval())
-    close(logits(load(source, dtype=torch.float32)), exact)
+    close(logits(load(source)), logits(in_transformers(saved, dtype=torch.float32)))
 
 
 def test_what_is_packed_must_fit_the_model(tmp_path: Path) -> None:
@@ -113,4 +94,4 @@ def test_what_is_packed_must_fit_the_model(tmp_path: Path) -> None:
     write_weights(source, tensors)
     message = rf"'{name}' has the shape \[4, 64, 31\] where the model needs \[4, 64, 32\]"
     with pytest.raises(CheckpointError, match=message):
-        FullModelHFCheckpointer(source).load_model(build(source))
+        load(source)

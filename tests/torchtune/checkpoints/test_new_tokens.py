@@ -2,16 +2,25 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from tests.torchtune.checkpoints.small import build, close, hf_model, load, read, same_bits, write_folder
+from tests.torchtune.checkpoints.small import (
+    close,
+    hf_model,
+    in_peft,
+    in_transformers,
+    load,
+    read,
+    resume,
+    same_bits,
+    started,
+    write_folder,
+)
 from torchtune.checkpoints import CheckpointError
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.loss import LinearCrossEntropyLoss
@@ -29,11 +38,10 @@ def tokens() -> torch.Tensor:
     )
 
 
-def grown(store: FullModelHFCheckpointer, source: Path, **options: Any) -> nn.Module:
-    model = build(source, LORA, **options)
-    store.load_model(model)
+def grown(source: Path) -> tuple[FullModelHFCheckpointer, nn.Module]:
+    store, model = started(source, LORA)
     fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
-    return model
+    return store, model
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,9 +75,8 @@ def base_of_peft(shape: str) -> nn.Module:
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
 def test_new_rows_are_trained_saved_and_resumed(shape: str, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape)
-    store = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
-    model, resumed = grown(store, source), grown(store, source)
-    start = logits(model.eval())
+    (store, model), (_, resumed) = grown(source), grown(source)
+    start = logits(model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = optimizer_of(model.train())
     for _ in range(3):
@@ -88,22 +95,21 @@ def test_new_rows_are_trained_saved_and_resumed(shape: str, tmp_path: Path) -> N
     names = ["embed_tokens", *(["lm_head"] if outputs else [])]
     ids = list(range(OLD, ROWS))
     assert read(saved / "adapter_config.json")["trainable_token_indices"] == dict.fromkeys(names, ids)
-    in_peft = PeftModel.from_pretrained(base_of_peft(shape), saved)
-    close(logits(in_peft.eval()), expected)
-    files, theirs = load_file(saved / "adapter_model.safetensors"), get_peft_model_state_dict(in_peft)
+    adapted = in_peft(base_of_peft(shape), saved)
+    close(logits(adapted), expected)
+    files, theirs = load_file(saved / "adapter_model.safetensors"), get_peft_model_state_dict(adapted)
     assert same_bits({name: theirs[name] for name in files}, files)  # it adds whole embeddings whose size has changed
 
     again = optimizer_of(resumed)
-    store.resume(store.find_resume_point(), resumed, {"optimizer": again, "progress": {}})
-    assert same_bits(dict(resumed.state_dict()), dict(model.state_dict()))
+    resume(store, resumed, optimizer=again)
+    assert same_bits(resumed.state_dict(), model.state_dict())
     assert step(resumed.train(), again) == step(model.train(), optimizer)
-    assert same_bits(dict(resumed.state_dict()), dict(model.state_dict()))
+    assert same_bits(resumed.state_dict(), model.state_dict())
 
     expected = logits(model.eval())
     merged = store.save("epoch_0", model, contents=("adapter", "merged"))
-    close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected)
-    apart = PeftModel.from_pretrained(base_of_peft(shape), merged / "adapter")
-    close(logits(apart.eval()), expected)
+    close(logits(in_transformers(merged)), expected)
+    close(logits(in_peft(base_of_peft(shape), merged / "adapter")), expected)
     close(logits(load(merged)), expected)
 
 
@@ -131,8 +137,7 @@ def test_what_cannot_be_had(tmp_path: Path) -> None:
         fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
     assert model.tok_embeddings.weight.shape[0] == OLD
     # An adapter with new rows is no plain one: the base in the folder has none for them.
-    store = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
-    saved = store.save("step_1", grown(store, source), contents="adapter")
-    other = FullModelHFCheckpointer(source, adapter_checkpoint=saved)
+    store, model = grown(source)
+    saved = store.save("step_1", model, contents="adapter")
     with pytest.raises(CheckpointError, match=r"trainable_token_indices = .* cannot be expressed"):
-        other.load_model(build(source, LORA))
+        load(source, LORA, adapter_checkpoint=saved)

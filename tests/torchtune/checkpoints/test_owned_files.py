@@ -2,23 +2,31 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import torchtune
-from tests.torchtune.checkpoints.small import build, close, logits, read, same_bits, write_folder
+from tests.torchtune.checkpoints.small import (
+    build,
+    close,
+    in_peft,
+    in_transformers,
+    load,
+    logits,
+    read,
+    resume,
+    same_bits,
+    started,
+    write_folder,
+)
 from torchtune.checkpoints import CheckpointError
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.modules.peft import LoRA, disable_adapter, owned_parameters
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
-
-# peft asks transformers under an older name.
 
 
 class ScaledLinear(nn.Linear):
@@ -144,13 +152,10 @@ def test_they_come_back_and_merge(kind: type[Conversion], tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="which the model does not have: add it to model_converters"):
         torchtune.load(base, adapter=saved, device="cpu")
 
-    merged = AutoModelForCausalLM.from_pretrained(both)
-    close(logits(merged), expected)
+    close(logits(in_transformers(both)), expected)
 
 
 def test_a_file_beside_an_adapter_of_peft(tmp_path: Path) -> None:
-    from peft import PeftModel
-
     base = write_folder(tmp_path / "base", "llama")
     model, _ = torchtune.load(base, adapter=[LoRA(2, attn_modules=["q_proj"]), Scale()], device="cpu")
     randomize(model)
@@ -161,7 +166,7 @@ def test_a_file_beside_an_adapter_of_peft(tmp_path: Path) -> None:
     (saved / "adapter_Scale.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks adapter_Scale.safetensors, the parameters of a conversion"):
         torchtune.load(saved, adapter=Scale(), device="cpu")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved)
+    theirs = in_peft(in_transformers(base), saved)
     with torch.no_grad():
         for name in Scale().owned_parameters(model):
             model.get_parameter(name).fill_(1)
@@ -171,26 +176,14 @@ def test_a_file_beside_an_adapter_of_peft(tmp_path: Path) -> None:
 def test_a_run_resumes_from_them(tmp_path: Path) -> None:
     base = write_folder(tmp_path / "base", "qwen2")
 
-    def start(conversions: list[Any]) -> tuple[FullModelHFCheckpointer, nn.Module]:
-        checkpointer = FullModelHFCheckpointer(base, output_dir=tmp_path / "out")
-        model = build(base, *conversions)
-        checkpointer.load_model(model)
-        return checkpointer, model
-
-    checkpointer, model = start([ScaleAlone()])
+    checkpointer, model = started(base, ScaleAlone())
     randomize(model)
     checkpointer.save("step_1", model, contents="adapter", state={"progress": {"step": 1}})
-    checkpointer.close()
-    checkpointer, again = start([ScaleAlone()])
-    state: dict[str, Any] = {"progress": {}}
-    checkpointer.resume(checkpointer.find_resume_point(), again, state)
-    assert state == {"progress": {"step": 1}}
+    again = load(base, ScaleAlone())
+    assert resume(checkpointer, again) == {"progress": {"step": 1}}
     assert same_bits(owned(again), owned(model))
-    checkpointer.close()
-    checkpointer, other = start([])
     with pytest.raises(UserError, match="an adapter, but the model of this run has none"):
-        checkpointer.resume(checkpointer.find_resume_point(), other, state)
-    checkpointer.close()
+        resume(checkpointer, load(base))
 
 
 def test_what_is_refused_before_training(tmp_path: Path) -> None:

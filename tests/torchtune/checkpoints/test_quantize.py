@@ -1,51 +1,35 @@
 """Quantized checkpoints: read by ``transformers`` and by us, and equal to what torchao makes of the weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
-from tests.tiny import write_checkpoint
+from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
 from torchtune.checkpoints import GGUFFile
+from torchtune.checkpoints._gguf_tokenizer import tokenizer_files
 from torchtune.checkpoints._model_source import ModelSource
-from torchtune.models import from_hf_config
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.torchao_formats import torchao_quantization
 from torchtune.training import FullModelHFCheckpointer, quantize_checkpoint
 from torchtune.training import quantization as q
 from torchtune.utils import UserError
 
-TOKENS = torch.arange(3, 40)[None]
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", tied=False)
-
-
-def meta_model(folder: Path) -> nn.Module:
-    with torch.device("meta"):
-        return from_hf_config(folder)
-
-
-def load(folder: Path, **options: object) -> nn.Module:
-    model = meta_model(folder if (folder / "config.json").exists() else options.pop("like"))
-    FullModelHFCheckpointer(folder, **options).load_model(model)
-    return model.float()
+    """With widths that blocks of 32 divide."""
+    return write_folder(tmp_path_factory.mktemp("source"), intermediate_size=64)
 
 
 def quantize(source: Path, quantizer: object, folder: Path) -> Path:
-    quantize_checkpoint(ModelSource(source), meta_model(source), quantizer, folder)
+    quantize_checkpoint(ModelSource(source), build(source), quantizer, folder)
     return folder
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    found = model(TOKENS)
-    return getattr(found, "logits", found)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +43,8 @@ def logits(model: nn.Module) -> torch.Tensor:
     ],
 )
 def test_transformers_and_we_read_what_torchao_computes(quantizer, storage: str, source: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = quantize(source, quantizer, tmp_path / "out")
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = read(folder / "config.json")["quantization_config"]
     assert (config["quant_method"], config["format"], config["ignore"]) == (
         "compressed-tensors",
         storage,
@@ -78,7 +60,7 @@ def test_transformers_and_we_read_what_torchao_computes(quantizer, storage: str,
             scale = made.scale.double().repeat_interleave(layer.weight.shape[1] // made.scale.shape[1], 1)
             wanted = made.qdata.double() * scale
             assert torch.allclose(ours.get_submodule(path).weight.double(), wanted, rtol=1e-6, atol=1e-9)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = in_transformers(folder, dtype=torch.float32)
     if quantizer.activations is None:
         assert torch.allclose(logits(theirs), logits(ours), atol=1e-4)
     elif quantizer.activations == "int8":
@@ -93,7 +75,8 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type: str, sou
     folder = quantize(source, q.GGUFQuantizer(file_type), tmp_path / "out")
     path = folder / f"model-{file_type}.gguf"
     file, plain = GGUFFile(path), load(source)
-    back = load(folder, like=source, checkpoint_files=[path.name])
+    back = build(source)
+    FullModelHFCheckpointer(folder, [path.name]).load_model(back)
     kind = gguf.GGMLQuantizationType[file_type]
     for name in ("layers.0.mlp.w2.weight", "layers.1.attn.q_proj.weight"):
         weight = plain.get_parameter(name).detach()
@@ -102,10 +85,6 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type: str, sou
     error = (logits(back) - logits(plain)).abs().max()
     assert 0 < error < {"Q8_0": 0.3, "Q4_0": 4.0, "BF16": 0.2}[file_type]
     # the tokenizer comes back out of the file as it went in
-    from tokenizers import Tokenizer
-
-    from torchtune.checkpoints._gguf_tokenizer import tokenizer_files
-
     files = tokenizer_files(file)
     theirs, mine = (
         Tokenizer.from_str(json.dumps(files["tokenizer.json"])),
@@ -130,8 +109,6 @@ def test_what_cannot_be_quantised_is_one_sentence(source: Path, tmp_path: Path, 
 
 
 def test_another_quantizer_than_in_training_is_said(source: Path, tmp_path: Path, caplog) -> None:
-    import shutil
-
     trained = shutil.copytree(source, tmp_path / "trained")
     component = f"{q.__name__}.Int4WeightOnlyQATQuantizer"
     (trained / "torchtune_config.yaml").write_text(f"quantizer:\n  _component_: {component}\n  groupsize: 16\n")

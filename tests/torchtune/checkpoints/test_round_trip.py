@@ -1,16 +1,18 @@
 """Folders of transformers through our model and back: the same bits, loaded by transformers again."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tests.torchtune.checkpoints.small import (
     SHAPES,
     build,
     close,
+    in_transformers,
     load,
     logits,
     read,
@@ -29,14 +31,11 @@ def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     checkpointer, model = started(source, dtype=dtype)
     saved = checkpointer.save("epoch_0", model)
     assert same_bits(stored(source), stored(saved))
-    theirs, again = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (source, saved))
+    theirs, again = (in_transformers(folder, dtype="auto") for folder in (source, saved))
     assert again.dtype == dtype
-    assert same_bits(dict(theirs.state_dict()), dict(again.state_dict()))
+    assert same_bits(theirs.state_dict(), again.state_dict())
     # In float32: what bfloat16 rounds away may send a token to another expert.
-    exact = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    ours = build(saved, dtype=torch.float32)
-    FullModelHFCheckpointer(saved).load_model(ours)
-    close(logits(ours.eval()), logits(exact))
+    close(logits(load(saved)), logits(in_transformers(saved, dtype=torch.float32)))
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
@@ -55,9 +54,7 @@ def test_shards(shape: str, tmp_path: Path) -> None:
     largest = max(t.numel() * t.element_size() for t in tensors.values())
     assert max(file.stat().st_size for file in files) < max(40_000, largest) + 20_000
     assert same_bits(stored(source), tensors)
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(source)), logits(AutoModelForCausalLM.from_pretrained(saved))
-    )
+    assert same_bits(in_transformers(source).state_dict(), in_transformers(saved).state_dict())
     whole = checkpointer.save("epoch_1", model)
     assert [file.name for file in whole.glob("*.safetensors*")] == ["model.safetensors"]
 
@@ -65,8 +62,7 @@ def test_shards(shape: str, tmp_path: Path) -> None:
 def test_real_model_is_loaded_in_place(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in")
     meta = load(source)
-    with torch.device("cpu"):
-        model = build(source).to_empty(device="cpu")
+    model = build(source).to_empty(device="cpu")
     before = model.tok_embeddings.weight
     FullModelHFCheckpointer(source).load_model(model)
     assert model.tok_embeddings.weight is before
@@ -74,12 +70,11 @@ def test_real_model_is_loaded_in_place(tmp_path: Path) -> None:
 
 
 def test_dtype_of_the_model_holds(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in")
-    model = load(source, dtype=torch.bfloat16)
+    checkpointer, model = started(write_folder(tmp_path / "in"), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("step_1", model)
+    saved = checkpointer.save("step_1", model)
     assert {tensor.dtype for tensor in stored(saved).values()} == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(saved, dtype="auto").dtype == torch.bfloat16
+    assert in_transformers(saved, dtype="auto").dtype == torch.bfloat16
 
 
 def test_listed_and_formatted_files(tmp_path: Path) -> None:
@@ -130,68 +125,46 @@ def test_what_is_carried(tmp_path: Path) -> None:
         path.write_text("{}")
     with (source / "large.json").open("wb") as file:
         file.truncate(101 * 2**20)
-    checkpointer = FullModelHFCheckpointer(source, ["model.safetensors"], output_dir=tmp_path / "out")
-    model = build(source)
-    checkpointer.load_model(model)
+    checkpointer, model = started(source, checkpoint_files=["model.safetensors"])
     saved = checkpointer.save("epoch_0", model)
     files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
     assert files == carried | {"config.json", "model.safetensors", ".complete"}
     for name in carried:
         assert (saved / name).read_bytes() == (source / name).read_bytes()
     assert AutoTokenizer.from_pretrained(saved).eos_token == "<|im_end|>"
-    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == 2
+    assert in_transformers(saved).generation_config.eos_token_id == 2
 
 
 def test_config_says_what_is_saved(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", "qwen2_tied")
     config = read(source / "config.json") | {"task_specific_params": {"kept": True}}
     (source / "config.json").write_text(json.dumps(config))
-    model = load(source, dtype=torch.bfloat16)
+    checkpointer, model = started(source, dtype=torch.bfloat16)
     with torch.no_grad():
         grown = torch.cat([model.tok_embeddings.weight, torch.zeros(8, 32, dtype=torch.bfloat16)])
     model.tok_embeddings.weight = torch.nn.Parameter(grown)
-    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("epoch_0", model)
-    written = read(saved / "config.json")
-    assert (written["vocab_size"], written["dtype"], written["task_specific_params"]) == (
-        328,
-        "bfloat16",
-        {"kept": True},
-    )
-    assert {key: value for key, value in written.items() if key not in ("vocab_size", "dtype")} == {
-        key: value for key, value in config.items() if key not in ("vocab_size", "dtype")
-    }
-    assert AutoModelForCausalLM.from_pretrained(saved).get_input_embeddings().weight.shape == (328, 32)
-
-
-def test_folder_without_config_gets_one(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in", "qwen3")
-    model = load(source)
-    (source / "config.json").unlink()
-    saved = FullModelHFCheckpointer(source, output_dir=tmp_path / "out").save("epoch_0", model)
-    close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
-
-
-def test_a_save_does_not_need_the_source(tmp_path: Path) -> None:
-    """A long run must not fail at its end because somebody tidied up the folder of the base model."""
-    source = write_folder(tmp_path / "in")
-    checkpointer, model = started(source)
-    for path in source.iterdir():
-        path.unlink()
-    source.rmdir()
     saved = checkpointer.save("epoch_0", model)
-    close(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model.eval()))
+    assert read(saved / "config.json") == config | {"vocab_size": 328, "dtype": "bfloat16"}
+    assert in_transformers(saved).get_input_embeddings().weight.shape == (328, 32)
+
+
+@pytest.mark.parametrize("left", ["all but the config", "nothing"])
+def test_a_save_does_not_need_the_source(left: str, tmp_path: Path) -> None:
+    """A long run must not fail at its end because somebody tidied up the folder of the base model."""
+    source = write_folder(tmp_path / "in", "qwen3")
+    checkpointer, model = started(source)
+    (source / "config.json").unlink()
+    if left == "nothing":
+        shutil.rmtree(source)
+    close(logits(in_transformers(checkpointer.save("epoch_0", model))), logits(model))
 
 
 def test_an_earlier_checkpoint_as_base(tmp_path: Path) -> None:
     """A checkpoint in the middle of a run is a model folder too; its training state is not passed on."""
     source = write_folder(tmp_path / "in")
-    first = FullModelHFCheckpointer(source, output_dir=tmp_path / "first")
-    model = build(source)
-    first.load_model(model)
+    first, model = started(source)
     middle = first.save("step_1", model, state={"progress": {"step": 1}}, cfg={"recipe": "x"})
-    second = FullModelHFCheckpointer(middle, output_dir=tmp_path / "second")
-    again = build(middle)
-    second.load_model(again)
+    second, again = started(middle, output=tmp_path / "second")
     saved = second.save("step_2", again, state={"progress": {"step": 2}})
     assert second.find_resume_point().progress == {"step": 2}
     last = second.save("epoch_0", again)

@@ -1,5 +1,6 @@
 """Sharded models in several processes: what is loaded and saved does not depend on how they are sharded."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -9,21 +10,41 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, load, randomize_adapter, stored, write_folder
+from torchtune.modules.conversion import Conversion, StoredWeight
+from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 
 SIZES = {"vocab_size": 322, "num_hidden_layers": 1}  # uneven: the last of four ranks has fewer rows
-ADAPTERS = {"none": None, "lora": {"use_dora": False}, "dora": {"use_dora": True}}
 
 
-def conversions(adapter: str, shape: str) -> list[LoRA]:
-    options = ADAPTERS[adapter]
-    mlp = shape in ("qwen3_moe", "gemma4_experts")
+class Whole(QuantizeBase):
+    """Needs all rows of a weight."""
+
+    def stored_weights(self, model: nn.Module) -> dict[str, StoredWeight]:
+        forms = super().stored_weights(model)
+        return {name: dataclasses.replace(form, by_rows=False) for name, form in forms.items()}
+
+
+BASES = {
+    "whole": lambda: Whole("int8"),
+    "int8": lambda: QuantizeBase("int8"),
+    "nf4": lambda: QuantizeBase(block_size=8),
+}
+
+
+def conversions(adapter: str, shape: str) -> list[Conversion]:
+    """By words: the base, and what is on it."""
+    mlp = shape in ("qwen2", "qwen3_moe", "gemma4_experts")
     modules = ["q_proj"] if shape == "gemma4_experts" else ["q_proj", "v_proj"]
-    return [] if options is None else [LoRA(rank=2, alpha=4, attn_modules=modules, apply_to_mlp=mlp, **options)]
+    found: list[Conversion] = [make() for name, make in BASES.items() if name in adapter]
+    if "ora" in adapter:
+        found.append(LoRA(2, 4, attn_modules=modules, apply_to_mlp=mlp, use_dora="dora" in adapter))
+    return found
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -63,10 +84,14 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "none", {"max_shard_bytes": 30_000}),
     ("qwen3_moe", "lora", {"contents": ("adapter", "merged")}),
     ("gemma4_experts", "lora", {"contents": ("adapter", "merged")}),
+    # With biases, and rotary rows in another order than in files.
+    ("qwen2", "whole", {}),
+    ("qwen2", "int8 dora", {"contents": ("adapter", "merged")}),
+    ("qwen2", "nf4 lora", {"contents": ("adapter", "merged")}),
 ]
 # Numbers of KINDS for each mesh: on two ranks every kind on every mesh that can have it.
 MESHES = {
-    2: {"fsdp": range(8), "tp": (0, 1), "whole": range(5), "ours": range(5)},
+    2: {"fsdp": range(11), "tp": (0, 1), "whole": range(5), "ours": (*range(5), 8, 9, 10)},
     4: {"fsdp": (1, 3, 6), "hsdp": (2, 5), "tp": (1,), "fsdp_tp": (0,), "ours": (2, 4), "experts": (5, 6, 7)},
 }
 

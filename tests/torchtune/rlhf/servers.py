@@ -10,15 +10,15 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.serving import serving
+from tests.serving import JSONHandler, serving
 
 _LOADING = threading.Lock()  # from_pretrained sets global state
 
@@ -73,28 +73,22 @@ class TinyServer(ThreadingHTTPServer):
         return self.sampled[-1], found
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JSONHandler):
     server: TinyServer
 
     def do_GET(self) -> None:
         names = ["another"] if "another" in self.server.faults else list(self.server.models)
-        self._reply(200, {"status": "ok", "data": [{"id": name} for name in names]})
+        self.reply({"status": "ok", "data": [{"id": name} for name in names]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         with self.server.lock:
             before = [path for path, _ in self.server.asked].count("/v1/completions")
             self.server.asked.append((self.path, body))
             if "dies" in self.server.faults and self.path == "/v1/completions" and before:
                 return  # without a reply
-            self._reply(*self._answer(body))
-
-    def _reply(self, status: int, content: Any) -> None:
-        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-        with suppress(BrokenPipeError):  # the client had no time to wait
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(data)
+            status, content = self._answer(body)
+            self.reply(content, status)
 
     def _answer(self, body: dict[str, Any]) -> tuple[int, Any]:
         here, faults, path = self.server, self.server.faults, self.path.removeprefix("/v1")
@@ -165,9 +159,6 @@ class _Handler(BaseHTTPRequestHandler):
             "choices": [{"text": tokenizer.decode(tokens, skip_special_tokens=True), "finish_reason": reason}],
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)},
         }
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 @contextmanager

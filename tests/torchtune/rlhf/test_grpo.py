@@ -5,18 +5,16 @@ import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import torchtune
 from tests.tiny import write_checkpoint
-from torchtune import rlhf, training
+from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.models import from_hf_config
-from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import (
     GroupAdvantages,
@@ -38,8 +36,7 @@ from torchtune.rlhf.loss import (
     RLOOLoss,
     setup_loss,
 )
-from torchtune.tokenizers import hf_tokenizer
-from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training import ParallelDims
 
 LENGTHS = [3, 1, 5, 4]
 
@@ -250,16 +247,13 @@ def test_an_answer_in_the_log_moves_no_cursor():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
-    with torch.device("meta"):
-        model = from_hf_config(str(folder))
-        apply_conversions(model, [LoRA(rank=4, alpha=6, apply_to_mlp=True)])
-    FullModelHFCheckpointer(checkpoint_dir=folder).load_model(model, device=torch.device("cpu"))
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"))
+    model, tokenizer = torchtune.load(folder, adapter=LoRA(rank=4, alpha=6, apply_to_mlp=True), device="cpu")
     torch.manual_seed(0)
     for layer in model.layers:  # an adapter in training: B is no longer zero
         torch.nn.init.normal_(layer.attn.q_proj.lora_b.weight, std=0.3)
         torch.nn.init.normal_(layer.mlp.w2.lora_b.weight, std=0.3)
-    return model, hf_tokenizer(str(folder))
+    return model, tokenizer
 
 
 PROMPTS = [[5, 9, 30, 31], [7, 8], [40, 41, 42, 43, 44, 45]]
@@ -378,4 +372,4 @@ def test_what_cannot_be_is_refused(tiny):
     with pytest.raises(RolloutError, match="two of the name"):
         RewardSum([rewards.ExactMatch(), rewards.ExactMatch("a")])
     assert replace(batch, terms=0).num_terms == 0
-    assert training.ParallelDims().max(3) == 3
+    assert ParallelDims().max(3) == 3

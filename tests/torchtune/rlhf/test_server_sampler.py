@@ -16,17 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+import torchtune
 from tests.recipes.runs import start
 from tests.tiny import write_checkpoint, write_conversations
 from tests.torchtune.rlhf.servers import TinyServer, tiny_server
-from torchtune.models import from_hf_config
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
 from torchtune.rlhf._servers import VLLMServer
 from torchtune.rlhf.loss import GRPOLoss
 from torchtune.tokenizers import hf_tokenizer
-from torchtune.training import FullModelHFCheckpointer
 
 PROMPTS = [[1, 65, 66, 67], [1, 70, 71]]
 
@@ -39,12 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def make(checkpoint: Path) -> Callable[..., ServerSampler]:
     def build(server: TinyServer, kind: str = "vllm", adapters: bool = False, **arguments: Any) -> ServerSampler:
-        with torch.device("meta"):
-            model = from_hf_config(checkpoint_dir=str(checkpoint))
-            if adapters:
-                apply_conversions(model, [LoRA(rank=4, alpha=8)])
-        FullModelHFCheckpointer(checkpoint_dir=checkpoint).load_model(model)
-        tokenizer = hf_tokenizer(str(checkpoint))
+        adapter = LoRA(rank=4, alpha=8) if adapters else None
+        model, tokenizer = torchtune.load(checkpoint, adapter=adapter, device="cpu")
         arguments = {"url": server.url, "server": kind, "checkpoint_dir": str(checkpoint), **arguments}
         return ServerSampler(model, tokenizer, folder=str(checkpoint.parent / "weights"), **arguments)
 

@@ -1,4 +1,4 @@
-"""Throughput, progress bar and stop signal."""
+"""Progress bar and stop signal."""
 
 import io
 import os
@@ -10,30 +10,6 @@ import threading
 import pytest
 
 from torchtune import training
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_throughput_counts_both_kinds_of_tokens_without_pauses():
-    clock = Clock()
-    throughput = training.Throughput(window=2, clock=clock)
-    assert set(throughput.metrics().values()) == {0.0}
-    for seconds, processed in ((50.0, 7), (1.0, 100), (3.0, 300)):
-        clock.now += seconds
-        throughput.step(processed=processed, trained=processed // 4)
-        with throughput.paused():
-            clock.now += 1000.0
-    counts = {"processed_tokens": 407, "trained_tokens": 101, "elapsed_seconds": 3054.0}
-    assert throughput.metrics() == counts | {"tokens_per_second_per_gpu": 100.0, "trained_tokens_per_second": 25.0}
-    assert (throughput.processed, throughput.trained) == (407, 101)
-    with pytest.raises(ValueError, match="at least 1"):
-        training.Throughput(window=0)
 
 
 def test_plain_lines_where_there_is_no_terminal():

@@ -14,6 +14,7 @@ from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
 from torchtune.supervision import peak_flops
 from torchtune.supervision._flops import count_flops
+from torchtune.utils import Activity, watch_activity
 
 SIZES = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 24}
 
@@ -137,6 +138,22 @@ def test_peaks_by_name(name, peak):
     assert peak_flops(name) == (peak and peak * 1e12)
 
 
+def test_throughput_counts_both_kinds_of_tokens_without_pauses():
+    clock = Clock()
+    throughput = training.Throughput(window=2, clock=clock)
+    assert set(throughput.metrics().values()) == {0.0}
+    for seconds, processed in ((50.0, 7), (1.0, 100), (3.0, 300)):
+        clock.now += seconds
+        throughput.step(processed=processed, trained=processed // 4)
+        with throughput.paused():
+            clock.now += 1000.0
+    counts = {"processed_tokens": 407, "trained_tokens": 101, "elapsed_seconds": 3054.0}
+    assert throughput.metrics() == counts | {"tokens_per_second_per_gpu": 100.0, "trained_tokens_per_second": 25.0}
+    assert (throughput.processed, throughput.trained) == (407, 101)
+    with pytest.raises(ValueError, match="at least 1"):
+        training.Throughput(window=0)
+
+
 def test_shares_of_the_time_since_the_last_log():
     clock = Clock()
     dims = training.ParallelDims()
@@ -228,3 +245,11 @@ def test_activity_moves_with_all_that_a_loop_does():
         throughput.step(processed=1, trained=1)
         assert activity.phase == "training"
     assert activity.step == 8
+
+
+def test_the_control_of_a_run_leaves_its_activity_alone(tmp_path):
+    """A run that goes on is at a later step, which messages of lost ranks and of full memory name."""
+    with watch_activity(Activity(0)):
+        throughput = training.Throughput(step=7)
+        training.RunControl(training.ParallelDims(), tmp_path)
+        assert throughput.activity.step == 7

@@ -21,23 +21,19 @@ from tests.tiny_images import gemma4_config, image_text_model, qwen3_vl_config, 
 from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
 from torchtune.datasets import prompt_dataset
-from torchtune.models import from_hf_config
 from torchtune.rlhf import LocalSampler, Prompt, RewardSum, RolloutError, collate_rollouts, score_rollouts
 from torchtune.rlhf.environments import ENDS, Environments, Episode
 from torchtune.rlhf.loss import GRPOLoss, setup_loss
 from torchtune.tokenizers import hf_tokenizer
-from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training import ParallelDims
 
 SEEDS = [11, 22, 33]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any, str]:
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
-    with torch.device("meta"):
-        model = from_hf_config(str(folder))
-    FullModelHFCheckpointer(checkpoint_dir=folder).load_model(model, device=torch.device("cpu"))
-    return model, hf_tokenizer(str(folder)), str(folder)
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"))
+    return *torchtune.load(folder, device="cpu"), str(folder)
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.serving import serving
+from tests.serving import JSONHandler, serving
 from torchtune.rlhf import RolloutError
 from torchtune.rlhf.environments import (
     Gymnasium,
@@ -26,11 +26,11 @@ from torchtune.utils import UserError
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JSONHandler):
     """Counter for each session, with OpenEnv's JSON-RPC methods."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         params, counters = body["params"], self.server.counters
         session = params.get("session_id")
         result: Any = None
@@ -45,13 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
             counters[session] += params["arguments"]["a"]
             result = {"data": counters[session], "content": [{"type": "text", "text": "unused"}]}
         reply = {"error": {"message": "no room"}} if result is None else {"result": result}
-        data = json.dumps({"jsonrpc": "2.0", "id": body["id"], **reply}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+        self.reply({"jsonrpc": "2.0", "id": body["id"], **reply})
 
 
 @pytest.fixture
@@ -79,19 +73,14 @@ def test_an_openenv_server_has_a_session_for_each_episode(server):
         one.reset()
 
 
-class _GymHandler(BaseHTTPRequestHandler):
+class _GymHandler(JSONHandler):
     """Schema of the actions, as OpenEnv 0.10 replies."""
 
     def do_GET(self) -> None:
         action = {"properties": {"metadata": {"type": "object"}, "number": {"type": "integer"}}, "required": ["number"]}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"action": action}).encode())
+        self.reply({"action": action})
 
     do_HEAD = do_GET
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 def test_gym_steps_of_an_openenv_server(monkeypatch):
