@@ -1,5 +1,6 @@
 """Tiny GGUF files as llama.cpp's converter lays them out, made with the gguf package's writer."""
 
+import itertools
 import json
 import random
 from dataclasses import dataclass, field
@@ -58,27 +59,12 @@ def texts(count: int, special: list[str], seed: int = 0) -> list[str]:
     ).split(" ")
     spaces = [" ", "  ", "   ", "\n", "\n\n", "\t", " \n ", "\r\n", "\r", "", "\x0b", "\u00a0 "]
 
-    def number() -> str:
-        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 9)))
-        return rng.choice([digits, f"{digits}.{digits}", f"-{digits}", f"{digits},{digits}%"])
-
+    digits = [str(rng.randrange(10**size)) for size in range(1, 10)]
+    parts = [*words, *special, *digits, *(f"-{first}.{second}%" for first, second in itertools.pairwise(digits))]
+    parts += ["".join(chr(rng.randrange(0x370, 0xD7FF)) for _ in "abc") for _ in range(40)]
     made = ["", " ", "\n", "0", "12345", " 12345", "a1", "1 2  3   4", "'", "'s's", *special]
     while len(made) < count:
-        parts = []
-        for _ in range(rng.randint(1, 14)):
-            kind = rng.random()
-            if kind < 0.25:
-                parts.append(number())
-            elif kind < 0.33 and special:
-                parts.append(rng.choice(special))
-            elif kind < 0.4:
-                parts.append(
-                    "".join(chr(rng.choice([rng.randint(32, 0x2FF), rng.randint(0x370, 0xD7FF)])) for _ in "abc")
-                )
-            else:
-                parts.append(rng.choice(words))
-            parts.append(rng.choice(spaces))
-        made.append("".join(parts))
+        made.append("".join(rng.choice(parts) + rng.choice(spaces) for _ in range(rng.randint(1, 14))))
     return made
 
 
