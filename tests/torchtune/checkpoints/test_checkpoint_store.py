@@ -17,6 +17,7 @@ from tests.torchtune.checkpoints.small import SIZES, build, read, resume, same_b
 from torchtune import config
 from torchtune.checkpoints import CheckpointError, verify_checkpoint
 from torchtune.modules import TransformerDecoder, classifier_model
+from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training import CheckpointStore, FullModelHFCheckpointer, ModelSource
 
@@ -244,3 +245,16 @@ def test_the_way_of_a_weight_is_short(conversions: list[LoRA], tmp_path: Path) -
         calls_of_a_save(tmp_path / str(layers), layers, *conversions) for layers in (1, 3)
     )
     assert (more_calls - calls) / (more_weights - weights) <= 15
+
+
+def test_a_new_head_is_trained_or_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    store, folder = make_store({"policy": sources["policy"]}, tmp_path), str(sources["policy"])
+    with torch.device("meta"):
+        full, adapted = (
+            classifier_model(1, "torchtune.models.from_hf_config", checkpoint_dir=folder) for _ in range(2)
+        )
+    apply_conversions(adapted, [LoRA(rank=2, alpha=4)])
+    store.load_model(full)
+    assert full.output.weight.requires_grad
+    with pytest.raises(CheckpointError, match="never trained: train all weights"):
+        store.load_model(adapted)

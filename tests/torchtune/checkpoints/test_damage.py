@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.torchtune.checkpoints.small import build, load
+from tests.torchtune.checkpoints.small import build, leave_free, load, randomize_adapter, same_bits, stored
 from tests.work import largest_file
 from torchtune._cli import tune
 from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
+from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
 
@@ -160,3 +161,36 @@ def test_the_folder_is_removed_between_saves(run: FullModelHFCheckpointer, model
     run.save("step_3", model, state={"progress": {}})
     run.close()
     assert [path.name for path in run.output_dir.iterdir()] == ["step_3"]
+
+
+def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, **options) -> Path:
+    state = {"momentum": {"x": torch.ones(10_000)}, "progress": {"step": 1}}
+    return store.save(name, model, state=state, **options)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_disk_that_is_full_at_any_point(disk: Path, source: Path, adapter: bool) -> None:
+    conversions = [LoRA(rank=2, alpha=4)] if adapter else []
+    contents = ("adapter", "merged") if adapter else "model"
+    model = load(source, *conversions)
+    if adapter:
+        randomize_adapter(model)
+    store = FullModelHFCheckpointer(source, output_dir=disk / "run", keep_last_n_checkpoints=1)
+    first = save(store, "step_1", model, contents=contents)
+    before = stored(first)
+    needed = sum(path.stat().st_size + 4096 for path in first.rglob("*"))
+    for part in range(10):
+        filler = leave_free(disk, needed * part // 10)
+        with pytest.raises(UserError, match=r"^No space left.*free some space.*$"):
+            save(store, "step_2", model, contents=contents)
+        assert sorted(path.name for path in (disk / "run").iterdir()) == ["step_1"]
+        filler.unlink()
+    assert same_bits(stored(first), before)
+    # … and with room again the run goes on from there
+    point = store.find_resume_point()
+    assert point.path == first
+    again = load(source, *conversions)
+    store.resume(point, again, {"momentum": {}, "progress": {}})
+    assert same_bits(again.state_dict(), model.state_dict())
+    save(store, "step_2", again, contents=contents)
+    assert store.find_resume_point().path.name == "step_2"
