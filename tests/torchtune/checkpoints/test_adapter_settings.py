@@ -61,7 +61,7 @@ def lora(dora: bool = False) -> LoRA:
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "pissa", "olora", "OLoRA"])
-def test_ways_to_start(init: bool | str, dora: bool, tmp_path: Path) -> None:
+def test_ways_to_start(init, dora, tmp_path):
     source = write_folder(tmp_path / "in")
     theirs = trained_by_peft(source, init_lora_weights=init, use_dora=dora)
     close(logits(load(source, lora(dora))), logits(theirs))
@@ -69,7 +69,7 @@ def test_ways_to_start(init: bool | str, dora: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
-def test_adapters_out_of_the_base_are_saved_and_merged(shape: str, init: str, tmp_path: Path) -> None:
+def test_adapters_out_of_the_base_are_saved_and_merged(shape, init, tmp_path):
     source = write_folder(tmp_path / "in", shape)
     trained_by_peft(tmp_path / "peft", shape, init_lora_weights=init)
     checkpointer, model = started(source, lora(), adapter_checkpoint=tmp_path / "peft")
@@ -98,12 +98,12 @@ def sharded(folder: Path) -> None:
         torch.testing.assert_close(ranks.whole(model.get_parameter(name)), parameter.detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_the_base_of_sharded_models_is_changed_alike(tmp_path: Path) -> None:
+def test_the_base_of_sharded_models_is_changed_alike(tmp_path):
     trained_by_peft(write_folder(tmp_path / "in"), init_lora_weights="pissa")
     ranks.run(2, [sharded], tmp_path)
 
 
-def test_an_adapter_out_of_another_base(tmp_path: Path) -> None:
+def test_an_adapter_out_of_another_base(tmp_path):
     source = write_folder(tmp_path / "in")
     trained_by_peft(tmp_path / "pissa", init_lora_weights="pissa")
     trained_by_peft(tmp_path / "plain")
@@ -114,7 +114,7 @@ def test_an_adapter_out_of_another_base(tmp_path: Path) -> None:
         resume(store, model)
 
 
-def test_a_fused_projection_has_no_start_of_its_own(tmp_path: Path) -> None:
+def test_a_fused_projection_has_no_start_of_its_own(tmp_path):
     source = write_folder(tmp_path / "in", "phi3")
     trained_by_peft(source, "phi3", target_modules=["qkv_proj"], init_lora_weights="pissa")
     with pytest.raises(CheckpointError, match=r"'pissa' cannot be expressed for 'layers\.0\.attn\.q_proj"):
@@ -131,7 +131,7 @@ def test_a_fused_projection_has_no_start_of_its_own(tmp_path: Path) -> None:
         ("a_setting_of_next_year", 0.5),
     ],
 )
-def test_settings_that_would_change_the_sum(key: str, value: Any, tmp_path: Path) -> None:
+def test_settings_that_would_change_the_sum(key, value, tmp_path):
     """The tensors would fit, and the model would compute something else."""
     source = write_folder(tmp_path / "in")
     trained_by_peft(source)
@@ -142,7 +142,7 @@ def test_settings_that_would_change_the_sum(key: str, value: Any, tmp_path: Path
         load(source, lora())
 
 
-def test_settings_that_change_nothing(tmp_path: Path) -> None:
+def test_settings_that_change_nothing(tmp_path):
     """Tensors say which layers there are; EVA looks at data before training; what a newer release has off is off."""
     source = write_folder(tmp_path / "in")
     theirs = trained_by_peft(source, target_modules=["q_proj"], layers_to_transform=[1, 2], exclude_modules=["k_proj"])
@@ -152,7 +152,7 @@ def test_settings_that_change_nothing(tmp_path: Path) -> None:
     close(logits(model), logits(theirs))
 
 
-def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
+def test_no_setting_of_peft_is_overlooked(tmp_path):
     """Each one switched on, to something that is not its default, is refused or among those that were looked at."""
     source = write_folder(tmp_path / "in")
     trained_by_peft(source)
@@ -175,7 +175,7 @@ def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
     }
 
 
-def test_settings_of_the_wrong_type(tmp_path: Path) -> None:
+def test_settings_of_the_wrong_type(tmp_path):
     source = write_folder(tmp_path / "base")
     trained_by_peft(saved := tmp_path / "adapter")
     settings = read(saved / "adapter_config.json") | {"base_model_name_or_path": str(source)}

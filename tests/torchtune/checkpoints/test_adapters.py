@@ -55,7 +55,7 @@ KINDS = pytest.mark.parametrize("option", ["", "use_dora", "use_rslora"], ids=["
 @KINDS
 @pytest.mark.parametrize("targets", [*TARGETS, "output"])
 @pytest.mark.parametrize("shape", ["llama", "qwen2", "qwen3"])
-def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Path) -> None:
+def test_with_peft_both_ways(shape, targets, option, tmp_path):
     ours, theirs = {**TARGETS, "output": WITH_OUTPUT}[targets]
     source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     conversion = LoRA(rank=4, alpha=6, **kind, **ours)
@@ -90,7 +90,7 @@ def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Pa
 
 @KINDS
 @pytest.mark.parametrize("shape", ["phi3", "glm4"])
-def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path: Path) -> None:
+def test_fused_projections_with_peft_both_ways(shape, option, tmp_path):
     """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""
     source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     fused = ["qkv_proj"] if shape == "phi3" else ["q_proj", "k_proj", "v_proj"]
@@ -118,7 +118,7 @@ def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
+def test_a_part_of_a_fused_projection(dora, tmp_path):
     """The adapters of the other parts stay zero: here, in peft, and after training."""
     source = write_folder(tmp_path / "in", "phi3")
     conversion = LoRA(4, 6, attn_modules=["q_proj", "v_proj"], use_dora=dora)
@@ -143,7 +143,7 @@ def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
     assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == list(trained)
 
 
-def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
+def test_fused_adapter_that_is_not_of_parts(tmp_path):
     source = write_folder(tmp_path / "in", "phi3")
     wanted = LoraConfig(r=12, lora_alpha=12, target_modules=["qkv_proj"], init_lora_weights=False)
     get_peft_model(hf_model("phi3"), wanted).save_pretrained(source)
@@ -156,7 +156,7 @@ def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter only", "merged"])
 @pytest.mark.parametrize("shape", ["llama", "qwen3_tied"])
-def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path) -> None:
+def test_adapter_of_a_bf16_model_resumes_bit_exact(shape, merge, tmp_path):
     source = write_folder(tmp_path / "in", shape, torch.bfloat16)
     conversion = LoRA(4, 8, use_dora=True)
     checkpointer, model = started(source, conversion, dtype=torch.bfloat16)
@@ -174,7 +174,7 @@ def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_
     assert same_bits(theirs, load_file(folder / "adapter_model.safetensors"))  # which keeps them in float32 as well
 
 
-def test_older_adapter_file(tmp_path: Path) -> None:
+def test_older_adapter_file(tmp_path):
     source = write_folder(tmp_path / "in")
     model = load(source, LoRA(4, 8))
     randomize_adapter(model)
@@ -187,7 +187,7 @@ def test_older_adapter_file(tmp_path: Path) -> None:
     assert torch.equal(load(source).tok_embeddings.weight, model.tok_embeddings.weight)
 
 
-def test_magnitudes_follow_the_weights(tmp_path: Path) -> None:
+def test_magnitudes_follow_the_weights(tmp_path):
     """Made before there were weights, they must be the lengths of the rows that were loaded."""
     source = write_folder(tmp_path / "in")
     with_meta = load(source, LoRA(4, 8, use_dora=True))
@@ -221,7 +221,7 @@ def adapted(source: Path, tmp_path: Path) -> Path:
     ],
     ids=["rank", "alpha", "too few layers", "other layers", "dora"],
 )
-def test_adapter_that_does_not_fit(conversion: LoRA, words: list[str], adapted: Path) -> None:
+def test_adapter_that_does_not_fit(conversion, words, adapted):
     with pytest.raises(CheckpointError) as caught:
         load(adapted, conversion)
     message = str(caught.value)
@@ -230,7 +230,7 @@ def test_adapter_that_does_not_fit(conversion: LoRA, words: list[str], adapted: 
     assert message.endswith(".")
 
 
-def test_cut_or_foreign_adapter(adapted: Path) -> None:
+def test_cut_or_foreign_adapter(adapted):
     conversion = LoRA(4, 8, attn_modules=["q_proj"])
     path = adapted / "adapter_model.safetensors"
     whole, tensors = path.read_bytes(), load_file(path)
@@ -249,7 +249,7 @@ def test_cut_or_foreign_adapter(adapted: Path) -> None:
         FullModelHFCheckpointer(adapted.parent / "out" / "epoch_0").load_model(build(adapted, conversion))
 
 
-def test_base_of_an_adapter_is_named_and_saved_where_the_adapter_is_frozen(tmp_path: Path) -> None:
+def test_base_of_an_adapter_is_named_and_saved_where_the_adapter_is_frozen(tmp_path):
     """`tune download` notes where the base came from: others find it there, not in a folder of this machine."""
     source = write_folder(tmp_path / "in")
     (source / "original_repo_id.json").write_text('{"repo_id": "org/model"}')

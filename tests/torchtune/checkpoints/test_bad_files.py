@@ -46,7 +46,7 @@ def some_shard(folder: Path) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[1]
 
 
-def test_no_folder_no_weights_and_no_model(source: Path, tmp_path: Path) -> None:
+def test_no_folder_no_weights_and_no_model(source, tmp_path):
     text = refusal(tmp_path / "nowhere", build(source))
     assert f"no folder {tmp_path / 'nowhere'}" in text
     assert "tune download" in text
@@ -63,11 +63,11 @@ def test_no_folder_no_weights_and_no_model(source: Path, tmp_path: Path) -> None
         (["model-00001.safetensors"], "the folder holds model.safetensors"),
     ],
 )
-def test_wrong_checkpoint_files(source: Path, files: Any, words: str) -> None:
+def test_wrong_checkpoint_files(source, files, words):
     assert words in refusal(source, checkpoint_files=files)
 
 
-def test_mixed_formats(sharded: Path, copy: Callable) -> None:
+def test_mixed_formats(sharded, copy):
     folder = copy(sharded)
     torch.save({}, folder / "more.bin")
     text = refusal(folder, checkpoint_files=[some_shard(folder).name, "more.bin"])
@@ -75,7 +75,7 @@ def test_mixed_formats(sharded: Path, copy: Callable) -> None:
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_missing_shard(sharded: Path, copy: Callable, listed: bool) -> None:
+def test_missing_shard(sharded, copy, listed):
     folder = copy(sharded)
     names = sorted(path.name for path in folder.glob("model-*.safetensors"))
     some_shard(folder).unlink()
@@ -84,7 +84,7 @@ def test_missing_shard(sharded: Path, copy: Callable, listed: bool) -> None:
     assert ("check checkpoint_dir" if listed else "download the checkpoint again") in text
 
 
-def test_missing_shard_without_index(sharded: Path, copy: Callable) -> None:
+def test_missing_shard_without_index(sharded, copy):
     folder = copy(sharded)
     shard = some_shard(folder)
     lost = set(load_file(shard))
@@ -96,7 +96,7 @@ def test_missing_shard_without_index(sharded: Path, copy: Callable) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, 0.5, 0.999])
-def test_truncated_shard(sharded: Path, copy: Callable, left: float) -> None:
+def test_truncated_shard(sharded, copy, left):
     folder = copy(sharded)
     shard = some_shard(folder)
     content = shard.read_bytes()
@@ -106,7 +106,7 @@ def test_truncated_shard(sharded: Path, copy: Callable, left: float) -> None:
     assert "again" in text
 
 
-def test_lacking_and_unknown_tensors(source: Path, copy: Callable) -> None:
+def test_lacking_and_unknown_tensors(source, copy):
     folder = copy(source)
     tensors = stored(folder)
     removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
@@ -133,14 +133,14 @@ def test_lacking_and_unknown_tensors(source: Path, copy: Callable) -> None:
         ({"tie_word_embeddings": True}, ["differs", "tie_word_embeddings=False"]),
     ],
 )
-def test_other_sizes(source: Path, tmp_path: Path, sizes: dict, words: list[str]) -> None:
+def test_other_sizes(source, tmp_path, sizes, words):
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = refusal(source, build(tmp_path))
     assert [word for word in words if word not in text] == [], text
 
 
-def test_other_families(source: Path, copy: Callable) -> None:
+def test_other_families(source, copy):
     options = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 256}
     with torch.device("meta"):
         model = qwen2(vocab_size=320, intermediate_dim=48, **options)
@@ -153,14 +153,14 @@ def test_other_families(source: Path, copy: Callable) -> None:
     assert "SomethingNew" in refusal(folder, build(source))
 
 
-def test_model_type_is_checked(source: Path) -> None:
+def test_model_type_is_checked(source):
     for model_type in ("LLAMA3", "LLAMA3_2"):
         load(source, model_type=model_type)
     assert "model_type: QWEN3" in refusal(source, model_type="QWEN3")
     assert "model_type: 'LLAMA9' is none of " in refusal(source, model_type="LLAMA9")
 
 
-def test_what_no_shape_shows_is_warned_of(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_shape_shows_is_warned_of(source, caplog):
     """A builder with another rotary base fits every tensor and computes something else."""
     with torch.device("meta"):
         model = llama3_2(
@@ -179,12 +179,12 @@ def test_what_no_shape_shows_is_warned_of(source: Path, caplog: pytest.LogCaptur
     ("pattern", "largest", "words"),
     [("model-{}-of.safetensors", "2", "twice"), ("m-{}-{}", "two", "digits"), ("m-{}-{}", 2, "digits")],
 )
-def test_patterns_of_shards(pattern: str, largest: Any, words: str) -> None:
+def test_patterns_of_shards(pattern, largest, words):
     with pytest.raises(CheckpointError, match=words):
         FormattedCheckpointFiles(pattern, largest)
 
 
-def test_names_of_shards() -> None:
+def test_names_of_shards():
     files = FormattedCheckpointFiles.from_dict({"filename_format": "m-{}-of-{}.bin", "max_filename": "0003"})
     assert files.build_checkpoint_filenames() == [f"m-000{n}-of-0003.bin" for n in (1, 2, 3)]
     with pytest.raises(CheckpointError, match="filename_format and max_filename"):

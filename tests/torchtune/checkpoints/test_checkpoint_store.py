@@ -73,7 +73,7 @@ def train(models: dict[str, TransformerDecoder]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_two_trained_models_resume_and_load_elsewhere(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_two_trained_models_resume_and_load_elsewhere(sources, tmp_path):
     store = make_store(sources, tmp_path / "run")
     models = load_both(store)
     optimizer = train(models)
@@ -105,7 +105,7 @@ def test_two_trained_models_resume_and_load_elsewhere(sources: dict[str, Path], 
     assert not (next_run.save("epoch_0", models["policy"]) / "value").exists()
 
 
-def test_each_model_has_its_contents(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_each_model_has_its_contents(sources, tmp_path):
     store = make_store(sources, tmp_path / "run")
     models = load_both(store, LoRA(rank=2, alpha=4))
     optimizer = train(models)
@@ -126,7 +126,7 @@ def test_each_model_has_its_contents(sources: dict[str, Path], tmp_path: Path) -
         assert same_bits(model.state_dict(), resumed[name].state_dict()), name
 
 
-def test_merged_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_merged_alone(sources, tmp_path):
     store, model = started(sources["policy"], LoRA(rank=2, alpha=4), output=tmp_path / "run")
     with pytest.raises(CheckpointError, match="a resume needs the adapter"):
         store.save("epoch_0", model, contents="merged", state={"progress": {}})
@@ -138,7 +138,7 @@ def test_merged_alone(sources: dict[str, Path], tmp_path: Path) -> None:
             store.save("epoch_1", model, contents=wrong)
 
 
-def test_a_frozen_model_must_stay_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_frozen_model_must_stay_the_same(sources, tmp_path):
     def start(reference: Path | None) -> FullModelHFCheckpointer:
         checkpointer = FullModelHFCheckpointer(sources["policy"], output_dir=tmp_path / "run")
         if reference is not None:
@@ -164,7 +164,7 @@ def test_a_frozen_model_must_stay_the_same(sources: dict[str, Path], tmp_path: P
         start(moved).find_resume_point()
 
 
-def test_an_adapter_resumes_on_its_base_weights_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_an_adapter_resumes_on_its_base_weights_alone(sources, tmp_path):
     def start(base: Path) -> FullModelHFCheckpointer:
         return FullModelHFCheckpointer(base, output_dir=tmp_path / "run")
 
@@ -184,7 +184,7 @@ def test_an_adapter_resumes_on_its_base_weights_alone(sources: dict[str, Path], 
         assert all(str(sources[name]) in str(caught.value) for name in ("policy", "reference"))
 
 
-def test_sources_are_checked(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_sources_are_checked(sources, tmp_path):
     store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"'reference' has no source \(there are: policy\)"):
         store.load_model(build(sources["policy"]), name="reference")
@@ -211,7 +211,7 @@ class Asked(LoRA):
         return super().stored_weights(model)
 
 
-def test_a_save_asks_a_conversion_once(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_save_asks_a_conversion_once(sources, tmp_path):
     conversion = Asked(rank=2, alpha=4)
     store, model = started(sources["policy"], conversion, output=tmp_path / "run")
     conversion.calls = 0
@@ -240,14 +240,14 @@ def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, 
 
 
 @pytest.mark.parametrize("conversions", [[], [LoRA(rank=2, alpha=4)]], ids=["full", "lora"])
-def test_the_way_of_a_weight_is_short(conversions: list[LoRA], tmp_path: Path) -> None:
+def test_the_way_of_a_weight_is_short(conversions, tmp_path):
     (calls, weights), (more_calls, more_weights) = (
         calls_of_a_save(tmp_path / str(layers), layers, *conversions) for layers in (1, 3)
     )
     assert (more_calls - calls) / (more_weights - weights) <= 15
 
 
-def test_a_new_head_is_trained_or_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_new_head_is_trained_or_refused(sources, tmp_path):
     store, folder = make_store({"policy": sources["policy"]}, tmp_path), str(sources["policy"])
     with torch.device("meta"):
         full, adapted = (

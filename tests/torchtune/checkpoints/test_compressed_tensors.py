@@ -89,7 +89,7 @@ READ: dict[str, tuple[dict[str, Any], str, Callable[[torch.Tensor], torch.Tensor
 
 
 @pytest.mark.parametrize("name", READ)
-def test_weights_are_those_that_the_library_decompresses(name: str, tmp_path: Path) -> None:
+def test_weights_are_those_that_the_library_decompresses(name, tmp_path):
     weights, storage, scales = READ[name]
     inputs = {**FLOAT, "strategy": "tensor"} if "a scale" in name and "fp8" in name else None
     wanted = write(tmp_path, weights, storage, inputs)
@@ -123,7 +123,7 @@ def test_weights_are_those_that_the_library_decompresses(name: str, tmp_path: Pa
     ids=["zero points", "3 bits", "nvfp4", "mxfp4"],
 )
 @pytest.mark.parametrize("has_config", [True, False])  # the tensors say it, too
-def test_other_formats_are_refused(weights: dict[str, Any], storage: str, has_config: bool, tmp_path: Path) -> None:
+def test_other_formats_are_refused(weights, storage, has_config, tmp_path):
     write(tmp_path, weights, storage)
     if not has_config:
         (tmp_path / "config.json").unlink()
@@ -145,7 +145,7 @@ def test_other_formats_are_refused(weights: dict[str, Any], storage: str, has_co
         ("config_groups.group_0.weights.block_structure", "128x128"),
     ],
 )
-def test_a_value_that_is_not_meant(path: str, value: Any, tmp_path: Path) -> None:
+def test_a_value_that_is_not_meant(path, value, tmp_path):
     write_packed(tmp_path)
     config = read(tmp_path / "config.json")
     *places, key = path.split(".")
@@ -175,7 +175,7 @@ def write_packed(folder: Path) -> None:
     ],
     ids=["three scales", "seven groups", "scales in bytes", "packed in bytes", "order of columns", "no shape"],
 )
-def test_tensors_that_do_not_fit(ending: str, tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit(ending, tensor, says, tmp_path):
     write_packed(tmp_path)
     tensors, name = stored(tmp_path), f"model.layers.0.self_attn.q_proj{ending}"
     tensors = {key: value for key, value in tensors.items() if key != name} | ({} if tensor is None else {name: tensor})
@@ -184,7 +184,7 @@ def test_tensors_that_do_not_fit(ending: str, tensor: torch.Tensor | None, says:
         load(tmp_path)
 
 
-def test_a_checkpoint_that_is_not_quantised_is_not_read_so(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_quantised_is_not_read_so(tmp_path):
     write_folder(tmp_path)
     tensors = stored(tmp_path)
     tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)

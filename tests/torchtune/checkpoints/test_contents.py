@@ -52,7 +52,7 @@ def refused(model: nn.Module, folder: Path, **contents: Any) -> str:
     return message
 
 
-def test_base_alone_loses_an_adapter(tmp_path: Path) -> None:
+def test_base_alone_loses_an_adapter(tmp_path):
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8, attn_modules=["q_proj"]))
     message = refused(model, tmp_path)
     assert "'layers.0.attn.q_proj.lora_a.weight' (and 5 more) is trained" in message
@@ -60,7 +60,7 @@ def test_base_alone_loses_an_adapter(tmp_path: Path) -> None:
     assert 'contents="adapter"' in message
 
 
-def test_adapter_alone_loses_the_base(tmp_path: Path) -> None:
+def test_adapter_alone_loses_the_base(tmp_path):
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
     unfreeze(model, "norm.scale")
     message = refused(model, tmp_path, contents="adapter")
@@ -80,7 +80,7 @@ def test_adapter_alone_loses_the_base(tmp_path: Path) -> None:
         (True, {"contents": MERGED}, "give its conversion a method merged(name, weight, model)"),
     ],
 )
-def test_parameters_without_a_layout(claims: bool, contents: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_parameters_without_a_layout(claims, contents, reason, tmp_path):
     lora = [LoRA(4, 8)] if contents else []
     model = build(write_folder(tmp_path / "in"), Scaled(claims=claims), *lora)
     unfreeze(model, "norm.gain")
@@ -89,7 +89,7 @@ def test_parameters_without_a_layout(claims: bool, contents: dict[str, Any], rea
     assert claims or "owned_parameters(model)" in message
 
 
-def test_an_adapter_that_cannot_be_merged(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_merged(tmp_path):
     conversion = LoRA(4, 8)
     model = build(write_folder(tmp_path / "in"), conversion)
 
@@ -101,7 +101,7 @@ def test_an_adapter_that_cannot_be_merged(tmp_path: Path) -> None:
     assert "merged weights" in refused(model, tmp_path, contents=MERGED)
 
 
-def test_what_moves_without_a_gradient_is_trained(tmp_path: Path) -> None:
+def test_what_moves_without_a_gradient_is_trained(tmp_path):
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
 
     class Mover(Conversion):

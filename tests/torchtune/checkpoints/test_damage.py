@@ -58,9 +58,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_the_checkpoint_before_takes_over(
-    run: FullModelHFCheckpointer, source: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_the_checkpoint_before_takes_over(run, source, caplog, kind):
     name, harm, words = DAMAGES[kind]
     harm(run.output_dir / "step_2" / name)
     caplog.clear()
@@ -79,14 +77,14 @@ def test_the_checkpoint_before_takes_over(
     assert run.find_resume_point().path.name == "step_2"
 
 
-def test_none_is_whole(run: FullModelHFCheckpointer) -> None:
+def test_none_is_whole(run):
     for step in (1, 2):
         flip(run.output_dir / f"step_{step}" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"step_1.*no checkpoint before it.*begins anew\.$"):
         run.find_resume_point()
 
 
-def test_what_a_user_may_change(run: FullModelHFCheckpointer) -> None:
+def test_what_a_user_may_change(run):
     """A resume does not need it; `verify` tells."""
     path = run.output_dir / "step_2" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
@@ -95,9 +93,7 @@ def test_what_a_user_may_change(run: FullModelHFCheckpointer) -> None:
         verify_checkpoint(run.output_dir / "step_2")
 
 
-def test_verify(
-    run: FullModelHFCheckpointer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify(run, monkeypatch, capsys):
     """All of a run: one is whole, one has two damaged files."""
     folder = run.output_dir
     flip(folder / "step_2" / "model.safetensors")
@@ -120,7 +116,7 @@ def test_verify(
         checkpoints_in(folder / "nowhere")
 
 
-def test_a_limit_of_file_sizes(source: Path, model: nn.Module, tmp_path: Path) -> None:
+def test_a_limit_of_file_sizes(source, model, tmp_path):
     """`ulimit -f`: the system refuses the write with EFBIG."""
     store = FullModelHFCheckpointer(source, output_dir=tmp_path)
     with largest_file(50_000), pytest.raises(UserError, match=r"larger than a file may be.*ulimit -f.*\.$"):
@@ -129,14 +125,14 @@ def test_a_limit_of_file_sizes(source: Path, model: nn.Module, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("below", [".", "run"])
-def test_a_link_that_leads_nowhere(source: Path, tmp_path: Path, below: str) -> None:
+def test_a_link_that_leads_nowhere(source, tmp_path, below):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     store = FullModelHFCheckpointer(source, output_dir=tmp_path / "link" / below)
     with pytest.raises(CheckpointError, match=r"link is a link to .*gone, which is not there: .*\.$"):
         store.check_output_dir(resume=False)
 
 
-def test_a_save_in_progress_of_another_process(run: FullModelHFCheckpointer, source: Path) -> None:
+def test_a_save_in_progress_of_another_process(run, source):
     """While somebody saves, or holds the folder for a run, what looks like leftovers is left alone."""
     half = run.output_dir / ".step_3.0123abcd.tmp"
     half.mkdir()
@@ -155,7 +151,7 @@ def test_a_save_in_progress_of_another_process(run: FullModelHFCheckpointer, sou
     assert not half.exists()
 
 
-def test_the_folder_is_removed_between_saves(run: FullModelHFCheckpointer, model: nn.Module) -> None:
+def test_the_folder_is_removed_between_saves(run, model):
     run.lock_output_dir()
     shutil.rmtree(run.output_dir)
     run.save("step_3", model, state={"progress": {}})
@@ -169,7 +165,7 @@ def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, **options)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_disk_that_is_full_at_any_point(disk: Path, source: Path, adapter: bool) -> None:
+def test_a_disk_that_is_full_at_any_point(disk, source, adapter):
     conversions = [LoRA(rank=2, alpha=4)] if adapter else []
     contents = ("adapter", "merged") if adapter else "model"
     model = load(source, *conversions)

@@ -34,7 +34,7 @@ def refusal(function, *args, **kwargs) -> str:
     return text
 
 
-def test_a_new_folder_may_be_used(source: Path, tmp_path: Path) -> None:
+def test_a_new_folder_may_be_used(source, tmp_path):
     store = checkpointer(source, tmp_path / "new" / "run")
     store.check_output_dir(resume=False)
     store.check_output_dir(resume=True)
@@ -42,7 +42,7 @@ def test_a_new_folder_may_be_used(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_refused_and_logs_alone_are_no_run(source: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_and_logs_alone_are_no_run(source, tmp_path):
     (tmp_path / "notes").write_text("a file")
     text = refusal(checkpointer(source, tmp_path / "notes" / "run").check_output_dir, resume=False)
     assert str(tmp_path / "notes") in text
@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_made_is_refused_and_logs_alone_are_no_run(sourc
     checkpointer(source, tmp_path).check_output_dir(resume=False)
 
 
-def test_a_run_is_not_overwritten(store: FullModelHFCheckpointer, model: nn.Module) -> None:
+def test_a_run_is_not_overwritten(store, model):
     save(store, "step_2", model)
     text = refusal(store.check_output_dir, resume=False)
     assert "step_2" in text
@@ -62,24 +62,24 @@ def test_a_run_is_not_overwritten(store: FullModelHFCheckpointer, model: nn.Modu
 
 
 @pytest.mark.parametrize("below", ["", "out", "a/b"])
-def test_the_source_is_not_written_into(source: Path, below: str) -> None:
+def test_the_source_is_not_written_into(source, below):
     text = refusal(checkpointer(source, source / below).check_output_dir, resume=False)
     assert "inside checkpoint_dir" in text
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_keep_at_least_one(source: Path, tmp_path: Path, keep: int) -> None:
+def test_keep_at_least_one(source, tmp_path, keep):
     assert "at least 1" in refusal(checkpointer, source, tmp_path, keep_last_n_checkpoints=keep)
 
 
-def test_newest_by_time_not_by_number(store: FullModelHFCheckpointer, model: nn.Module) -> None:
+def test_newest_by_time_not_by_number(store, model):
     for name in ("step_9", "step_10", "epoch_0"):
         save(store, name, model)
         assert store.find_resume_point().path.name == name
     assert store.find_resume_point().progress == {"seed": 1, "global_step": 0}
 
 
-def test_last_n_are_kept(store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path) -> None:
+def test_last_n_are_kept(store, model, tmp_path):
     store.keep_last_n_checkpoints = 2
     for step in (8, 9, 10, 11):
         save(store, f"step_{step}", model)
@@ -89,9 +89,7 @@ def test_last_n_are_kept(store: FullModelHFCheckpointer, model: nn.Module, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]
 
 
-def test_kept_by_default(
-    store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kept_by_default(store, model, tmp_path, caplog):
     """All of epochs, three of steps. It is said once."""
     for number in range(1, 6):
         save(store, f"step_{number}", model)
@@ -104,7 +102,7 @@ def test_kept_by_default(
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "step_6"]
 
 
-def test_without_a_marker_it_does_not_count(store: FullModelHFCheckpointer, model: nn.Module) -> None:
+def test_without_a_marker_it_does_not_count(store, model):
     store.keep_last_n_checkpoints = 1
     save(store, "step_1", model)
     newer = save(store, "step_2", model)
@@ -117,13 +115,13 @@ def test_without_a_marker_it_does_not_count(store: FullModelHFCheckpointer, mode
     assert newer.exists(), "only complete checkpoints are pruned"
 
 
-def test_finished_run(store: FullModelHFCheckpointer, model: nn.Module) -> None:
+def test_finished_run(store, model):
     save(store, "step_1", model)
     save(store, "step_2", model, resumable=False)
     assert "finished (step_2)" in refusal(store.find_resume_point)
 
 
-def test_leftovers_are_cleared(store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path) -> None:
+def test_leftovers_are_cleared(store, model, tmp_path):
     save(store, "step_1", model)
     for name in (".step_2.0123abcd.tmp", ".step_1.0123abcd.old.tmp"):
         (tmp_path / name).mkdir()
@@ -133,7 +131,7 @@ def test_leftovers_are_cleared(store: FullModelHFCheckpointer, model: nn.Module,
     assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "step_1"]
 
 
-def test_killed_between_the_two_renames(store: FullModelHFCheckpointer, model: nn.Module, tmp_path: Path) -> None:
+def test_killed_between_the_two_renames(store, model, tmp_path):
     save(store, "step_1", model).rename(tmp_path / ".step_1.0123abcd.old.tmp")
     (tmp_path / ".step_1.89abcdef.tmp").mkdir()
     assert store.find_resume_point().path.name == "step_1"
@@ -141,12 +139,12 @@ def test_killed_between_the_two_renames(store: FullModelHFCheckpointer, model: n
 
 
 @pytest.mark.parametrize("name", ["best", "step_", "../step_1", "step_1/x"])
-def test_names_of_checkpoints(source: Path, model: nn.Module, tmp_path: Path, name: str) -> None:
+def test_names_of_checkpoints(source, model, tmp_path, name):
     with pytest.raises(ValueError, match="epoch_N or step_N"):
         checkpointer(source, tmp_path).save(name, model)
 
 
-def test_everything_of_a_checkpoint(source: Path, model: nn.Module, tmp_path: Path) -> None:
+def test_everything_of_a_checkpoint(source, model, tmp_path):
     folder = save(checkpointer(source, tmp_path), "step_1", model)
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         ".complete",

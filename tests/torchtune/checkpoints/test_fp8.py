@@ -47,7 +47,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(11, 10), (3, 11, 10)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path: Path, shape: tuple, dtype: object) -> None:
+def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape, dtype):
     values = random(*shape)
     scales = torch.rand(*shape[:-2], 3, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
     path = written(tmp_path / "a", {"w": values, "w_scale_inv": scales, "w.activation_scale": torch.ones(1)}, [4, 8])
@@ -63,14 +63,14 @@ def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((6, 5), ()), ((6, 5), (1,)), ((2, 6, 5), (2,)), ((2, 6, 5), (2, 1, 1))])
-def test_one_scale_for_a_whole_matrix(tmp_path: Path, shape: tuple, scale: tuple) -> None:
+def test_one_scale_for_a_whole_matrix(tmp_path, shape, scale):
     values, scales = random(*shape), torch.rand(scale)
     source = open_source([written(tmp_path / "a", {"w": values, "w_scale_inv": scales})])
     expected = values.double() * scales.double().view(*shape[:-2], 1, 1)
     assert torch.equal(source.read("w"), expected.float().bfloat16())
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(tmp_path):
     ones = torch.ones(9, 6)
     path = written(tmp_path / "a", {"w": random(9, 6), "w_scale_inv": torch.ones(2, 1)}, [4, 8])
     with pytest.raises(
@@ -108,7 +108,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(published: Path, tmp_path: Path) -> None:
+def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(published, tmp_path):
     dequantized = FineGrainedFP8Config(dequantize=True)
     theirs = in_transformers(published, dtype=torch.bfloat16, quantization_config=dequantized)
     checkpointer, model = started(published, output=tmp_path / "out", dtype=torch.bfloat16)
@@ -126,7 +126,7 @@ def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(p
     close(logits(load(published)), logits(again.float()))
 
 
-def test_a_scheme_that_is_not_known_is_refused_by_name(published: Path, tmp_path: Path) -> None:
+def test_a_scheme_that_is_not_known_is_refused_by_name(published, tmp_path):
     config = read(published / "config.json")
     for scheme in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "fmt": "e3m4"}):
         (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))

@@ -29,7 +29,7 @@ TRIED = [*((shape, "F32") for shape in SHAPES), *(("llama", quantization) for qu
 
 
 @pytest.mark.parametrize(("shape", "quantization"), TRIED)
-def test_folder_for_transformers(shape: str, quantization: str, tmp_path: Path) -> None:
+def test_folder_for_transformers(shape, quantization, tmp_path):
     made = write_gguf(tmp_path / "x.gguf", shape, quantization)
     folder = gguf_to_hf(made.path, tmp_path / "hf", torch.float32)
     again = in_transformers(folder)
@@ -44,7 +44,7 @@ def test_folder_for_transformers(shape: str, quantization: str, tmp_path: Path) 
     )
 
 
-def test_default_is_bf16(tmp_path: Path) -> None:
+def test_default_is_bf16(tmp_path):
     made = write_gguf(tmp_path / "x.gguf", quantization="Q8_0")
     folder = gguf_to_hf(made.path, tmp_path / "hf")
     assert {tensor.dtype for tensor in stored(folder).values()} == {torch.bfloat16}
@@ -52,7 +52,7 @@ def test_default_is_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
-def test_read_directly(shape: str, tmp_path: Path) -> None:
+def test_read_directly(shape, tmp_path):
     (tmp_path / "in").mkdir()
     made = write_gguf(tmp_path / "in" / "x.gguf", shape, "Q8_0")
     (tmp_path / "in" / "holiday.txt").write_text("no part of the model")
@@ -70,7 +70,7 @@ def test_read_directly(shape: str, tmp_path: Path) -> None:
     close(logits(in_transformers(saved)), logits(made.hf))
 
 
-def test_llama3_scaling(tmp_path: Path) -> None:
+def test_llama3_scaling(tmp_path):
     """llama.cpp keeps Llama 3.1's scaling as one divisor a frequency."""
     import gguf
 
@@ -117,7 +117,7 @@ def refused(path: Path, output: Path) -> str:
     return str(caught.value)
 
 
-def test_cut_anywhere(tmp_path: Path) -> None:
+def test_cut_anywhere(tmp_path):
     made = write_gguf(tmp_path / "x.gguf", quantization="Q4_1", num_hidden_layers=1)
     content = made.path.read_bytes()
     rng = random.Random(0)
@@ -130,7 +130,7 @@ def test_cut_anywhere(tmp_path: Path) -> None:
         assert "\n" not in message
 
 
-def test_flipped_bytes(tmp_path: Path) -> None:
+def test_flipped_bytes(tmp_path):
     """Whatever the header says, the answer is a result or one sentence."""
     made = write_gguf(tmp_path / "x.gguf", num_hidden_layers=1)
     content = made.path.read_bytes()
@@ -151,7 +151,7 @@ def test_flipped_bytes(tmp_path: Path) -> None:
     assert all("flipped.gguf" in message for message in messages)
 
 
-def test_no_gguf_at_all(tmp_path: Path) -> None:
+def test_no_gguf_at_all(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(random.Random(0).randbytes(5000))
     assert "x.gguf" in refused(path, tmp_path / "hf")
@@ -166,7 +166,7 @@ def test_no_gguf_at_all(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
     ],
 )
-def test_what_cannot_be_expressed(extra: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_expressed(extra, words, tmp_path):
     pre = None if "tokenizer.ggml.pre" in extra else "smollm"
     made = write_gguf(tmp_path / "x.gguf", pre=pre, extra=extra)
     with pytest.raises(CheckpointError, match=words):
@@ -174,14 +174,14 @@ def test_what_cannot_be_expressed(extra: dict[str, Any], words: str, tmp_path: P
     assert not (tmp_path / "hf").exists()
 
 
-def test_several_files(tmp_path: Path) -> None:
+def test_several_files(tmp_path):
     made = write_gguf(tmp_path / "a.gguf")
     write_gguf(tmp_path / "b.gguf")
     with pytest.raises(CheckpointError, match=r"a\.gguf.*checkpoint_files|checkpoint_files.*one"):
         FullModelHFCheckpointer(tmp_path).load_model(on_meta(made.path))
 
 
-def test_other_model_than_the_file(tmp_path: Path) -> None:
+def test_other_model_than_the_file(tmp_path):
     (tmp_path / "in").mkdir()
     write_gguf(tmp_path / "in" / "x.gguf")
     other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)

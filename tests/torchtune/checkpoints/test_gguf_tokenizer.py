@@ -1,7 +1,5 @@
 """Tokenizers out of GGUF files against those of transformers with the same vocabulary."""
 
-from pathlib import Path
-
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
@@ -29,7 +27,7 @@ def reference(pre: str, vocabulary: Vocabulary) -> Tokenizer:
 
 @pytest.mark.parametrize("add_bos", [False, True], ids=["", "bos"])
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "default", "gpt-2"])
-def test_ids(pre: str, add_bos: bool, tmp_path: Path) -> None:
+def test_ids(pre, add_bos, tmp_path):
     made = write_gguf(
         tmp_path / "x.gguf", pre=pre, extra={"tokenizer.ggml.add_bos_token": add_bos}, num_hidden_layers=1
     )

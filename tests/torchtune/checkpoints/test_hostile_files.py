@@ -53,12 +53,12 @@ def _load(folder: Path) -> str:
         ("[" * 200_000, INDEX),
     ],
 )
-def test_an_index_of_wrong_types_or_of_files_elsewhere(folder: Path, index: Any, words: str) -> None:
+def test_an_index_of_wrong_types_or_of_files_elsewhere(folder, index, words):
     (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     assert words in _load(folder)
 
 
-def test_files_that_are_links_are_read_as_the_cache_of_the_hub_has_them(folder: Path, tmp_path: Path) -> None:
+def test_files_that_are_links_are_read_as_the_cache_of_the_hub_has_them(folder, tmp_path):
     blob = tmp_path / "blobs" / "0123"
     blob.parent.mkdir()
     (folder / "model.safetensors").rename(blob)
@@ -80,12 +80,12 @@ def _safetensors(entry: dict[str, Any]) -> bytes:
         _safetensors({"shape": [1], "data_offsets": [0, 2**62]}),
     ],
 )
-def test_a_safetensors_file_that_announces_more_than_it_holds(folder: Path, content: bytes) -> None:
+def test_a_safetensors_file_that_announces_more_than_it_holds(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     assert "is not a whole safetensors file" in _load(folder)
 
 
-def test_a_config_of_a_model_that_no_memory_holds(folder: Path) -> None:
+def test_a_config_of_a_model_that_no_memory_holds(folder):
     """Its sizes are compared with those of the file before anything is allocated."""
     config = read(folder / "config.json")
     config |= {"hidden_size": 2**20, "intermediate_size": 2**22, "head_dim": 2**14, "vocab_size": 2**28}
@@ -93,7 +93,7 @@ def test_a_config_of_a_model_that_no_memory_holds(folder: Path) -> None:
     assert "1048576" in _load(folder)
 
 
-def test_shards_by_the_billion() -> None:
+def test_shards_by_the_billion():
     files = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "99999999999"}
     assert "max_filename" in _refusal(lambda: resolve_files(Path("/nowhere"), files))
 
@@ -127,13 +127,13 @@ _TENSOR = _text(b"token_embd.weight")
         b"",
     ],
 )
-def test_a_gguf_file_that_announces_more_than_it_holds(tmp_path: Path, content: bytes) -> None:
+def test_a_gguf_file_that_announces_more_than_it_holds(tmp_path, content):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert f"{path} is not a whole GGUF file" in _refusal(lambda: GGUFFile(path))
 
 
-def test_gguf_sizes_that_no_model_has(tmp_path: Path) -> None:
+def test_gguf_sizes_that_no_model_has(tmp_path):
     import gguf
 
     path = tmp_path / "model.gguf"

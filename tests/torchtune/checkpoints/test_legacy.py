@@ -59,7 +59,7 @@ def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheck
 @pytest.mark.parametrize(
     ("shape", "model_type"), [("qwen3_tied", None), ("llama_tied", None), ("phi3", "PHI3_MINI"), ("llama", "REWARD")]
 )
-def test_names_of_other_families(shape: str, model_type: str | None, tmp_path: Path) -> None:
+def test_names_of_other_families(shape, model_type, tmp_path):
     """A ``model_type`` of older configs need not be the name of a family."""
     folder = write_folder(tmp_path / "source", shape)
     loaded = FullModelHFCheckpointer(folder, model_type=model_type).load_checkpoint()["model"]
@@ -71,7 +71,7 @@ def store(source: Path, tmp_path: Path) -> FullModelHFCheckpointer:
     return checkpointer(source, tmp_path)
 
 
-def test_there_and_back(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -> None:
+def test_there_and_back(store, source, tmp_path):
     loaded = store.load_checkpoint()
     assert loaded.keys() == {"model"}
     store.save_checkpoint(loaded, epoch=0)
@@ -82,12 +82,12 @@ def test_there_and_back(store: FullModelHFCheckpointer, source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "five GB", "-1GB"])
-def test_size_that_is_none(source: Path, tmp_path: Path, size: str) -> None:
+def test_size_that_is_none(source, tmp_path, size):
     with pytest.raises(CheckpointError, match="max_shard_size"):
         checkpointer(source, tmp_path).save_checkpoint({"model": {}}, epoch=0, max_shard_size=size)
 
 
-def test_resume_of_full_training(source: Path, tmp_path: Path) -> None:
+def test_resume_of_full_training(source, tmp_path):
     store = checkpointer(source, tmp_path, keep_last_n_checkpoints=1)
     model = store.load_checkpoint()["model"]
     for epoch in (9, 10):
@@ -114,7 +114,7 @@ def lora_state(source: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]
     return model, merged, {"adapter": adapter, "adapter_config": config}
 
 
-def test_adapter(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -> None:
+def test_adapter(store, source, tmp_path):
     model, merged, adapter = lora_state(source)
     store.save_checkpoint({"model": merged, **adapter, **STATE}, epoch=0, intermediate_checkpoint=True)
     folder = tmp_path / "epoch_0" / "adapter"
@@ -129,7 +129,7 @@ def test_adapter(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -
     assert loaded["epochs_run"] == 1
 
 
-def test_adapter_alone(store: FullModelHFCheckpointer, source: Path, tmp_path: Path) -> None:
+def test_adapter_alone(store, source, tmp_path):
     _, _, adapter = lora_state(source)
     store.save_checkpoint({**adapter}, epoch=0, adapter_only=True)
     assert not list((tmp_path / "epoch_0").glob("model*"))
@@ -137,9 +137,7 @@ def test_adapter_alone(store: FullModelHFCheckpointer, source: Path, tmp_path: P
         store.save_checkpoint({"model": {}}, epoch=1, adapter_only=True)
 
 
-def test_an_older_run_goes_on_in_an_older_recipe_alone(
-    store: FullModelHFCheckpointer, source: Path, tmp_path: Path
-) -> None:
+def test_an_older_run_goes_on_in_an_older_recipe_alone(store, source, tmp_path):
     """What an older release left: merged weights, adapter and state, without a marker."""
     model, merged, adapter = lora_state(source)
     for epoch in (0, 1):
@@ -156,13 +154,13 @@ def test_an_older_run_goes_on_in_an_older_recipe_alone(
         store.find_resume_point()
 
 
-def test_nothing_to_resume(source: Path, tmp_path: Path) -> None:
+def test_nothing_to_resume(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint with a recipe_state\.pt"):
         checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_meta(tied: bool, tmp_path: Path) -> None:
+def test_meta(tied, tmp_path):
     ours = load(write_folder(tmp_path / "hf", "llama_tied" if tied else "llama")).state_dict()
     theirs = {
         name.replace(".attn.q_proj", ".attention.wq")
@@ -195,7 +193,7 @@ def test_meta(tied: bool, tmp_path: Path) -> None:
     assert store.load_checkpoint()["seed"] == 7
 
 
-def test_our_own_names(source: Path, tmp_path: Path) -> None:
+def test_our_own_names(source, tmp_path):
     ours = load(source).state_dict()
     (tmp_path / "tune").mkdir()
     torch.save(ours, tmp_path / "tune" / "model.pt")
@@ -214,7 +212,7 @@ def test_our_own_names(source: Path, tmp_path: Path) -> None:
     assert same_bits(loaded["adapter"], adapter)
 
 
-def test_signatures_are_those_of_older_releases() -> None:
+def test_signatures_are_those_of_older_releases():
     """Order and names of what was positional; new arguments come after a star."""
     common = ["checkpoint_dir", "checkpoint_files", "model_type", "output_dir", "adapter_checkpoint"]
     common += ["recipe_checkpoint", "resume_from_checkpoint"]
@@ -229,7 +227,7 @@ def test_signatures_are_those_of_older_releases() -> None:
     assert inspect.signature(FullModelHFCheckpointer).parameters["enable_dcp"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_keys_of_the_dict() -> None:
+def test_keys_of_the_dict():
     keys = "MODEL OPT ADAPTER SEED EPOCHS TOTAL_EPOCHS MAX_STEPS STEPS DATALOADER VAL_DATALOADER RNG".split()
     values = "model optimizer adapter seed epochs_run total_epochs max_steps_per_epoch steps_run dataloader"
     assert [getattr(training, f"{key}_KEY") for key in keys] == [*values.split(), "val_dataloader", "rng_state"]
@@ -237,7 +235,7 @@ def test_keys_of_the_dict() -> None:
     assert training.ModelType.LLAMA3_2.value == "llama3_2"
 
 
-def test_largest_folder(tmp_path: Path) -> None:
+def test_largest_folder(tmp_path):
     assert get_largest_iter_folder(tmp_path) is None
     assert get_largest_iter_folder(tmp_path / "nowhere") is None
     for name in ("epoch_2", "epoch_10", "step_300", "epoch_x"):
@@ -248,7 +246,7 @@ def test_largest_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("rows", [2, 7])
-def test_classifier(rows: int, force: bool) -> None:
+def test_classifier(rows, force):
     own = nn.Parameter(torch.ones(2, 3))
     state = {"output.weight": torch.zeros(rows, 3), "output.bias": torch.zeros(rows), "norm.scale": torch.ones(3)}
     update_state_dict_for_classifier(state, [("output.weight", own)], force_override=force)

@@ -31,7 +31,7 @@ def packed(*shape: int, low: int = 110, high: int = 140) -> tuple[torch.Tensor, 
     return blocks, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_equals_what_transformers_makes_of_it() -> None:
+def test_equals_what_transformers_makes_of_it():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = packed(30, 10, 2, low=2, high=252)
@@ -40,7 +40,7 @@ def test_equals_what_transformers_makes_of_it() -> None:
     assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), theirs)
 
 
-def test_any_part_is_the_part_of_the_whole(tmp_path: Path) -> None:
+def test_any_part_is_the_part_of_the_whole(tmp_path):
     blocks, scales = packed(3, 10, 4)
     save_file({"a.experts.w_blocks": blocks, "b": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"a.experts.w_scales": scales}, tmp_path / "2.safetensors")
@@ -76,7 +76,7 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
     return folder, model
 
 
-def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path: Path) -> None:
+def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path):
     source, theirs = quantized_folder(tmp_path / "in")
     checkpointer, model = started(source, dtype=torch.bfloat16)
     saved = checkpointer.save("epoch_0", model)
@@ -86,7 +86,7 @@ def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path: Path) -> Non
     close(logits(load(source)), logits(in_transformers(saved, dtype=torch.float32)))
 
 
-def test_what_is_packed_must_fit_the_model(tmp_path: Path) -> None:
+def test_what_is_packed_must_fit_the_model(tmp_path):
     source, _ = quantized_folder(tmp_path / "in")
     tensors = stored(source)
     name = "model.layers.1.mlp.experts.down_proj"

@@ -73,7 +73,7 @@ def base_of_peft(shape: str) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
-def test_new_rows_are_trained_saved_and_resumed(shape: str, tmp_path: Path) -> None:
+def test_new_rows_are_trained_saved_and_resumed(shape, tmp_path):
     source = write_folder(tmp_path / "in", shape)
     (store, model), (_, resumed) = grown(source), grown(source)
     start = logits(model)
@@ -114,7 +114,7 @@ def test_new_rows_are_trained_saved_and_resumed(shape: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
-def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape: str, tmp_path: Path) -> None:
+def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape, tmp_path):
     """autograd of a model whose embedding is trained whole, in float64, is the reference."""
     source = write_folder(tmp_path / "in", shape)
     ours = load(source, LoRA(4, 8)).double()
@@ -130,7 +130,7 @@ def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape: str, tmp_pa
         assert ours.get_parameter(f"{path}.weight").grad is None
 
 
-def test_what_cannot_be_had(tmp_path: Path) -> None:
+def test_what_cannot_be_had(tmp_path):
     source = write_folder(tmp_path / "in")
     model = load(source, LoRA(4, 8, apply_to_output=True))
     with pytest.raises(ConversionError, match="a LoRALinear or has a bias: leave out the adapter of the output"):

@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
-def test_torch_files(folder: Path, shards: int, zipped: bool) -> None:
+def test_torch_files(folder, shards, zipped):
     expected = load(folder).state_dict()
     tensors = list(stored(folder).items())
     (folder / "model.safetensors").unlink()
@@ -31,7 +31,7 @@ def test_torch_files(folder: Path, shards: int, zipped: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointer", [FullModelMetaCheckpointer, FullModelHFCheckpointer])
-def test_meta_file(folder: Path, checkpointer: type) -> None:
+def test_meta_file(folder, checkpointer):
     model = load(folder)
     meta = model.spec.weight_map("meta").to_external(model.state_dict().items(), model.description)
     tensors = dict(meta)
@@ -54,7 +54,7 @@ class _RunsCode:
         return os.mkdir, (str(self.path),)
 
 
-def test_code_in_a_pickle_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_code_in_a_pickle_is_refused(folder, tmp_path):
     made = tmp_path / "made"
     torch.save({"model.norm.weight": _RunsCode(made)}, folder / "evil.bin")
     (folder / "evil.pt").write_bytes(pickle.dumps(_RunsCode(made), protocol=2))
@@ -66,7 +66,7 @@ def test_code_in_a_pickle_is_refused(folder: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
-def test_no_tensors(folder: Path) -> None:
+def test_no_tensors(folder):
     for value, words in (
         ({"model": {"a": torch.ones(1)}}, "a dict, where a tensor"),
         ({"epoch": 3}, "a int, where"),
@@ -77,7 +77,7 @@ def test_no_tensors(folder: Path) -> None:
             load(folder, checkpoint_files=["odd.pt"])
 
 
-def test_cut_torch_file(folder: Path) -> None:
+def test_cut_torch_file(folder):
     torch.save(stored(folder), folder / "whole.bin")
     content = (folder / "whole.bin").read_bytes()
     for cut in [0, 1, 3, 100, *range(1000, len(content), len(content) // 20)]:
@@ -86,7 +86,7 @@ def test_cut_torch_file(folder: Path) -> None:
             load(folder, checkpoint_files=["cut.bin"])
 
 
-def test_parts_of_tensors(folder: Path) -> None:
+def test_parts_of_tensors(folder):
     """Meta's larger models come as several files with parts of every tensor."""
     model = load(folder)
     tensors = dict(model.spec.weight_map("meta").to_external(model.state_dict().items(), model.description))

@@ -1,7 +1,6 @@
 """Parameters that a conversion from outside owns are saved in a file for its class, and come back."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def owned(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [ScaleAlone, ScaleApart])
-def test_they_come_back_and_merge(kind: type[Conversion], tmp_path: Path) -> None:
+def test_they_come_back_and_merge(kind, tmp_path):
     base = write_folder(tmp_path / "base", "qwen2")
     model, _ = torchtune.load(base, adapter=kind(), device="cpu")
     plain = logits(model)
@@ -155,7 +154,7 @@ def test_they_come_back_and_merge(kind: type[Conversion], tmp_path: Path) -> Non
     close(logits(in_transformers(both)), expected)
 
 
-def test_a_file_beside_an_adapter_of_peft(tmp_path: Path) -> None:
+def test_a_file_beside_an_adapter_of_peft(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     model, _ = torchtune.load(base, adapter=[LoRA(2, attn_modules=["q_proj"]), Scale()], device="cpu")
     randomize(model)
@@ -173,7 +172,7 @@ def test_a_file_beside_an_adapter_of_peft(tmp_path: Path) -> None:
     close(logits(theirs), logits(model))
 
 
-def test_a_run_resumes_from_them(tmp_path: Path) -> None:
+def test_a_run_resumes_from_them(tmp_path):
     base = write_folder(tmp_path / "base", "qwen2")
 
     checkpointer, model = started(base, ScaleAlone())
@@ -186,7 +185,7 @@ def test_a_run_resumes_from_them(tmp_path: Path) -> None:
         resume(checkpointer, load(base))
 
 
-def test_what_is_refused_before_training(tmp_path: Path) -> None:
+def test_what_is_refused_before_training(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     checkpointer = FullModelHFCheckpointer(base, output_dir=tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"'layers.0.attn.k_proj.weight' \(but 'layers.0.attn.k_proj.layer.w"):
@@ -205,7 +204,7 @@ def test_what_is_refused_before_training(tmp_path: Path) -> None:
         torchtune.load(base, adapter=Unnamed(), device="cpu")
 
 
-def test_what_cannot_be_read_back(tmp_path: Path) -> None:
+def test_what_cannot_be_read_back(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     model, _ = torchtune.load(base, adapter=ScaleAlone(), device="cpu")
     saved = torchtune.save(model, tmp_path / "saved")
@@ -224,7 +223,7 @@ def test_what_cannot_be_read_back(tmp_path: Path) -> None:
             torchtune.load(saved, adapter=ScaleAlone(), device="cpu")
 
 
-def test_a_merge_keeps_shape_and_dtype(tmp_path: Path) -> None:
+def test_a_merge_keeps_shape_and_dtype(tmp_path):
     class Widening(ScaleAlone):
         def merged(self, name: str, weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
             return super().merged(name, weight, model).double()
@@ -236,7 +235,7 @@ def test_a_merge_keeps_shape_and_dtype(tmp_path: Path) -> None:
         torchtune.save(model, tmp_path / "merged", contents="merged")
 
 
-def test_only_modules_that_can_be_disabled_are(tmp_path: Path) -> None:
+def test_only_modules_that_can_be_disabled_are(tmp_path):
     model = build(write_folder(tmp_path / "base"), ScaleAlone())
     with (
         pytest.raises(ConversionError, match=r"'layers.0.attn.k_proj.factors' cannot be switched off"),

@@ -42,7 +42,7 @@ def quantize(source: Path, quantizer: object, folder: Path) -> Path:
         (q.Float8Quantizer(), "float-quantized"),
     ],
 )
-def test_transformers_and_we_read_what_torchao_computes(quantizer, storage: str, source: Path, tmp_path: Path) -> None:
+def test_transformers_and_we_read_what_torchao_computes(quantizer, storage, source, tmp_path):
     folder = quantize(source, quantizer, tmp_path / "out")
     config = read(folder / "config.json")["quantization_config"]
     assert (config["quant_method"], config["format"], config["ignore"]) == (
@@ -71,7 +71,7 @@ def test_transformers_and_we_read_what_torchao_computes(quantizer, storage: str,
 
 
 @pytest.mark.parametrize("file_type", ["Q8_0", "Q4_0", "BF16"])
-def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type: str, source: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type, source, tmp_path):
     folder = quantize(source, q.GGUFQuantizer(file_type), tmp_path / "out")
     path = folder / f"model-{file_type}.gguf"
     file, plain = GGUFFile(path), load(source)
@@ -95,7 +95,7 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type: str, sou
     assert "chat_template" in files["tokenizer_config.json"]
 
 
-def test_what_cannot_be_quantised_is_one_sentence(source: Path, tmp_path: Path, caplog) -> None:
+def test_what_cannot_be_quantised_is_one_sentence(source, tmp_path, caplog):
     folder = quantize(source, q.Int4WeightOnlyQuantizer(groupsize=16), tmp_path / "out")
     with pytest.raises(UserError, match=r"the weights are quantized already \(compressed-tensors\): give the folder"):
         quantize(folder, q.Int8WeightOnlyQuantizer(), tmp_path / "again")
@@ -108,7 +108,7 @@ def test_what_cannot_be_quantised_is_one_sentence(source: Path, tmp_path: Path, 
     assert not (tmp_path / "bad").exists()
 
 
-def test_another_quantizer_than_in_training_is_said(source: Path, tmp_path: Path, caplog) -> None:
+def test_another_quantizer_than_in_training_is_said(source, tmp_path, caplog):
     trained = shutil.copytree(source, tmp_path / "trained")
     component = f"{q.__name__}.Int4WeightOnlyQATQuantizer"
     (trained / "torchtune_config.yaml").write_text(f"quantizer:\n  _component_: {component}\n  groupsize: 16\n")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from torchtune.training import FullModelHFCheckpointer
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_there_and_back(shape, dtype, tmp_path):
     source = write_folder(tmp_path / "in", shape, dtype)
     checkpointer, model = started(source, dtype=dtype)
     saved = checkpointer.save("epoch_0", model)
@@ -39,7 +38,7 @@ def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
-def test_shards(shape: str, tmp_path: Path) -> None:
+def test_shards(shape, tmp_path):
     source = write_folder(tmp_path / "in", shape, max_shard_size="30KB")
     assert len(list(source.glob("model-*.safetensors"))) > 3
     checkpointer, model = started(source)
@@ -59,7 +58,7 @@ def test_shards(shape: str, tmp_path: Path) -> None:
     assert [file.name for file in whole.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_real_model_is_loaded_in_place(tmp_path: Path) -> None:
+def test_real_model_is_loaded_in_place(tmp_path):
     source = write_folder(tmp_path / "in")
     meta = load(source)
     model = build(source).to_empty(device="cpu")
@@ -69,7 +68,7 @@ def test_real_model_is_loaded_in_place(tmp_path: Path) -> None:
     assert same_bits(model.state_dict(), meta.state_dict())
 
 
-def test_dtype_of_the_model_holds(tmp_path: Path) -> None:
+def test_dtype_of_the_model_holds(tmp_path):
     checkpointer, model = started(write_folder(tmp_path / "in"), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     saved = checkpointer.save("step_1", model)
@@ -77,7 +76,7 @@ def test_dtype_of_the_model_holds(tmp_path: Path) -> None:
     assert in_transformers(saved, dtype="auto").dtype == torch.bfloat16
 
 
-def test_listed_and_formatted_files(tmp_path: Path) -> None:
+def test_listed_and_formatted_files(tmp_path):
     source = write_folder(tmp_path / "in", max_shard_size="30KB")
     names = sorted(path.name for path in source.glob("model-*.safetensors"))
     expected = load(source).state_dict()
@@ -88,7 +87,7 @@ def test_listed_and_formatted_files(tmp_path: Path) -> None:
         assert same_bits(load(source, checkpoint_files=files).state_dict(), expected)
 
 
-def test_what_is_carried(tmp_path: Path) -> None:
+def test_what_is_carried(tmp_path):
     source = write_folder(tmp_path / "in")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "LICENSE").write_text("licence")
@@ -135,7 +134,7 @@ def test_what_is_carried(tmp_path: Path) -> None:
     assert in_transformers(saved).generation_config.eos_token_id == 2
 
 
-def test_config_says_what_is_saved(tmp_path: Path) -> None:
+def test_config_says_what_is_saved(tmp_path):
     source = write_folder(tmp_path / "in", "qwen2_tied")
     config = read(source / "config.json") | {"task_specific_params": {"kept": True}}
     (source / "config.json").write_text(json.dumps(config))
@@ -149,7 +148,7 @@ def test_config_says_what_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["all but the config", "nothing"])
-def test_a_save_does_not_need_the_source(left: str, tmp_path: Path) -> None:
+def test_a_save_does_not_need_the_source(left, tmp_path):
     """A long run must not fail at its end because somebody tidied up the folder of the base model."""
     source = write_folder(tmp_path / "in", "qwen3")
     checkpointer, model = started(source)
@@ -159,7 +158,7 @@ def test_a_save_does_not_need_the_source(left: str, tmp_path: Path) -> None:
     close(logits(in_transformers(checkpointer.save("epoch_0", model))), logits(model))
 
 
-def test_an_earlier_checkpoint_as_base(tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_as_base(tmp_path):
     """A checkpoint in the middle of a run is a model folder too; its training state is not passed on."""
     source = write_folder(tmp_path / "in")
     first, model = started(source)

@@ -51,7 +51,7 @@ def equal(first: Any, second: Any) -> bool:
     return first == second
 
 
-def test_every_kind_of_value(source: Path, tmp_path: Path) -> None:
+def test_every_kind_of_value(source, tmp_path):
     shared = torch.arange(6.0)
     values = {
         "text": "äöü\n\0",
@@ -83,7 +83,7 @@ def test_every_kind_of_value(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", {(1, 2): 3}, torch.float32], ids=lambda v: str(type(v)))
-def test_value_that_cannot_be_saved(source: Path, tmp_path: Path, value: Any) -> None:
+def test_value_that_cannot_be_saved(source, tmp_path, value):
     checkpointer, model = started(source, output=tmp_path / "out")
     checkpointer.save("step_1", model, state={"progress": {}})
     with pytest.raises(CheckpointError, match="cannot be saved"):
@@ -136,9 +136,7 @@ TRAINED += [
 
 
 @pytest.mark.parametrize(("name", "precision", "in_backward"), TRAINED)
-def test_training_continues_with_the_same_bits(
-    name: str, precision: str, in_backward: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_with_the_same_bits(name, precision, in_backward, source, tmp_path, monkeypatch):
     monkeypatch.setattr(_low_precision_optimizer, "SMALLEST", 256)  # else no state would have few bits
     full = precision == "fp32 weights"
     precision = "param_dtype" if full else precision
@@ -192,7 +190,7 @@ def refused(resume: Callable[[], Any], *words: str) -> None:
     assert "\n" not in message, message
 
 
-def test_other_run(saved: tuple) -> None:
+def test_other_run(saved):
     """The numbers of another optimizer would be missing, at the first step or, worse, never noticed."""
     checkpointer, model, state, _ = saved
     point = checkpointer.find_resume_point()
@@ -217,7 +215,7 @@ def test_other_run(saved: tuple) -> None:
     "content",
     ["{", "[]", '{"progress": 1}', '{"optimizer": {}}'],
 )
-def test_corrupt_structure(saved: tuple, content: str) -> None:
+def test_corrupt_structure(saved, content):
     checkpointer, model, state, folder = saved
     point = checkpointer.find_resume_point()  # who looks for it later finds that it was changed
     (folder / "state" / "state.json").write_text(content)

@@ -64,7 +64,7 @@ def lora() -> LoRA:
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_text_tower_comes_out_as_a_model_of_its_own(name: str, prefix: str, tmp_path: Path) -> None:
+def test_text_tower_comes_out_as_a_model_of_its_own(name, prefix, tmp_path):
     hf, folder = image_text_model(CONFIGS[name]()), tmp_path / "whole"
     hf.save_pretrained(folder)
     if prefix == "model.language_model.":  # how newer files spell it
@@ -114,7 +114,7 @@ def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.
     [(name, size) for name in ("Gemma3", "Mistral3") for size in (5 * 10**9, 50_000)]
     + [(name, 50_000) for name in ("Gemma4", "Qwen3_5", "Qwen3_5Moe")],
 )
-def test_other_parts_are_written_back_bit_by_bit(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+def test_other_parts_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
     folder, source = _folder_of(name, tmp_path)
     checkpointer, model = started(folder)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_other_parts_are_written_back_bit_by_bit(name: str, max_shard_bytes: int
     assert (logits(again.eval()) - logits(model)).abs().max() <= 1e-3  # scaled up by five quarters a matrix
 
 
-def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path: Path) -> None:
+def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path):
     folder, source = _folder_of("Gemma3", tmp_path)
     checkpointer, model = started(folder, lora(), output=tmp_path / "lora")
     randomize_adapter(model)
@@ -154,7 +154,7 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path: Path) -> None:
     assert same_bits(stored(checkpointer.save("step_2", again)), found)
 
 
-def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path: Path) -> None:
+def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path):
     folder, source = _folder_of("Gemma3", tmp_path)
     source = {key.replace("language_model.model.", "model.text_model."): value for key, value in source.items()}
     write_weights(folder, source)
@@ -181,7 +181,7 @@ _UNTRAINED = {
 
 
 @pytest.mark.parametrize("architecture", _UNTRAINED)
-def test_weights_of_multi_token_prediction_are_carried(architecture: str, tmp_path: Path) -> None:
+def test_weights_of_multi_token_prediction_are_carried(architecture, tmp_path):
     options = _GLM if architecture == "Glm4Moe" else {"layer_types": ["full_attention"] * 2, "head_dim": 16}
     source = _folder_of_text(architecture, tmp_path / "in", _UNTRAINED[architecture], **options)
     checkpointer, model = started(tmp_path / "in")
@@ -198,13 +198,13 @@ def test_weights_of_multi_token_prediction_are_carried(architecture: str, tmp_pa
     assert stored(alone.save("epoch_0", model)).keys() == source.keys() - set(_UNTRAINED[architecture])
 
 
-def test_a_layer_too_many_is_no_multi_token_prediction(tmp_path: Path) -> None:
+def test_a_layer_too_many_is_no_multi_token_prediction(tmp_path):
     _folder_of_text("Glm4Moe", tmp_path / "in", _UNTRAINED["Glm4Moe"][1:], **_GLM)
     with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.mlp.* has no place .* .the model has 2 layers"):
         load(tmp_path / "in")
 
 
-def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_read(tmp_path):
     options = {"layer_types": ["full_attention"], "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
     options |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     write_folder(tmp_path, ("Qwen3_5Moe", options), num_hidden_layers=1)
@@ -216,7 +216,7 @@ def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name: str, tmp_path: Path) -> None:
+def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name, tmp_path):
     folder, hf = tmp_path / "whole", image_text_model(CONFIGS[name]())
     hf.save_pretrained(folder)
     checkpointer, model = started(folder, lora())

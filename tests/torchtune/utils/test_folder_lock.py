@@ -68,7 +68,7 @@ def refusal(lock: FolderLock) -> str:
     return text
 
 
-def test_two_runs(hold: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs(hold, tmp_path, monkeypatch):
     first = hold()
     text = refusal(FolderLock(tmp_path / "run"))
     monkeypatch.setattr(PATIENCE, 0.1)
@@ -90,7 +90,7 @@ def test_two_runs(hold: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("children", [(), ("forks",)])
-def test_killed(hold: Callable, tmp_path: Path, children: tuple[str, ...]) -> None:
+def test_killed(hold, tmp_path, children):
     """Not even a process that it has forked, such as a worker of a data loader, holds the lock on."""
     first = hold(*children)
     first.send_signal(signal.SIGKILL)
@@ -104,7 +104,7 @@ def test_killed(hold: Callable, tmp_path: Path, children: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "machine": 3, "lives": 4}', "[" * 100_000])
-def test_a_file_that_says_nothing(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_says_nothing(tmp_path, content, monkeypatch):
     """It was left by an earlier release or by a kill; in the hands of a process, the refusal has no name."""
     monkeypatch.setattr(PATIENCE, 0.1)
     path = tmp_path / ".run.lock"
@@ -118,7 +118,7 @@ def test_a_file_that_says_nothing(tmp_path: Path, content: str, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_or_a_folder_is_not_opened(tmp_path: Path) -> None:
+def test_a_link_or_a_folder_is_not_opened(tmp_path):
     precious, path = tmp_path / "precious", tmp_path / ".run.lock"
     precious.write_text("mine")
     for make in (lambda: path.symlink_to(precious), lambda: path.symlink_to(tmp_path / "new"), path.mkdir):
@@ -129,7 +129,7 @@ def test_a_link_or_a_folder_is_not_opened(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_block(tmp_path: Path) -> None:
+def test_a_block(tmp_path):
     lock = FolderLock(tmp_path)
     with lock.held() as is_locked, lock.held():
         assert is_locked
@@ -138,7 +138,7 @@ def test_a_block(tmp_path: Path) -> None:
     assert not lock.is_held
 
 
-def test_a_lock_that_was_left_open_in_this_process(tmp_path: Path) -> None:
+def test_a_lock_that_was_left_open_in_this_process(tmp_path):
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.acquire()
     second.acquire()
@@ -148,7 +148,7 @@ def test_a_lock_that_was_left_open_in_this_process(tmp_path: Path) -> None:
     second.release()
 
 
-def test_waiting(tmp_path: Path) -> None:
+def test_waiting(tmp_path):
     """Also for another thread, one after the other."""
     inside, most, done = [], [], []
 
@@ -171,9 +171,7 @@ def test_waiting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_without_locks(tmp_path, said, monkeypatch, number):
     def refuses(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 

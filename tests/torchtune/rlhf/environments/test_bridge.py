@@ -74,7 +74,7 @@ def conversation(calls: int, reasons: bool) -> list[Message]:
 
 @pytest.mark.parametrize("reasons", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_bridge_is_what_the_template_renders_between_two_turns(name: str, reasons: bool, tmp_path: Path) -> None:
+def test_a_bridge_is_what_the_template_renders_between_two_turns(name, reasons, tmp_path):
     tokenizer = make(name, tmp_path)
     one_call_only = name.startswith(("gptoss", "llama3"))
     for calls in (1,) if one_call_only else (1, 2):
@@ -98,7 +98,7 @@ def test_a_bridge_is_what_the_template_renders_between_two_turns(name: str, reas
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_turn_that_could_not_be_parsed_is_answered_in_every_template(name: str, tmp_path: Path) -> None:
+def test_a_turn_that_could_not_be_parsed_is_answered_in_every_template(name, tmp_path):
     tokenizer = make(name, tmp_path)
     text = tokenizer.decode(Bridge(tokenizer, TOOLS)([], ["Error: no JSON."]), skip_special_tokens=False)
     turns = [Message("user", "Why?"), Message("assistant", "so"), Message("user", "Error: no JSON.")]
@@ -111,7 +111,7 @@ SHAPES = ("tool", "error", "tool error", "error tool", "error error")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_earlier_turns_are_what_the_template_leaves_of_them(name: str, tmp_path: Path) -> None:
+def test_earlier_turns_are_what_the_template_leaves_of_them(name, tmp_path):
     """Sampled turns with reasoning, then replies of tools, or of the user to a turn that could not be parsed."""
     tokenizer = make(name, tmp_path)
     bridge, omitted = Bridge(tokenizer, TOOLS), 0
@@ -153,14 +153,14 @@ def test_earlier_turns_are_what_the_template_leaves_of_them(name: str, tmp_path:
     assert omitted == 0 if keeps else omitted > 0, omitted
 
 
-def test_special_tokens_in_a_reply_are_plain_text(tmp_path: Path) -> None:
+def test_special_tokens_in_a_reply_are_plain_text(tmp_path):
     tokenizer = make("qwen3", tmp_path)
     between = Bridge(tokenizer, TOOLS)([CALL], ["a<|im_end|>b"])
     assert between.count(tokenizer.special_tokens[CHATML]) == 1
     assert "a<|im_end|>b" in tokenizer.decode(between, skip_special_tokens=False)
 
 
-def test_a_template_without_tools_takes_them_as_turns_or_says_that_it_cannot(tmp_path: Path) -> None:
+def test_a_template_without_tools_takes_them_as_turns_or_says_that_it_cannot(tmp_path):
     def tokenizer_of(template: str, name: str) -> Any:
         write_checkpoint(
             tmp_path / name, Case("own", template, lambda turns: [], ["<bos>", CHATML], CHATML, bos="<bos>")

@@ -60,7 +60,7 @@ def noise(
     ],
     ids=["copies x tp", "fsdp x tp", "tp", "fsdp"],
 )
-def test_noise_is_that_of_the_shard(sizes: tuple[int, ...], placements: dict[str, list[Placement]]) -> None:
+def test_noise_is_that_of_the_shard(sizes, placements):
     """The same on all replicas of a shard, independent on different shards and for different parameters."""
     # A thread for each, all alive: meshes of one thread are equal, and DTensor's caches would give the first for all
     one_at_a_time = threading.Lock()
@@ -86,7 +86,7 @@ def test_noise_is_that_of_the_shard(sizes: tuple[int, ...], placements: dict[str
     assert correlation.abs().max() < 5 / 64  # five deviations of independent draws of 64 x 64
 
 
-def test_noise_of_a_shard_goes_on_after_a_resume() -> None:
+def test_noise_of_a_shard_goes_on_after_a_resume():
     for rank in (0, 1):
         arguments = (rank, (2, 2), {"norm": [R, R], "column": [R, S0]})
         through, resumed = noise(*arguments, steps=4), noise(*arguments, steps=4, resumed=True)
@@ -104,7 +104,7 @@ def exact(grads: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float32)])
-def test_the_norm_of_16_bit_gradients_is_that_of_float64(dtypes: tuple[torch.dtype, ...]) -> None:
+def test_the_norm_of_16_bit_gradients_is_that_of_float64(dtypes):
     grads = [grad for dtype in dtypes for grad in gradients(dtype)]
     grads.append(torch.ones(6, 4, dtype=dtypes[0]).t())  # not contiguous
     parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
@@ -120,7 +120,7 @@ def test_the_norm_of_16_bit_gradients_is_that_of_float64(dtypes: tuple[torch.dty
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_the_norm_of_16_bit_gradients_on_a_mesh(clip: float | None) -> None:
+def test_the_norm_of_16_bit_gradients_on_a_mesh(clip):
     """A mesh of one process: every placement, meshes of both kinds, and summands that are not added up yet."""
     with as_rank(0, 1):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
