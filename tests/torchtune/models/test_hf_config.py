@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchtune.models import Description, Llama3RopeScaling, ModelError, from_hf_config, get_spec
+from tests.torchtune.models.published import PUBLISHED
+from torchtune.models import ModelError, from_hf_config, get_spec
 from torchtune.models.gpt_oss import gpt_oss_20b
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_1 import SPEC as LLAMA3_1
@@ -44,27 +45,6 @@ _LLAMA: dict[str, Any] = {
 def _write(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = from_hf_config(_write(tmp_path, _LLAMA))
-    assert model.spec.name == "llama3"
-    assert model.description == Description(
-        vocab_size=97,
-        num_layers=2,
-        embed_dim=48,
-        intermediate_dim=80,
-        max_seq_len=256,
-        num_heads=6,
-        num_kv_heads=2,
-        rope_base=500_000.0,
-        rope_scaling=Llama3RopeScaling(factor=32.0),
-        tie_word_embeddings=True,
-    )
-    new = {key: value for key, value in _LLAMA.items() if not key.startswith("rope")}
-    new["rope_parameters"] = {**_LLAMA["rope_scaling"], "rope_theta": 500000.0}
-    assert model.spec.from_hf_config(new) == model.description
 
 
 @pytest.mark.parametrize(
@@ -115,22 +95,14 @@ def test_rope_parameters_of_every_kind_come_back() -> None:
         spec.from_hf_config({**_LLAMA, "rope_scaling": long})
 
 
-def test_a_window_that_is_switched_off_is_no_window() -> None:
-    config = {**_LLAMA, "architectures": ["Qwen2ForCausalLM"], "rope_scaling": None, "sliding_window": 4096}
-    spec = get_spec("qwen2")
-    assert spec.from_hf_config({**config, "use_sliding_window": False, "max_window_layers": 28}).q_bias
-    switched_on = spec.from_hf_config({**config, "use_sliding_window": True, "max_window_layers": 1})
-    assert (switched_on.window, switched_on.window_layers) == (4096, (1,))
-    with pytest.raises(ModelError, match="sliding_window"):
-        get_spec("llama3").from_hf_config({**_LLAMA, "sliding_window": 4096, "use_sliding_window": True})
-
-
 def test_a_field_can_be_ignored_and_a_missing_one_is_named() -> None:
     spec = get_spec("llama3")
     assert spec.from_hf_config({**_LLAMA, "my_note": "x"}, ignore_fields=["my_note"]).vocab_size == 97
     assert spec.from_hf_config({**_LLAMA, "my_note": None, "auto": False}).vocab_size == 97  # say nothing
     with pytest.raises(ModelError, match="lacks the field 'hidden_size'"):
         spec.from_hf_config({key: value for key, value in _LLAMA.items() if key != "hidden_size"})
+    with pytest.raises(ModelError, match="sliding_window"):
+        spec.from_hf_config({**_LLAMA, "sliding_window": 4096, "use_sliding_window": True})
     broken = {key: value for key, value in _LLAMA["rope_scaling"].items() if key != "factor"}
     with pytest.raises(ModelError, match="lacks the field 'factor'"):
         spec.from_hf_config({**_LLAMA, "rope_scaling": broken})
@@ -161,41 +133,8 @@ def test_a_description_that_the_architecture_cannot_express_is_not_written() -> 
 
 def test_files_of_mixtures_as_they_are_published() -> None:
     """Spelt as transformers 4 spelt them, with what says the same thing twice."""
-    gpt_oss = {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "intermediate_size": 2880,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "max_position_embeddings": 131_072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
-        "num_local_experts": 32,
-        "output_router_logits": False,
-        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150_000,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 201_088,
-    }
+    gpt_oss = {**PUBLISHED["gpt_oss_20b"], "experts_per_token": 4, "initial_context_length": 4096}
+    gpt_oss["quantization_config"] = {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}
     spec = get_spec("gpt_oss")
     with torch.device("meta"):
         assert spec.from_hf_config(gpt_oss) == gpt_oss_20b().description

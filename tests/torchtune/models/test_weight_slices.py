@@ -20,6 +20,24 @@ def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     ]
 
 
+def nothing_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.full_like(tensor, -1) for tensor in tensors]
+
+
+def copy_part(op: Op, which: int, ours: torch.Tensor, slices: tuple, external: list, written: list) -> None:
+    """Read a part of one of our tensors, and write it."""
+    wanted = ours[slices]
+    read = torch.full_like(wanted, -1)
+    for part in op.external_slices(which, slices, [tensor.shape for tensor in external], DESCRIPTION):
+        part.fill(read, external[part.external][part.slices])
+        written[part.external][part.slices] = part.of(wanted)
+    assert torch.equal(read, wanted)
+
+
+def any_slices(shape: torch.Size, rng: random.Random) -> tuple[slice, ...]:
+    return tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in shape)
+
+
 @pytest.mark.parametrize(
     ("op", "external"),
     [
@@ -35,17 +53,11 @@ def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 )
 def test_any_part(op: Op, external: list[torch.Tensor]) -> None:
     rng = random.Random(0)
-    shapes = [tensor.shape for tensor in external]
     for which, ours in enumerate(op.to_tune(external, DESCRIPTION)):
         for _ in range(100):
-            slices = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in ours.shape)
-            wanted = ours[slices]
-            read, written = torch.full_like(wanted, -1), [torch.full_like(tensor, -1) for tensor in external]
-            for part in op.external_slices(which, slices, shapes, DESCRIPTION):
-                part.fill(read, external[part.external][part.slices])
-                written[part.external][part.slices] = part.of(wanted)
-            assert torch.equal(read, wanted)
-            assert sum(int((tensor >= 0).sum()) for tensor in written) == wanted.numel()
+            slices, written = any_slices(ours.shape, rng), nothing_of(external)
+            copy_part(op, which, ours, slices, external, written)
+            assert sum(int((tensor >= 0).sum()) for tensor in written) == ours[slices].numel()
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
 
 
@@ -54,20 +66,13 @@ def test_any_part_of_a_fused_adapter() -> None:
     op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
     ours = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))
     external = op.to_external(ours, DESCRIPTION)
-    shapes = [tensor.shape for tensor in external]
     assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), ours))
-    written = [torch.full_like(tensor, -1) for tensor in external]
+    written = nothing_of(external)
     for which, tensor in enumerate(ours):
         for _ in range(50):
-            slices = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in tensor.shape)
-            read = torch.full_like(tensor[slices], -1)
-            for part in op.external_slices(which, slices, shapes, DESCRIPTION):
-                part.fill(read, external[part.external][part.slices])
-            assert torch.equal(read, tensor[slices])
+            copy_part(op, which, tensor, any_slices(tensor.shape, rng), external, nothing_of(external))
         for rows in (slice(0, 1), slice(1, tensor.shape[0])):
-            slices = (rows, slice(0, tensor.shape[1]))
-            for part in op.external_slices(which, slices, shapes, DESCRIPTION):
-                written[part.external][part.slices] = part.of(tensor[slices])
+            copy_part(op, which, tensor, (rows, slice(0, tensor.shape[1])), external, written)
     assert all(map(torch.equal, written, external))
 
 
@@ -89,13 +94,9 @@ def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_wr
     spread = op.to_tune(op.spread(ExpertAdapter(1, swapped).to_external(whole, DESCRIPTION), DESCRIPTION), DESCRIPTION)
     assert all(map(torch.equal, spread, [ours[0]] * parts + ours[parts:]))
 
-    written = [torch.full_like(tensor, -1) for tensor in external]
+    written = nothing_of(external)
     for which, tensor in enumerate(ours):
         for chosen in (slice(0, 1), slice(1, 4), slice(4, 4)):
             slices = (chosen, slice(0, tensor.shape[1]), slice(0, tensor.shape[2]))
-            read = torch.full_like(tensor[slices], -1)
-            for part in op.external_slices(which, slices, [tensor.shape for tensor in external], DESCRIPTION):
-                part.fill(read, external[part.external][part.slices])
-                written[part.external][part.slices] = part.of(tensor[slices])
-            assert torch.equal(read, tensor[slices])
+            copy_part(op, which, tensor, slices, external, written)
     assert all(map(torch.equal, written, external))
