@@ -70,6 +70,12 @@ def _alone(model: TransformerDecoder, prompt: list[int], new: int, stop: set[int
     return tokens[len(prompt) :]
 
 
+def _answers_as_alone(model: TransformerDecoder, prompts: list[list[int]] = _PROMPTS[:1], new: int = 40) -> None:
+    found = generate_tokens(model, prompts, max_new_tokens=new, temperature=0.0)
+    for prompt, tokens in zip(prompts, found.tokens, strict=True):
+        assert tokens.tolist() == _alone(model, prompt, new, set())
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 def test_rows_join_and_leave(kind: str) -> None:
     model = _model(**_KINDS[kind])
@@ -234,9 +240,7 @@ _OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", _OTHERS)
 def test_layers_in_their_fast_layout_answer_as_without(kind: str) -> None:
-    model = _model(**_OTHERS[kind])
-    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
-    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+    _answers_as_alone(_model(**_OTHERS[kind]))
 
 
 @pytest.mark.parametrize("name", ["attn", "attn.k_proj", "attn.output_proj", "mlp", "mlp.w2", "sa_norm", "sa_scale"])
@@ -246,15 +250,13 @@ def test_a_step_runs_what_is_hooked(model: TransformerDecoder, name: str, when: 
     packed = fast_linears(model, pack=True) if when == "inside" else contextlib.nullcontext()
     with packed:
         module.register_forward_hook(lambda module, args, out: out * 0.5)
-        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
-    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+        _answers_as_alone(model)
 
 
 def test_a_step_runs_methods_of_an_instance(model: TransformerDecoder) -> None:
     attn = model.layers[1].attn
     attn._heads = lambda *args: type(attn)._heads(attn, *args) * 0.5
-    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
-    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+    _answers_as_alone(model)
 
 
 def test_a_step_runs_hooks_of_all_modules(model: TransformerDecoder) -> None:
@@ -263,8 +265,7 @@ def test_a_step_runs_hooks_of_all_modules(model: TransformerDecoder) -> None:
 
     handle = torch.nn.modules.module.register_module_forward_hook(halve)
     try:
-        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
-        assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+        _answers_as_alone(model)
     finally:
         handle.remove()
 
@@ -290,8 +291,7 @@ def test_a_step_under_autocast_inside_of_packed_layers(model: TransformerDecoder
 
 def test_a_module_in_two_places_of_a_layer_is_packed_once(model: TransformerDecoder) -> None:
     model.layers[1].mlp.w3 = model.layers[1].mlp.w1
-    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
-    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+    _answers_as_alone(model)
 
 
 @pytest.mark.parametrize("what", ["hook", "bias"])
@@ -303,9 +303,7 @@ def test_a_step_of_latents_runs_more_than_a_matrix(what: str) -> None:
     else:
         attn.kv_proj = torch.nn.Linear(attn.kv_proj.in_features, attn.kv_proj.out_features)
         torch.nn.init.normal_(attn.kv_proj.bias)
-    found = generate_tokens(model, _PROMPTS[:2], max_new_tokens=9, temperature=0.0)
-    for prompt, tokens in zip(_PROMPTS, found.tokens, strict=False):
-        assert tokens.tolist() == _alone(model, prompt, 9, set())
+    _answers_as_alone(model, _PROMPTS[:2], 9)
 
 
 def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:

@@ -9,7 +9,6 @@ from torchtune.generation import (
     generate,
     generate_next_token,
     get_causal_mask_from_padding_mask,
-    get_position_ids_from_padding_mask,
     sample,
     stream,
 )
@@ -51,18 +50,6 @@ def test_sample_follows_the_distribution() -> None:
     assert (sample(logits, temperature=0.0) == 2).all()
     noise = torch.ones(20_000, 4)
     assert (sample(logits, q=noise) == 2).all()  # equal noise leaves the most likely
-
-
-def test_greedy_generation_is_argmax_by_argmax(model: TransformerDecoder) -> None:
-    tokens = _prompt(2, 5)
-    out, logits = generate(model, tokens, max_generated_tokens=6, temperature=0.0)
-    for _ in range(6):
-        with torch.no_grad():
-            tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(out, tokens)
-    assert torch.equal(logits.argmax(-1), out[:, 5:])
-    single, _ = generate(model, out[0, :5], max_generated_tokens=6, temperature=0.0)
-    assert torch.equal(single, out[:1])
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -182,16 +169,5 @@ def test_refusals(model: TransformerDecoder) -> None:
         pytest.raises(ValueError, match=r"hold 8 positions, too few for a prompt of 4 and 6 new tokens"),
     ):
         generate(model, _prompt(4), max_generated_tokens=6)
-
-
-def test_masks_and_positions_of_padding() -> None:
-    real = torch.tensor([[False, True, True], [True, True, True]])
-    mask = get_causal_mask_from_padding_mask(real, target_seq_len=4)
-    assert mask.int().tolist() == [
-        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0]],
-        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]],
-    ]
-    assert get_causal_mask_from_padding_mask(real).shape == (2, 3, 3)
-    assert get_position_ids_from_padding_mask(real).tolist() == [[0, 0, 1], [0, 1, 2]]
     with pytest.raises(AssertionError, match="shorter"):
-        get_causal_mask_from_padding_mask(real, target_seq_len=2)
+        get_causal_mask_from_padding_mask(torch.ones(1, 3, dtype=torch.bool), target_seq_len=2)

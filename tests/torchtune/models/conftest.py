@@ -106,22 +106,15 @@ _LATENTS = {
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("Llama", {"num_key_value_heads": 6}),
     "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
     "llama3_1": ("Llama", {"rope_parameters": _LLAMA3_ROPE}),
     "llama3_2": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama_with_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
-    "smol": (
-        "Llama",
-        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
-    ),
     "llama3_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
     "llama3_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
     "llama3_yarn": ("Llama", {"rope_parameters": _YARN}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral_window": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
-    "mistral_nemo": ("Mistral", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "code_llama2": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}),
     "gemma2_capped": (
@@ -161,7 +154,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
     ),
     "phi3": ("Phi3", {"num_key_value_heads": 6, "sliding_window": 13}),
-    "phi4": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0}}),
     "phi_partial": (
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}},

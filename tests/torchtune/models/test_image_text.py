@@ -43,7 +43,7 @@ ADJACENT = ([1, START, *[IMAGE] * 2, *[IMAGE] * 6, END, 4], ((1, 1, 2), (1, 3, 2
 LAST = ([4, 8, *picture(1, 1), 9, *picture(1, 4)[:-1]], ((1, 1, 1), (1, 1, 4)))
 VIDEOS = ([7, *picture(2, 1, VIDEO), 12, *picture(2, 1, VIDEO), 5], ((2, 2, 1),))
 WITH_VIDEOS = ("qwen3", "gemma4")
-ROWS = {"text": TEXT, "first": FIRST, "adjacent": ADJACENT, "last": LAST, "video": VIDEOS}
+ROWS = {"text": TEXT, "first": FIRST, "last": LAST, "video": VIDEOS}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -103,29 +103,17 @@ def skip_video(theirs, name):
         pytest.skip("only images: a video's positions depend on its frame rate, or its frames are images")
 
 
+def test_positions_after_an_image_that_follows_another():
+    """The rule of ``transformers`` image by image: it needs text between images."""
+    tokens, grids = ADJACENT[0], ((1, 2, 4), (1, 6, 4))
+    first = grid_positions(tokens[:4], [IMAGE], grids[:1], 2)
+    assert first.tolist() == [[0, 1, 2, 2], [0, 1, 2, 2], [0, 1, 2, 3]]
+    whole = grid_positions(tokens, [IMAGE], grids, 2)
+    assert whole[:, 4].tolist() == [4, 4, 4]  # after the larger side of the first image
+    assert whole[:, -2].tolist() == [7, 7, 7]
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_positions_are_those_of_transformers(theirs, ours, name):
-    tokens, sizes = fitting(ours, ROWS[name])
-    skip_video(theirs, name)
-    if not ours.grid_positions:
-        pytest.skip("its tokens have one position")
-    _, grids = patches_of(ours, sizes)
-    if name == "adjacent":  # transformers needs text between images: its own rule, image by image
-        first = grid_positions(tokens[:4], [IMAGE], grids[:1], 2)
-        assert first.tolist() == [[0, 1, 2, 2], [0, 1, 2, 2], [0, 1, 2, 3]]
-        whole = grid_positions(tokens, [IMAGE], grids, 2)
-        assert whole[:, 4].tolist() == [4, 4, 4]  # after the larger side of the first image
-        assert whole[:, -2].tolist() == [7, 7, 7]
-        return
-    kinds = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in tokens]])
-    given = torch.tensor(grids) if grids else None
-    wanted, _ = theirs.model.get_rope_index(
-        torch.tensor([tokens]), kinds, **{"video_grid_thw" if name == "video" else "image_grid_thw": given}
-    )
-    assert grid_positions(tokens, [IMAGE, VIDEO], grids, 2).tolist() == wanted[:, 0].tolist()
-
-
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "adjacent"])
 def test_logits_are_those_of_transformers(theirs, ours, name):
     tokens, sizes = fitting(ours, ROWS[name])
     skip_video(theirs, name)

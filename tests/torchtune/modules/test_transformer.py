@@ -1,6 +1,5 @@
 """The decoder: what it takes and refuses, caches, compilation."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -75,17 +74,6 @@ def test_positions_by_hand(model):
     assert torch.allclose(model(tokens, input_pos=torch.arange(6) + 5), expected, atol=1e-5)  # only distances count
 
 
-def test_a_mask_equals_the_documents_it_spells(model):
-    from torchtune.modules import create_block_causal_mask
-
-    documents = Documents.from_lengths((2, 4))
-    mask = create_block_causal_mask([torch.tensor([2, 4])])
-    positions = documents.positions()[None]
-    tokens = _tokens(1, 6)
-    packed = model(tokens, documents=documents)
-    assert torch.allclose(model(tokens, mask=mask, input_pos=positions), packed, atol=1e-5)
-
-
 def test_refusals(model):
     with pytest.raises(ValueError, match=r"tokens have the shape \[3\]: give \[b, s\]"):
         model(torch.tensor([1, 2, 3]))
@@ -157,28 +145,6 @@ def test_cache_capacity():
     cache.reset()
     assert cache.size == 0
     assert not cache.k_cache.any()
-
-
-# dynamo looks at the .grad of the hidden states that it is handed
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_layers_keep_one_graph_for_all_documents(model):
-    from torch._dynamo.testing import CompileCounter
-
-    eager = copy.deepcopy(model)
-    counter = CompileCounter()
-    torch.compiler.reset()
-    for layer in model.layers:
-        layer.compile(backend=counter, fullgraph=True)
-    counts = []
-    for lengths in ((5, 4), (12,), (3, 3, 9, 1), (2, 2), (7, 8, 9), (1, 20)):
-        documents = Documents.from_lengths(lengths)
-        tokens = _tokens(1, sum(lengths))
-        out = model(tokens, documents=documents)
-        assert torch.allclose(out, eager(tokens, documents=documents), atol=1e-5)
-        out.sum().backward()
-        counts.append(counter.frame_count)
-    assert counts[-1] == counts[1] <= 2  # the first length, then any
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

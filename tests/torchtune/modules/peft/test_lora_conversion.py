@@ -157,21 +157,6 @@ def test_disable_adapter():
         assert torch.equal(model(TOKENS), different)
 
 
-def test_peft_config_names_leaves_or_paths():
-    config = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1).conversions[0].peft_config(make())
-    assert config["target_modules"] == []
-    model = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1)
-    config = model.conversions[0].peft_config(model)
-    assert config["target_modules"] == ["q_proj", "output_proj"]
-    assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_dora"]) == (3, 6, 0.1, False)
-    model = adapted(target_modules=["layers.0.attn.q_proj", "v_proj"])
-    assert model.conversions[0].peft_config(model)["target_modules"] == [
-        "layers.0.attn.q_proj",
-        "layers.0.attn.v_proj",
-        "layers.1.attn.v_proj",
-    ]
-
-
 def test_an_adapter_module_that_names_what_it_lacks():
     class Wrong(nn.Linear):
         def adapter_params(self) -> list[str]:
