@@ -2,43 +2,9 @@
 
 import pytest
 
-from tests.docs.pages import Block, Command, blocks_of, commands_of, edited
+from tests.docs.pages import Command, edited
 from tests.docs.test_commands import Page
 from tests.recipes.killing import shared_forker
-
-RST = """
-Title
-=====
-
-.. code-block:: console
-
-   $ tune run \\
-       --config a
-   one
-   ...
-   $ ls
-
-Text.
-
-.. code-block:: json
-   :caption: a/b.json
-
-   {"c": 1}
-"""
-
-
-def test_blocks_and_commands(tmp_path):
-    path = tmp_path / "page.rst"
-    path.write_text(RST)
-    console, file = blocks_of(path)
-    assert commands_of(console) == [Command("tune run --config a", "one\n..."), Command("ls", "")]
-    assert (file.language, file.caption, file.text) == ("json", "a/b.json", '{"c": 1}\n')
-    path = tmp_path / "page.md"
-    path.write_text("Text\n\n```console\n$ ls\n```\n")
-    (fenced,) = blocks_of(path)
-    assert commands_of(fenced) == [Command("ls", "")]
-    with pytest.raises(ValueError, match="output before any command"):
-        commands_of(Block(path, 1, "console", None, "out\n"))
 
 
 def test_edits():

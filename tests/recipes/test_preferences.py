@@ -68,17 +68,6 @@ def test_losses_follow_a_plain_loop_over_transformers(tmp_path):
         assert record["rewards/margins"] == pytest.approx(0.1 * torch.stack(found).mean().item(), abs=1e-5)
 
 
-def test_accumulation_changes_nothing(tmp_path):
-    whole = start(LORA, tmp_path, **SGD, batch_size=6)
-    for batch_size in (3, 1):
-        split = {"batch_size": batch_size, "gradient_accumulation_steps": 6 // batch_size}
-        part = start(LORA, tmp_path, **SGD, **split, enable_activation_checkpointing=True)
-        assert part.losses == pytest.approx(whole.losses, abs=1e-6)
-        assert of_terms(part, "rewards/margins") == pytest.approx(of_terms(whole, "rewards/margins"), abs=1e-5)
-        for name, value in whole.trained.items():
-            torch.testing.assert_close(part.trained[name], value, atol=1e-5, rtol=0)
-
-
 def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     """With adapters, micro-batches and recomputed activations; the plain loop above has answers one by one."""
     settings = {**SGD, "batch_size": 3, "gradient_accumulation_steps": 2, "enable_activation_checkpointing": True}

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 import torchtune
 from tests.tiny import write_checkpoint
-from tests.torchtune._cli.conftest import Result
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from tests.work import largest_file
 from torchtune.checkpoints import _export
@@ -27,7 +26,6 @@ from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
 from torchtune.checkpoints._save_view import SaveView
 from torchtune.modules.peft import LoRA, lora, lora_experts
 
-Tune = Callable[..., Result]
 pytestmark = [
     pytest.mark.usefixtures("imported_aside"),
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
@@ -63,7 +61,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "torchtune_export.json").read_text())["check"]
 
 
-def test_the_model_card_has_the_verdict_of_the_check(runs: Path, tmp_path: Path, tune: Tune) -> None:
+def test_the_model_card_has_the_verdict_of_the_check(runs, tmp_path, tune):
     assert tune("export", str(runs / "full"), "--to", "hf", "--output", str(tmp_path / "out")).code == 0
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "torchtune" in card.data.tags
@@ -75,7 +73,7 @@ def test_the_model_card_has_the_verdict_of_the_check(runs: Path, tmp_path: Path,
     ("run", "to"),
     [("full", "hf"), *((run, to) for run in ("lora", "experts") for to in ("adapter", "merged"))],
 )
-def test_files_compute_what_was_trained(runs: Path, tmp_path: Path, tune: Tune, run: str, to: str) -> None:
+def test_files_compute_what_was_trained(runs, tmp_path, tune, run, to):
     model = runs / run / ("" if run == "full" else "epoch_0")
     done = tune("export", str(model), "--to", to, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
@@ -93,9 +91,7 @@ QUANTIZED = [("gguf", "q8_0"), ("gguf", "q4_0"), ("compressed-tensors", "int4"),
 
 
 @pytest.mark.parametrize(("to", "quant"), QUANTIZED)
-def test_quantized_files_differ_as_the_quantized_base_does(
-    runs: Path, tmp_path: Path, tune: Tune, to: str, quant: str
-) -> None:
+def test_quantized_files_differ_as_the_quantized_base_does(runs, tmp_path, tune, to, quant):
     run = "full" if quant == "q8_0" else "lora"
     done = tune("export", str(runs / run / "epoch_0"), "--to", to, "--quant", quant, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
@@ -105,7 +101,7 @@ def test_quantized_files_differ_as_the_quantized_base_does(
     assert "base        quantized alike: " in done.out
 
 
-def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs: Path, tmp_path: Path, tune: Tune) -> None:
+def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs, tmp_path, tune):
     output = tmp_path / "out"
     done = tune("export", str(runs / "full"), "--to", "ollama", "--output", str(output), "--push", "me/cats")
     assert done.code == 0, done.err
@@ -208,9 +204,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("run", "to", "fault"), FAULTS, ids=[fault.__name__ for *_, fault in FAULTS])
-def test_a_fault_in_writing_is_found(
-    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch, run: str, to: str, fault: Any
-) -> None:
+def test_a_fault_in_writing_is_found(runs, tmp_path, tune, monkeypatch, run, to, fault):
     command = ["export", str(runs / run / "epoch_0"), "--to", to, "--output", str(tmp_path / "out")]
     assert tune(*command, "--no-check").code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -223,9 +217,7 @@ def test_a_fault_in_writing_is_found(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_fault_of_a_quantized_model_is_found(
-    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_a_quantized_model_is_found(runs, tmp_path, tune, monkeypatch):
     with_the_untrained_base(monkeypatch)
     done = tune("export", str(runs / "lora" / "epoch_0"), "--to", "gguf", "--output", str(tmp_path / "out"))
     assert done.code == 3
@@ -233,14 +225,14 @@ def test_a_fault_of_a_quantized_model_is_found(
     assert not list(tmp_path.iterdir())
 
 
-def test_nan_is_not_equal_to_itself(runs: Path, tmp_path: Path, tune: Tune) -> None:
+def test_nan_is_not_equal_to_itself(runs, tmp_path, tune):
     train(runs / "base", tmp_path / "run")
     file = tmp_path / "run" / "adapter_model.safetensors"
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file)
     assert tune("export", str(tmp_path / "run"), "--to", "adapter").code == 3
 
 
-def test_what_is_not_checked_says_so(runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_checked_says_so(runs, tmp_path, tune, monkeypatch):
     command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
     assert "not checked because of --no-check" in tune(*command, "--no-check").out
     from torchtune.evaluation import _other_readers
@@ -255,9 +247,7 @@ def test_what_is_not_checked_says_so(runs: Path, tmp_path: Path, tune: Tune, mon
 @pytest.mark.parametrize(
     ("code", "said"), [("import os\n\nos.abort()\n", "its process crashed"), ("1 / 0\n", "ZeroDivisionError: division")]
 )
-def test_a_library_that_crashes_takes_nothing_with_it(
-    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch, code: str, said: str
-) -> None:
+def test_a_library_that_crashes_takes_nothing_with_it(runs, tmp_path, tune, monkeypatch, code, said):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "peft.py").write_text(code)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "broken"), *sys.path])
@@ -269,7 +259,7 @@ def test_a_library_that_crashes_takes_nothing_with_it(
     assert (done.code, "cannot be checked, because peft cannot be asked" in done.err) == (2, True)
 
 
-def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs: Path, tmp_path: Path, tune: Tune) -> None:
+def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs, tmp_path, tune):
     run = tmp_path / "run"
     train(runs / "base", run / "epoch_0")
     train(runs / "base", run / "epoch_1")
@@ -282,7 +272,7 @@ def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs: Path, 
     assert (run / "epoch_0-adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_mistakes_are_one_sentence(runs: Path, tmp_path: Path, tune: Tune) -> None:
+def test_mistakes_are_one_sentence(runs, tmp_path, tune):
     full, adapter = str(runs / "full" / "epoch_0"), str(runs / "lora" / "epoch_0")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
@@ -308,7 +298,7 @@ def test_mistakes_are_one_sentence(runs: Path, tmp_path: Path, tune: Tune) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "moved", "orphan"]
 
 
-def test_a_run_that_is_going_on_is_left_alone(runs: Path, tmp_path: Path, tune: Tune) -> None:
+def test_a_run_that_is_going_on_is_left_alone(runs, tmp_path, tune):
     run = tmp_path / "run"
     train(runs / "base", run / "epoch_0")
     (run / "torchtune_config.yaml").write_text("recipe: lora_finetune_single_device\n")
@@ -319,9 +309,7 @@ def test_a_run_that_is_going_on_is_left_alone(runs: Path, tmp_path: Path, tune: 
 
 
 @pytest.mark.parametrize("moment", ["config.json", ".out.*.old.tmp", "out", ".out.????????.tmp"])
-def test_an_export_that_was_killed_loses_and_leaves_nothing(
-    runs: Path, tmp_path: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_an_export_that_was_killed_loses_and_leaves_nothing(runs, tmp_path, tune, monkeypatch, moment):
     """Killed after renaming a file to this name; the next export has no space, and the one before is there."""
     command = ["export", str(runs / "full" / "epoch_0"), "--to", "hf", "--output", str(tmp_path / "out"), "--no-check"]
     assert tune(*command).code == 0

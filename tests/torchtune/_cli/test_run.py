@@ -252,17 +252,10 @@ def test_a_config_that_fits_another_recipe_too_is_only_remarked_on(tune, tmp_pat
 
 def test_parts_of_a_command_line():
     command = parse_command(["--nnodes", "1", "--nproc_per_node=2", "own", "a.b=c", "--dry-run", "~d", "--config", "x"])
-    assert command.torchrun == ["--nnodes", "1", "--nproc_per_node=2"]
     assert (command.recipe, command.config, command.dry_run) == ("own", "x", True)
     assert command.overrides == ["a.b=c", "~d"]
     long = f"dataset={{source: {'a' * 300}}}"
     assert parse_command(["own", long, "--config", "x"]).overrides == [long], "longer than the name of a file may be"
-    without = parse_command(["--standalone", "--nproc-per-node", "2", "--config", "x", "a=1"])
-    assert (without.torchrun, without.recipe, without.overrides) == (
-        ["--standalone", "--nproc-per-node", "2"],
-        None,
-        ["a=1"],
-    )
     for late in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--standalone"]):
         with pytest.raises(UserError, match=f"stands before the recipe: tune run {' '.join(late)} own …"):
             parse_command(["own", *late, "--config", "x", "a=1"])

@@ -80,10 +80,3 @@ def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
     assert (found.size, found.name, found.item, found.row[1]) == (3, "else", "c", "b")
     assert list(found.names) == ["name", "same", "other"]
     assert found.plain == "${x}"
-
-
-@pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"a: \xff\n"), lambda path: path.mkdir()])
-def test_what_is_no_text_file(tmp_path, write):
-    write(tmp_path / "c.yaml")
-    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 3\)|there is no such file"):
-        load_and_check(tmp_path / "c.yaml")

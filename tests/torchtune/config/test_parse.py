@@ -11,7 +11,6 @@ import pytest
 
 from tests.torchtune.config.assets import typed_recipe
 from torchtune.config import parse
-from torchtune.utils import UserError
 
 ROOT = Path(__file__).parents[3]
 ASSETS = Path("tests/torchtune/config/assets")
@@ -61,18 +60,6 @@ def test_help():
 def test_an_untyped_recipe_runs():
     done = run("untyped_recipe.py", "--config", str(ASSETS / "untyped.yaml"), "model.width=9")
     assert (done.returncode, done.stdout) == (0, "width=9 steps=12\n")
-
-
-def test_errors_of_the_user_end_a_run_with_one_line(monkeypatch, capsys):
-    @parse
-    def recipe_main(cfg: typed_recipe.Settings) -> None:
-        raise UserError("data.json: row 3 has no column 'input'.")
-
-    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", str(ROOT / ASSETS / "typed.yaml")])
-    with pytest.raises(SystemExit) as caught:
-        recipe_main()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: data.json: row 3 has no column 'input'.\n"
 
 
 def test_too_many_open_files_end_a_run_with_one_line(monkeypatch, capsys):

@@ -111,17 +111,6 @@ def test_anchors_and_merge_keys(tmp_path):
     assert "contains itself" in refusals(tmp_path, "a: &x [*x]\n")[0]
 
 
-def test_interpolation(tmp_path, monkeypatch):
-    monkeypatch.setenv("TUNE_TEST", "here")
-    text = "a: x\nb: {c: '${a}/y', d: '${.c}/z', e: 3}\nf: ${b.e}\ng: ${oc.env:TUNE_TEST}\nh: [1, '${b}']\ni: \\${a}\n"
-    data = parsed(tmp_path, text).data
-    assert data["b"]["d"] == "x/y/z"
-    assert data["f"] == 3
-    assert data["g"] == "here"
-    assert data["h"][1] == data["b"]
-    assert data["i"] == "${a}"
-
-
 def test_interpolation_errors_are_named(tmp_path):
     found = refusals(tmp_path, "output_dir: x\na: ${output_dri}/logs\nb: {c: '${a'}\nd: ${d}\ne: ${oc.env:NO_SUCH}\n")
     assert (

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from tests.recipes.runs import RECIPES, load_recipe
 from tests.torchtune.config.assets import typed_recipe
 from torchtune import config
-from torchtune.config import describe_settings, load_and_check, log_config, save_config, settings_of, to_dict
+from torchtune.config import describe_settings, load_and_check, log_config, save_config, settings_of
 
 ASSETS = Path(__file__).parent / "assets"
 Check = Callable[..., typed_recipe.Settings]
@@ -69,22 +68,6 @@ def test_values_changed_after_checking_are_saved(check, tmp_path):
     settings.seed = 11
     save_config(settings, tmp_path / "saved.yaml")
     assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).seed == 11
-
-
-def test_secrets_are_not_written(check, tmp_path):
-    settings = check("hub_token=hf_abc", "dataset.0.name=x")
-    save_config(settings, tmp_path / "saved.yaml")
-    text = (tmp_path / "saved.yaml").read_text()
-    assert "hf_abc" not in text
-    again = load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main)
-    assert again.hub_token == "<redacted>"
-    assert to_dict(settings)["hub_token"] == "hf_abc"
-    nested = OmegaConf.create({"logger": {"api_key": "k", "list": [{"password": "p"}]}, "eos_token": "</s>"})
-    save_config(nested, tmp_path / "nested.yaml")
-    assert yaml.safe_load((tmp_path / "nested.yaml").read_text()) == {
-        "logger": {"api_key": "<redacted>", "list": [{"password": "<redacted>"}]},
-        "eos_token": "</s>",
-    }
 
 
 def test_log_config(check, caplog):
