@@ -164,7 +164,7 @@ class _Conversation:
 
     def _stream_answer(self, row: dict[str, Any], limit: int) -> tuple[str, str]:
         """Print an answer; return it with its end ("stop", "length" or "interrupt")."""
-        from torchtune.generation import finite_steps, images_of_row, stream_tokens
+        from torchtune.generation import images_of_row, stream_tokens
         from torchtune.tokenizers import StreamDecoder
 
         decoder, pieces, end = StreamDecoder(self._tokenizer), [], "length"
@@ -178,7 +178,6 @@ class _Conversation:
             rng=self._rng,
             images=[images_of_row(row, self._rng.device)],
         )
-        steps = finite_steps(steps, self._model)
         try:
             for step in steps:
                 token = int(step.tokens)

@@ -10,7 +10,14 @@ from torch import nn
 from torchtune import training
 from torchtune._facade._origin import ORIGINS, unwrap
 from torchtune.data import Message, MessageLike, as_messages, check_tokenizer
-from torchtune.generation import GenerationError, generate_tokens, images_of_row, prompt_row
+from torchtune.generation import (
+    GenerationError,
+    answer_limit,
+    generate_tokens,
+    images_of_row,
+    prompt_row,
+    to_be_answered,
+)
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.utils import get_logger
 
@@ -77,7 +84,7 @@ def generate(
         rng.seed()
     else:
         rng.manual_seed(seed)
-    limits = [min(asked, decoder.max_seq_len - len(row["tokens"])) for row in rows]
+    limits = [answer_limit(decoder, row["tokens"], asked, f"prompt {number}") for number, row in enumerate(rows)]
     images = [images_of_row(row, device) for row in rows]
     found = generate_tokens(
         model if any(images) else decoder,
@@ -91,12 +98,7 @@ def generate(
         images=images,
     )
     answers, cut = [], 0
-    for number, (tokens, log_probs, limit) in enumerate(zip(found.tokens, found.log_probs, limits, strict=True)):
-        if not log_probs.isfinite().all():
-            raise GenerationError(
-                f"prompt {number}: the model's logits are not finite in {decoder.tok_embeddings.weight.dtype}: load it "
-                'with dtype="fp32", and check that its training did not diverge.'
-            )
+    for tokens, limit in zip(found.tokens, limits, strict=True):
         ids = tokens.tolist()
         has_ended = ids[-1] in tokenizer.stop_tokens
         cut += not has_ended and (max_new_tokens is None or limit < asked)
@@ -162,17 +164,11 @@ def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt
                 "is instruction-tuned, or continue a text with tokenizer.encode(text, add_eos=False) as the prompt."
             )
         messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
-        if not messages or messages[-1].role == "assistant":
-            raise GenerationError(f"prompt {number}: nothing is to be answered there: end with a turn of the user.")
+        messages = to_be_answered(messages, None, f"prompt {number}")
         if any(message.contains_media for message in messages) and not getattr(tokenizer, "takes_images", False):
             raise GenerationError(
                 f"prompt {number}: it has an image, but model and tokenizer read text only: torchtune.load(folder, "
                 "images=True) loads the vision tower of a checkpoint that has one."
             )
         row = prompt_row(tokenizer, messages, f"prompt {number}")
-    if len(row["tokens"]) >= decoder.max_seq_len:
-        raise GenerationError(
-            f"prompt {number}: it has {len(row['tokens'])} tokens, which leaves no room for an answer in the model's "
-            f"context of {decoder.max_seq_len}: shorten it."
-        )
     return row

@@ -15,7 +15,6 @@ from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.evaluation._harness_images import explain_no_images, image_question
 from torchtune.generation import (
     fast_linears,
-    finite_steps,
     images_of_batch,
     images_of_row,
     stream,
@@ -313,7 +312,7 @@ class HarnessModel(_harness.TemplateLM):
             max_sequences=self.batch_size,
             is_over=is_over,
         )
-        with closing(finite_steps(steps, self.decoder)) as steps:
+        with closing(steps):
             for _ in steps:
                 for at in ended:
                     yield at, _requests.postprocess_generated_text(self.tok_decode(new[at]), until, None)

@@ -32,7 +32,6 @@ __getattr__, __dir__, __all__ = attach(
         "Job": "_batch_server",
         "Request": "_continuous_batch",
         "evaluating": "_decode",
-        "finite_steps": "_tokens",
         "images_of_batch": "_prompt_images",
         "seeded_draws": "_tokens",
         "to_be_answered": "_prompt_file",

@@ -17,7 +17,7 @@ from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
 from torchtune.generation._prompt_file import AnswerFile, Prompt
 from torchtune.generation._prompt_images import images_of_row
-from torchtune.generation._tokens import TokenStep, finite_steps, seeded_draws, stream_tokens
+from torchtune.generation._tokens import TokenStep, seeded_draws, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.training import checksum_bits
 
@@ -140,7 +140,7 @@ def answer_prompts(
                 max_sequences=max_sequences,
                 images=images,
             )
-            with closing(finite_steps(steps, model)) as steps:
+            with closing(steps):
                 for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
                     prompt, stopped = part[row], tokens[-1] in stop
                     end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"

@@ -14,7 +14,7 @@ from torchtune.generation._continuous_batch import Batch, Request, Row
 from torchtune.generation._decode import decode
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
-from torchtune.generation._tokens import TokenStep, draw_tokens, finite_steps
+from torchtune.generation._tokens import check_finite, draw_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 
@@ -162,25 +162,20 @@ class BatchServer:
         def ends(index: int, token: int) -> bool:
             return self._failure(jobs[index]) is not None or jobs[index].is_cancelled or token in self._stop
 
-        def token_steps() -> Iterator[TokenStep]:
-            if not (first := newcomers()):
-                return
-            how = {"size": self._size, "device": device, "use_cache": True}
-            steps = decode(model, first, **how, draw=draw, ends=ends, more=newcomers)
-            with closing(steps):
-                for indices, tokens, log_probs in steps:
-                    yield TokenStep(torch.tensor(indices), tokens[:, 0], log_probs)
-
+        if not (first := newcomers()):
+            return
+        how = {"size": self._size, "device": device, "use_cache": True}
         counts: dict[int, int] = {}
         try:
-            for step in finite_steps(token_steps(), model):
-                rows = zip(step.rows.tolist(), step.tokens.tolist(), step.log_probs.tolist(), strict=True)
-                for index, token, log_prob in rows:
-                    jobs[index].found.put((token, log_prob))
-                    counts[index] = counts.get(index, 0) + 1
-                    if ends(index, token) or counts[index] == jobs[index].limit:
-                        running.discard(index)
-                        jobs[index].found.put(self._failure(jobs[index]))
+            with closing(decode(model, first, **how, draw=draw, ends=ends, more=newcomers)) as steps:
+                for indices, tokens, log_probs in steps:
+                    check_finite(log_probs, model)
+                    for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
+                        jobs[index].found.put((token, log_prob))
+                        counts[index] = counts.get(index, 0) + 1
+                        if ends(index, token) or counts[index] == jobs[index].limit:
+                            running.discard(index)
+                            jobs[index].found.put(self._failure(jobs[index]))
         except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
             for index in running:
                 jobs[index].found.put(GenerationError(f"The model failed: {error}"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtune.generation._tokens import finite_steps, stream_tokens
+from torchtune.generation._tokens import stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 
@@ -54,7 +54,7 @@ def stream(
         use_cache=use_cache,
         images=[{name: value for name, value in images.items() if value is not None}],
     )
-    with closing(finite_steps(steps, model)) as steps:
+    with closing(steps):
         for step in steps:
             if (token := step.tokens.item()) in (stop_tokens or ()):
                 return

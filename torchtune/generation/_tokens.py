@@ -162,7 +162,8 @@ def stream_tokens(
 
     Raises:
         GenerationError: prompts are missing, empty or have unknown token ids, a number is out of range, the sequence
-            exceeds the model's ``max_seq_len``, ``draws`` have the wrong shape, or the model is context parallel.
+            exceeds the model's ``max_seq_len``, ``draws`` have the wrong shape, the model is context parallel, or its
+            logits are not finite.
 
     Example:
         >>> prompts = [[5, 40, 7], [9]]
@@ -201,23 +202,17 @@ def stream_tokens(
     with closing(steps):
         for indices, tokens, probabilities in steps:
             log_probs = probabilities.gather(-1, tokens)[:, 0].log()
+            check_finite(log_probs, model)
             yield TokenStep(torch.tensor(indices, device=device), tokens[:, 0], log_probs)
 
 
-def finite_steps(steps: Iterator[TokenStep], model: TransformerDecoder) -> Iterator[TokenStep]:
-    """Yield the steps of :func:`stream_tokens`, and raise if their logits are not finite.
-
-    Raises:
-        GenerationError: the logits of a step are not finite.
-    """
-    with closing(steps):
-        for step in steps:
-            if not step.log_probs.isfinite().all():
-                raise GenerationError(
-                    f"The model's logits are not finite in {model.tok_embeddings.weight.dtype}: load it in fp32, and "
-                    "check that its training did not diverge."
-                )
-            yield step
+def check_finite(log_probs: Tensor, model: TransformerDecoder) -> None:
+    """Raise :class:`GenerationError` if log-probabilities of sampled tokens are not finite."""
+    if not log_probs.isfinite().all():
+        raise GenerationError(
+            f"The model's logits are not finite in {model.tok_embeddings.weight.dtype}: load it in fp32, and check "
+            "that its training did not diverge."
+        )
 
 
 def seeded_draws(

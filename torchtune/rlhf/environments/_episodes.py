@@ -11,7 +11,7 @@ import torch
 
 from torchtune import config
 from torchtune.data import DataError, Message
-from torchtune.generation import Batch, Request, finite_steps, seeded_draws, stream_tokens
+from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
 from torchtune.rlhf._experience import Prompt
 from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
@@ -277,7 +277,7 @@ class Environments:
             more=more,
             images=[one.images for one in first],
         )
-        for found in finite_steps(steps, sampler.model):
+        for found in steps:
             rows = zip(found.rows.tolist(), found.tokens.tolist(), found.log_probs.tolist(), strict=True)
             for row, token, log_prob in rows:
                 one = conversations[row % count]
