@@ -148,7 +148,8 @@ def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAtten
 
 
 def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
-    width, bias, reduce = v.merged_dim, v.projector_bias, None
+    merged = v.embed_dim if v.merge_pools else v.embed_dim * v.merge**2
+    width, bias, reduce = merged, v.projector_bias, None
     if v.merge_reduces:
         width, reduce = v.embed_dim, nn.Linear(width, v.embed_dim, bias=False)
     elif v.projector_first:
@@ -162,7 +163,7 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
             gate_proj=mlp, down_proj=nn.Linear(v.projector_dim, v.output_dim, bias=bias), activation=nn.GELU()
         )
     norms_merged = deep or v.merge_pools
-    norm = _norm(v.merge_norm, v.merged_dim if norms_merged else v.embed_dim, v.merge_norm_eps)
+    norm = _norm(v.merge_norm, merged if norms_merged else v.embed_dim, v.merge_norm_eps)
     return PatchMerger(
         v.merge,
         mlp,

@@ -129,9 +129,9 @@ class ImageTextFormat:
             rope = {"rope_type": "default", **(text.get("rope_scaling") or {})}
             rope |= {"mrope_section": [d.rope_axes.count(axis) for axis in range(3)]}
             text["rope_scaling"] = {**rope, "mrope_interleaved": True} if self.interleaved else rope
-        values = {**vars(d.vision), "head_dim": d.vision.head_dim}
-        values["activation"] = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == values["activation"])
-        vision = {name: values[ours] for name, ours, *_ in (*self.own, *self.derived)}
+        vision = {name: getattr(d.vision, ours) for name, ours, *_ in (*self.own, *self.derived)}
+        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+        vision |= {name: activations[vision[name]] for name, ours, _ in self.own if ours == "activation"}
         if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:
             vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
         more = self.write_more(d)
@@ -139,7 +139,7 @@ class ImageTextFormat:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{name: token for (name, _), token in zip(self.tokens, d.image_tokens, strict=True)},
-            **{name: values[ours] for name, ours, _ in self.beside},
+            **{name: getattr(d.vision, ours) for name, ours, _ in self.beside},
             "tie_word_embeddings": d.tie_word_embeddings,
             **more,
             "text_config": {**text, **more.get("text_config", {})},

@@ -115,11 +115,6 @@ class VisionDescription:
         """Number of layers whose outputs the decoder adds."""
         return len(self.deep_layers)
 
-    @property
-    def merged_dim(self) -> int:
-        """Width of merged patches."""
-        return self.embed_dim if self.merge_pools else self.embed_dim * self.merge**2
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTextDescription(Description):

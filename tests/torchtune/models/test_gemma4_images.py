@@ -12,17 +12,16 @@ from tests.tiny_images import patches_by
 from tests.torchtune.models.test_image_transform import picture, sizes
 from tests.torchtune.models.test_tiled_images import import_rules  # noqa: F401
 from torchtune.data import DataError, Video
+from torchtune.models.gemma4_unified_vl._model_builders import UnifiedImages
 from torchtune.models.gemma4_vl._processor import GemmaImages
 from torchtune.modules.vision_tower import patch_places
-
-UNIFIED = {"model_type": "gemma4_unified"}
 
 
 @pytest.mark.parametrize("tokens", [70, 280, 1120])
 def test_plan_is_that_of_transformers(tokens):
     settings = {"max_soft_tokens": tokens, "video_processor": {"max_soft_tokens": tokens}}
     processor = GemmaImages.from_config(settings, {})
-    unified = GemmaImages.from_config({"max_soft_tokens": 560, "video_processor": settings}, UNIFIED)
+    unified = UnifiedImages.from_config({"max_soft_tokens": 560, "video_processor": settings}, {})
     refused = 0
     for height, width in sizes(48, 48 * 48, tokens * 48 * 48):
         video = (width, height, 3, 2.0)
@@ -66,7 +65,7 @@ def test_patches_are_those_of_transformers(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_patches_of_a_token_are_merged_as_by_transformers(size, import_rules):  # noqa: F811
     rules = import_rules("transformers.models.gemma4_unified.image_processing_gemma4_unified")
-    image, processor = picture(*size), GemmaImages.from_config({"max_soft_tokens": 70}, UNIFIED)
+    image, processor = picture(*size), UnifiedImages.from_config({"max_soft_tokens": 70}, {})
     plan, found = processor.plan(size), patches_by(processor, image)
     small = Gemma4ImageProcessorPil(max_soft_tokens=70)([image], return_tensors="pt")
     patches, places = (small[name][:, : plan.tokens * 9] for name in ("pixel_values", "image_position_ids"))

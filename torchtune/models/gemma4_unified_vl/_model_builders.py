@@ -4,13 +4,13 @@ As in the other models of Gemma 4, a token of an image sees the later ones only 
 ``transformers`` 5.23 with static caches; otherwise, it has them see these in all layers.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchtune.models._build_vision import image_text_family
+from torchtune.models._build_vision import VisionDescription, image_text_family
 from torchtune.models._family import Fields, Row, SwappedAxes, module_rows
-from torchtune.models._vision_description import VisionDescription
 from torchtune.models.gemma4_unified._model_builders import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4_unified._model_builders import SPEC as TEXT
 from torchtune.models.gemma4_vl._model_builders import FORMAT as GEMMA4
@@ -18,6 +18,17 @@ from torchtune.models.gemma4_vl._model_builders import PREFIXES, PROJECTOR, read
 from torchtune.models.gemma4_vl._processor import GemmaImages
 
 _POOL = 3
+
+
+class UnifiedImages(GemmaImages):
+    """Processor of images and videos of Gemma 4 12B, whose patches become a token each."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> GemmaImages:
+        """See :meth:`ImageProcessor.from_config`."""
+        found = super().from_config(config, model)
+        side = found.patch_size * found.merge
+        return replace(found, patch_size=side, merge=1, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
@@ -71,7 +82,7 @@ SPEC = image_text_family(
     "gemma4_unified_vl",
     [_FORMAT],
     replace(TEXT.weight_map().prefixed(PREFIXES, "decoder.").extended(_ROWS), modules=_INSIDE),
-    GemmaImages,
+    UnifiedImages,
     TEXT,
     untrained=("model.embed_audio.",),
     layers_prefix="model.language_model.layers.",

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune.models._build_vision import image_text_family
+from torchtune.models._build_vision import ImageTextDescription, ImageTextFormat, image_text_family
 from torchtune.models._family import Row, Stack, attention_names, gated_names, module_rows
-from torchtune.models._hf_vision import ImageTextFormat
-from torchtune.models._vision_description import ImageTextDescription
 from torchtune.models.gemma4._model_builders import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4._model_builders import SPEC as TEXT
 from torchtune.models.gemma4_vl._processor import GemmaImages

@@ -38,11 +38,7 @@ class GemmaImages(ImageProcessor):
                 raise DataError("preprocessor_config.json has do_normalize = True, which is not supported")
         colors = {"do_normalize": True, "image_mean": None, "image_std": None}
         found, video = (super(GemmaImages, cls).from_config({**one, **colors}, model) for one in (config, frame))
-        found = replace(found, frame_tokens=video.max_tokens)
-        if model.get("model_type") != "gemma4_unified":
-            return found
-        side = found.patch_size * found.merge
-        return replace(found, patch_size=side, merge=1, mean=(0.0,) * 3, std=(1.0,) * 3)
+        return replace(found, frame_tokens=video.max_tokens)
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from torchtune.models._build_vision import image_text_family
+from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import Fields, FlatPatches, Identity, Row, WeightMap, attention_names, module_rows
-from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._parts import rename_prefix
-from torchtune.models._vision_description import VisionDescription
 from torchtune.models.llama4._model_builders import FORMAT
 from torchtune.models.llama4._model_builders import SPEC as TEXT
 from torchtune.models.llama4._processor import LlamaImages

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import image_text_family
+from torchtune.models._build_vision import ImageTextDescription, ImageTextFormat, image_text_family
 from torchtune.models._family import (
     HF_INTERLEAVED,
     MISTRAL,
@@ -14,8 +14,6 @@ from torchtune.models._family import (
     gated_names,
     module_rows,
 )
-from torchtune.models._hf_vision import ImageTextFormat
-from torchtune.models._vision_description import ImageTextDescription
 from torchtune.models.ministral3._model_builders import FORMAT as MINISTRAL
 from torchtune.models.mistral3._processor import PixtralImages
 
@@ -27,16 +25,18 @@ def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, An
     return {"projector_dim": values["output_dim"]}
 
 
+_FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+
+
 def _read_llava(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    for name in ("vision_feature_layer", "vision_feature_select_strategy"):  # transformers has other defaults
-        if not whole.has(name):
-            raise whole.refusal(name, None)
-    whole.require(vision_feature_select_strategy="full")
+    if missing := [name for name in _FEATURES if not whole.has(name)]:  # transformers has other defaults
+        raise whole.refusal(missing[0], None)
+    whole.require(**_FEATURES)
     return _read(fields, values, whole)
 
 
 def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
-    return {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    return _FEATURES
 
 
 _TEXT_DEFAULTS = (
@@ -46,7 +46,7 @@ _TEXT_DEFAULTS = (
     ("rms_norm_eps", 1e-5),
     ("rope_theta", 1e9),
 )
-_TOWER = {
+_FIXED = {
     **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias"), False),
     **dict.fromkeys(("mlp_gated", "first_norm"), True),
     "norm": "rms",
@@ -69,7 +69,7 @@ _FORMAT = ImageTextFormat(
     ),
     beside=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
     tokens=(("image_token_index", 10),),
-    fixed={**_TOWER, **dict.fromkeys(("merge_channels_first", "merge_reduces"), True), "merge_norm": "rms"},
+    fixed={**_FIXED, **dict.fromkeys(("merge_channels_first", "merge_reduces"), True), "merge_norm": "rms"},
     derived=(("head_dim", "head_dim"),),
     unused=("image_size",),  # rotary embeddings have no largest size
     read_vision=_read,
@@ -81,16 +81,16 @@ _LLAVA_FORMAT = replace(
     model_type="llava",
     text=MISTRAL,
     beside=(("multimodal_projector_bias", "projector_bias", True),),
-    fixed=_TOWER,
+    fixed=_FIXED,
     read_vision=_read_llava,
     write_more=_write_llava,
 )
-_TOWER_NAME, _PROJECTOR = "vision_tower.", "multi_modal_projector."
-_LAYER, _OURS = f"{_TOWER_NAME}transformer.layers.{{block}}.", "encoder.layers.{block}."
+_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_LAYER, _OURS = f"{_TOWER}transformer.layers.{{block}}.", "encoder.layers.{block}."
 _LINEARS = [("mlp.w1", "linear_1"), ("mlp.w2", "linear_2")]
 _ROWS = [
-    Row(f"{_TOWER_NAME}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
-    Row(f"{_TOWER_NAME}ln_pre.weight", "encoder.first_norm.scale"),
+    Row(f"{_TOWER}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
+    Row(f"{_TOWER}ln_pre.weight", "encoder.first_norm.scale"),
     *module_rows(_LAYER, _OURS, [*attention_names("attention"), *gated_names("feed_forward")], ["weight"]),
     *module_rows(_LAYER, _OURS, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")], ["scale"]),
     Row(f"{_PROJECTOR}norm.weight", "encoder.projector.norm.scale", when="vision.merge_reduces"),

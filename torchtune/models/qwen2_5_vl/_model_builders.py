@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import image_text_family
+from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import HF_HALF, QWEN2, Fields, FlatPatches, Row, gated_names, module_rows
-from torchtune.models._hf_vision import ImageTextFormat
-from torchtune.models._vision_description import VisionDescription
 from torchtune.models.qwen3_vl._processor import QwenImages
 from torchtune.models.qwen3_vl._tower import TOWER_FIELDS, fused_qkv
 

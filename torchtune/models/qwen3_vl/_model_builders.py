@@ -6,9 +6,9 @@ from typing import Any
 from torchtune.models._build_vision import image_text_family
 from torchtune.models._family import (
     HF_HALF,
+    QWEN3,
     Description,
     Fields,
-    HFFormat,
     experts,
     layers_without_experts,
     with_fused_experts,
@@ -17,12 +17,11 @@ from torchtune.models.qwen3_vl._processor import QwenImages
 from torchtune.models.qwen3_vl._tower import qwen_format, tower_names
 
 _TOKENS = (("image_token_id", 151_655), ("video_token_id", 151_656))
-_DENSE = HFFormat(
-    "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_text",
-    "half",
-    biases="attention_bias",
-    qk_norm="before_rope",
+_DENSE = replace(
+    QWEN3,
+    architecture="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl_text",
+    windows="none",
     ropes=("sections",),
     defaults=(
         ("num_key_value_heads", 32),

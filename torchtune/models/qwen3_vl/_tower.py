@@ -3,9 +3,8 @@
 from functools import partial
 from typing import Any
 
+from torchtune.models._build_vision import ImageTextFormat, VisionDescription
 from torchtune.models._family import Fields, FlatPatches, HFFormat, Row, Split, module_rows
-from torchtune.models._hf_vision import ImageTextFormat
-from torchtune.models._vision_description import VisionDescription
 
 # Fields of a tower: their name, our name, default.
 TOWER_FIELDS = (

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import image_text_family
+from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
-from torchtune.models._hf_vision import ImageTextFormat
-from torchtune.models._vision_description import VisionDescription
 from torchtune.models.smolvlm._processor import TiledImages
 
 
