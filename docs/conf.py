@@ -29,5 +29,6 @@ highlight_language = "text"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_use_type_comments = False  # there are none, and looking for them takes a twentieth of the time
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -1,9 +1,10 @@
 """Run recipes and modules of the tests in forked children of a process that has imported everything.
 
-Each starts at once. A job is ``{"output": file, "ranks": number}`` with either ``"recipe": path, "argv": [...]`` or
-``"module": name, "folder": path, "environment": {...}``, whose ``main(folder)`` is called; answers are the children's
-pids, then, when they have ended, their exit codes. Several ranks find each other as those that torchrun starts do; of a
-module's ranks, the first that fails ends the others. The parent runs no tensor operation, so that a fork is safe.
+Each starts at once. A job is ``{"environment": {...}, "output": file, "ranks": number}`` with either
+``"recipe": path, "argv": [...]`` or ``"module": name, "folder": path``, whose ``main(folder)`` is called; the answers
+are the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those that
+torchrun starts do; of a module's ranks, the first that fails ends the others. The parent runs no tensor operation, so
+that a fork is safe.
 """
 
 import contextlib
@@ -48,9 +49,9 @@ def fork() -> int:
 
 def run(job: dict[str, Any]) -> None:
     """Become ``python recipe argv``, or call ``main`` of a module."""
+    os.environ.update(job["environment"])
     if "module" in job:
         signal.alarm(PATIENCE)
-        os.environ.update(job["environment"])
         importlib.import_module(job["module"]).main(Path(job["folder"]))
     else:
         sys.argv = [job["recipe"], *job["argv"]]

@@ -4,7 +4,8 @@ import gc
 import importlib
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read by what is imported below
+# Read by what is imported below; the last one is what `tune run` sets.
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 from tests.recipes.forker import import_rooms
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from tests.recipes import forker
 from tests.recipes.runs import RECIPES, read_log, write_config
+from torchtune._cli import tune
 from torchtune._recipe_registry import current_name
 
 Condition = Callable[[Path], bool]
@@ -43,11 +44,13 @@ MOMENTS = ("steps", "save", "rename", "save")
 PATIENCE = 300
 
 
+@functools.cache
 def import_aside() -> BaseContext:
     """Let children fork from a process that has imported what most need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.recipes.imported", "torchtune._cli._selfchecks"])
     forkserver.ensure_running()
+    atexit.register(forkserver._forkserver._stop)  # waits for it: `time make test` counts its children
     return context
 
 
@@ -67,11 +70,18 @@ class Forker:
         argv = ["--config", str(config), *overrides]
         return self.start_script(recipe, argv, config.with_suffix(".out"), ranks)
 
-    def start_script(self, path: Path, argv: list[str], output: Path, ranks: int) -> list[int]:
+    def start_script(self, path: Path, argv: list[str], output: Path, ranks: int, **environment: str) -> list[int]:
         """Start ``python path argv`` in the current folder; return the pids of its ranks."""
-        job = {"recipe": str(path), "argv": argv, "output": str(output), "cwd": os.getcwd()}
-        self.jobs.send({**job, "ranks": ranks})
+        job = {"recipe": str(path), "argv": argv, "environment": environment, "output": str(output)}
+        self.jobs.send({**job, "cwd": os.getcwd(), "ranks": ranks})
         return self.jobs.recv()
+
+    def start_torchrun(self, options: list[str], recipe: str, config: Path, output: Path, **environment: str) -> int:
+        """Start ``tune run`` with options of torchrun, whose workers are processes of their own; return its pid."""
+        argv = ["run", *options, recipe, "--config", str(config)]
+        environment["PYTHONPATH"] = str(RECIPES.parent)
+        (pid,) = self.start_script(Path(tune.__file__), argv, output, 1, **environment)
+        return pid
 
     def run_module(self, module: str, ranks: int, folder: Path, **environment: str) -> None:
         """Call ``main(folder)`` of a module on several ranks, none of which may fail."""

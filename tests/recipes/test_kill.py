@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +111,7 @@ def test_ranks_that_are_killed(forker, whole_on_two):
 
 
 @pytest.mark.slow
-def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two, tmp_path):
+def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(forker, whole_on_two, tmp_path):
     """It dies after a checkpoint: the second life goes on by itself."""
     name, folder, expected = whole_on_two
     death = (
@@ -126,15 +124,9 @@ def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two,
     recipe, output_dir = tmp_path / "mine.py", tmp_path / "output"
     recipe.write_text(source.replace(place, f"{place}{' ' * 16}{death}\n"))
     config = write_config(name, folder, output_dir, **SETTINGS)
-    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [*tune, str(recipe), "--config", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    forker.start_torchrun(options, str(recipe), config, config.with_suffix(".out"))
+    assert forker.wait() == [0], said(config)
     assert losses(output_dir) == expected
     logged = [record["step"] for record in read_log(output_dir) if "loss" in record]
     assert logged == [*range(1, 8), *range(7, len(expected) + 1)]

@@ -5,19 +5,18 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.killing import alive, losses, said, steps_logged
-from tests.recipes.runs import RECIPES, write_config
+from tests.recipes.killing import Forker, alive, losses, said, steps_logged
+from tests.recipes.runs import RECIPES, after_each_step, write_config
 
 NAME = "full_finetune_distributed"
-STEPS = 90
-SETTINGS = {"epochs": 15, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
+STEPS = 36
+SETTINGS = {"epochs": 6, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
 # Long enough for a machine that is busy with other tests; what is waited for takes seconds.
 PATIENCE = 400
 
@@ -27,36 +26,29 @@ class Machines:
 
     Args:
         folder: holds a folder of each machine.
-        options: of torchrun, besides the address.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder, self.options = folder, options
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        self.agents: list[subprocess.Popen] = []
+        self.forkers: list[Forker] = []
+        self.agents: list[int] = []
         self.workers: list[int] = []
 
-    def start(self, recipe: str, config: Path, *overrides: str, nnodes: str = "2") -> subprocess.Popen:
+    def start(self, recipe: str, config: Path) -> None:
         """Start the command of one more machine."""
         place = self.folder / f"machine_{len(self.agents)}"
         place.mkdir(exist_ok=True)
-        options = ["--nnodes", nnodes, "--nproc-per-node", "1", "--rdzv-endpoint", self.endpoint]
-        options += ["--local-addr", "127.0.0.1", *self.options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
-        with open(place / "screen", "w") as screen:
-            agent = subprocess.Popen(
-                [sys.executable, "-m", "torchtune._cli.tune", "run", *options, recipe, "--config", config, *overrides],
-                cwd=place,
-                stdout=screen,
-                stderr=screen,
-                env={**environment, "PYTHONPATH": str(RECIPES.parent)},
-            )
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", self.endpoint]
+        options += ["--local-addr", "127.0.0.1"]
+        self.forkers.append(Forker())
+        environment = {"RES_OPTIONS": "timeout:1 attempts:1"}
+        agent = self.forkers[-1].start_torchrun(options, recipe, config, place / "screen", **environment)
         self.agents.append(agent)
         if len(self.agents) == 1:  # it serves the rendezvous, even if its start takes longer than the second one's
             self.until(self._is_served)
-        return agent
 
     def _is_served(self) -> bool:
         """Whether something listens at the endpoint."""
@@ -73,7 +65,7 @@ class Machines:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, self.screens()
-            assert not running or all(agent.poll() is None for agent in self.agents), self.screens()
+            assert not running or all(map(alive, self.agents)), self.screens()
             time.sleep(0.05)
 
     def find_workers(self) -> list[int]:
@@ -83,7 +75,7 @@ class Machines:
         )
         rows = [line.split(None, 2) for line in found.stdout.splitlines()]
         children = {int(parent): int(pid) for pid, parent, args in rows if "--config" in args}
-        self.workers = [children[agent.pid] for agent in self.agents if agent.pid in children]
+        self.workers = [children[agent] for agent in self.agents]
         return self.workers
 
     def screens(self) -> str:
@@ -92,13 +84,13 @@ class Machines:
 
     def close(self) -> None:
         """End what is left."""
-        for pid in [*(agent.pid for agent in self.agents if agent.poll() is None), *self.workers]:
+        for pid in [*filter(alive, self.agents), *self.workers]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        for agent in self.agents:
-            agent.wait()
+        for forker in self.forkers:
+            forker.close()
 
 
 @pytest.fixture
@@ -111,19 +103,24 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
 def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, lost, with_worker):
-    output_dir = tmp_path / "output"
+    output_dir, recipe = tmp_path / "output", tmp_path / "mine.py"
+    waits = "import time; time.sleep(2 * (self.global_step >= 12 and self.resume_point is None))"
+    ((place, waiting),) = after_each_step(waits).items()
+    source = (RECIPES / f"{NAME}.py").read_text()
+    assert source.count(place) == 1
+    recipe.write_text(source.replace(place, waiting))
     config = write_config(NAME, tmp_path, output_dir, **SETTINGS)
     for _ in range(2):
-        machines.start(NAME, config)
+        machines.start(str(recipe), config)
     machines.until(lambda: steps_logged(output_dir) >= 12)
     worker, survivor = machines.find_workers()[lost], machines.agents[1 - lost]
-    machines.agents[lost].kill()
+    os.kill(machines.agents[lost], signal.SIGKILL)
     if with_worker:
         os.kill(worker, signal.SIGKILL)
     machines.until(lambda: not alive(worker), running=False)
-    machines.until(lambda: survivor.poll() is not None, running=False)
+    machines.until(lambda: not alive(survivor), running=False)
     screen = machines.screen(1 - lost)
-    assert survivor.returncode == 75, screen
+    assert machines.forkers[1 - lost].wait() == [75], screen
     errors = re.findall(r"^error: (.*)", screen, re.MULTILINE)
     assert errors, screen
     assert all(
@@ -135,7 +132,7 @@ def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, 
     assert "frame #" not in screen
     assert len(losses(output_dir)) < STEPS
     if not with_worker:
-        assert f"process {machines.agents[lost].pid}, which started it, has died" in machines.screen(lost)
-    forker.start(NAME, config, "resume_from_checkpoint=True", ranks=2)
+        assert f"process {machines.agents[lost]}, which started it, has died" in machines.screen(lost)
+    forker.start(recipe, config, "resume_from_checkpoint=True", ranks=2)
     assert forker.wait() == [0, 0], said(config)
     assert list(losses(output_dir)) == list(range(1, STEPS + 1))
