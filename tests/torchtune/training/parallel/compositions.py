@@ -78,8 +78,6 @@ def run(
         training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer})
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
-    # One operation a parameter: for each of AdamW's ten on each shape, a DTensor derives placements anew.
-    optimizer = training.setup_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), model)
     loader = BatchLoader(
         Conversations(packed),
         batch_size=GLOBAL_BATCH // accumulation // dims.data_size,
@@ -98,9 +96,20 @@ def run(
             norms.append(float(training.clip_grad_norm_(model.parameters(), 1.0)))
             if len(losses) == steps:
                 break
-            optimizer.step()
-            optimizer.zero_grad()
+            _descend(model)
     return losses, gradients, norms
+
+
+@torch.no_grad()
+def _descend(model: nn.Module) -> None:
+    """Step of SGD on each rank's own elements: for each operation and shape, a DTensor would derive placements anew."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            own, gradient = (
+                each.to_local() if isinstance(each, DTensor) else each for each in (parameter, parameter.grad)
+            )
+            own.sub_(gradient, alpha=0.1)
+            parameter.grad = None
 
 
 def _step(
