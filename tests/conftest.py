@@ -42,7 +42,7 @@ EVERY = {
     "torchtune/models/test_parity_training": 3,
     "torchtune/models/test_sizes": 4,
     "torchtune/modules/moe/test_balance": 4,
-    "torchtune/checkpoints/test_adapters": 2,
+    "torchtune/checkpoints/test_adapters.py::test_fused": 2,
     "torchtune/checkpoints/test_gguf": 2,
     "torchtune/checkpoints/test_state": 2,
     "torchtune/training/matrix/test_matrix": 8,

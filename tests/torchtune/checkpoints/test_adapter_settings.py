@@ -124,7 +124,7 @@ def test_a_fused_projection_has_no_start_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("init_lora_weights", "pissa_niter_4"),
+        *(("init_lora_weights", start) for start in ("pissa_niter_4", "loftq", "corda")),
         ("layer_replication", [[0, 2], [1, 3]]),
         ("rank_pattern", {"q_proj": 2}),
         ("peft_type", "IA3"),

@@ -41,22 +41,26 @@ TARGETS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"target_modules": ["layers.[12].attn.k_proj", "layers.0.mlp.w2"]},
         ["model.layers.1.self_attn.k_proj", "model.layers.2.self_attn.k_proj", "model.layers.0.mlp.down_proj"],
     ),
+    "output": ({"attn_modules": ["q_proj"], "apply_to_output": True}, ["q_proj", "lm_head"]),
 }
-WITH_OUTPUT = ({"attn_modules": ["q_proj"], "apply_to_output": True}, ["q_proj", "lm_head"])
+OPTIONS = ("", "use_dora", "use_rslora")
 
 
 def adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in get_adapter_params(model).items()}
 
 
-KINDS = pytest.mark.parametrize("option", ["", "use_dora", "use_rslora"], ids=["lora", "dora", "rslora"])
+# Every shape with all targets, and every pair of a shape or of targets and an option.
+PAIRS = [
+    (shape, targets, OPTIONS[(row + column) % 3])
+    for row, shape in enumerate(("llama", "qwen2", "qwen3"))
+    for column, targets in enumerate(TARGETS)
+]
 
 
-@KINDS
-@pytest.mark.parametrize("targets", [*TARGETS, "output"])
-@pytest.mark.parametrize("shape", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("shape", "targets", "option"), PAIRS)
 def test_with_peft_both_ways(shape, targets, option, tmp_path):
-    ours, theirs = {**TARGETS, "output": WITH_OUTPUT}[targets]
+    ours, theirs = TARGETS[targets]
     source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     conversion = LoRA(rank=4, alpha=6, **kind, **ours)
     checkpointer, model = started(source, conversion)
@@ -88,7 +92,7 @@ def test_with_peft_both_ways(shape, targets, option, tmp_path):
     assert torch.equal(logits(model), expected)
 
 
-@KINDS
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("shape", ["phi3", "glm4"])
 def test_fused_projections_with_peft_both_ways(shape, option, tmp_path):
     """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""

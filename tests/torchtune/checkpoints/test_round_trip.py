@@ -23,8 +23,10 @@ from tests.torchtune.checkpoints.small import (
 from torchtune.training import FullModelHFCheckpointer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.float32) for shape in SHAPES), *((shape, torch.bfloat16) for shape in ("llama_tied", "gpt_oss"))],
+)
 def test_there_and_back(shape, dtype, tmp_path):
     source = write_folder(tmp_path / "in", shape, dtype)
     checkpointer, model = started(source, dtype=dtype)

@@ -9,17 +9,12 @@ from unittest.mock import patch
 import torch
 import torchao.optim
 
+from tests.torchtune.checkpoints.small import build
 from tests.torchtune.training.parallel.compositions import CPU, GLOBAL_BATCH, Conversations, whole
 from tools.composition_table import Cell
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
-from torchtune.models import from_hf_config
-from torchtune.modules.conversion import (
-    Conversion,
-    apply_conversions,
-    run_post_optimizer_hooks,
-    run_pre_optimizer_hooks,
-)
+from torchtune.modules.conversion import Conversion, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.fake_quant import FakeQuantize
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.low_precision import Float8Training, QuantizeBase
@@ -125,9 +120,7 @@ def train(
     for name, problem in training.check_settings(settings(cell)):
         raise UserError(f"{name}: {problem}.")
     torch.manual_seed(0)
-    with training.set_default_dtype(DTYPES[cell["dtype"]]), torch.device("meta"):
-        model = from_hf_config(checkpoint)
-        apply_conversions(model, conversions(cell))
+    model = build(checkpoint, *conversions(cell), dtype=DTYPES[cell["dtype"]])
     store = FullModelHFCheckpointer(checkpoint)
     if cell["adapter"] != "none":
         require_adapters(model)
@@ -153,8 +146,7 @@ def train(
 @torch.no_grad()
 def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
     """Give every weight that a quantized base would store the value that it stores."""
-    with torch.device("meta"):
-        other = from_hf_config(checkpoint)
+    other = build(checkpoint)
     conversion = quantized_base(dtype)
     conversion.convert(other)
     parameters = dict(model.named_parameters())

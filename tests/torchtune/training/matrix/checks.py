@@ -8,14 +8,7 @@ import torch
 
 from tests.recipes.killing import launch
 from tests.torchtune.training.matrix.cells import STEPS, Run, train
-from tools.composition_table import (
-    DIMENSIONS,
-    Cell,
-    Refusal,
-    all_pairs,
-    plain,
-    refused_cells,
-)
+from tools.composition_table import DIMENSIONS, Cell, Refusal, all_pairs, plain, refused_cells
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
