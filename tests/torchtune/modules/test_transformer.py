@@ -1,5 +1,6 @@
 """The decoder: what it takes and refuses, caches, compilation."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,28 @@ def test_cache_capacity():
     cache.reset()
     assert cache.size == 0
     assert not cache.k_cache.any()
+
+
+# dynamo looks at the .grad of the hidden states that it is handed
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_keep_one_graph_for_all_documents(model):
+    from torch._dynamo.testing import CompileCounter
+
+    eager = copy.deepcopy(model)
+    counter = CompileCounter()
+    torch.compiler.reset()
+    for layer in model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    counts = []
+    for lengths in ((5, 4), (12,), (3, 3, 9, 1), (2, 2), (7, 8, 9), (1, 20)):
+        documents = Documents.from_lengths(lengths)
+        tokens = _tokens(1, sum(lengths))
+        out = model(tokens, documents=documents)
+        assert torch.allclose(out, eager(tokens, documents=documents), atol=1e-5)
+        out.sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[1] <= 2  # the first length, then any
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def saved(model: nn.Module, folder: Path, name: str, **contents: Any) -> Path:
     return FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / name)).save("step_1", model, **contents)
 
 
+def resumed_from(model: nn.Module, folder: Path, adapter: LoRA) -> nn.Module:
+    """A model on NF4 that a checkpoint of ``model`` has become."""
+    resumed, progress = build(folder / "in", nf4(), adapter), {"step": 0}
+    saved(model, folder, "run", contents="adapter", state={"progress": {"step": 3}})
+    store = FullModelHFCheckpointer(str(folder / "in"), output_dir=str(folder / "run"))
+    store.load_model(resumed)
+    store.resume(store.find_resume_point(), resumed, {"progress": progress})
+    assert progress == {"step": 3}
+    assert same_bits(dict(resumed.named_parameters()), dict(model.named_parameters()))
+    return resumed
+
+
 @pytest.mark.parametrize("base", ["nf4", "int8", "float8"])
 @pytest.mark.parametrize(
     ("shape", "option"), [("qwen2_tied", "use_rslora"), ("qwen2_tied", "use_dora"), ("qwen3_moe", "")]
@@ -139,13 +151,7 @@ def test_training_is_lora_on_the_rounded_base(base, shape, option, tmp_path):
             ours = getattr(layer.mlp.w2, f"lora_{side}").weight.grad
             torch.testing.assert_close(ours, gradient.grad, rtol=1e-3, atol=1e-5)
     model.zero_grad()
-    resumed, progress = build(tmp_path / "in", nf4(), lora(**options)), {"step": 0}
-    saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 3}})
-    store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
-    store.load_model(resumed)
-    store.resume(store.find_resume_point(), resumed, {"progress": progress})
-    assert progress == {"step": 3}
-    assert same_bits(dict(resumed.named_parameters()), dict(model.named_parameters()))
+    resumed = resumed_from(model, tmp_path, lora(**options))
     assert losses(resumed, 1) == losses(model, 1)
 
 
@@ -262,10 +268,5 @@ def test_an_adapter_that_starts_as_a_part_of_its_weight(init, tmp_path):
     assert (layer.merged_weight(layer.full_weight()) - weight).norm() < (
         0.95 if init == "pissa" else 1.0
     ) * usual.norm()
-    resumed, progress = build(tmp_path / "in", nf4(), lora(init=init)), {"step": 0}
     losses(model)
-    saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 3}})
-    store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
-    store.load_model(resumed)
-    store.resume(store.find_resume_point(), resumed, {"progress": progress})
-    assert same_bits(dict(resumed.named_parameters()), dict(model.named_parameters()))
+    resumed_from(model, tmp_path, lora(init=init))
