@@ -39,7 +39,6 @@ EVERY = {
     "torchtune/models/test_left_out_fields": 8,
     "torchtune/models/test_parity.py::test_cached_greedy": 3,
     "torchtune/models/test_parity_adapters": 3,
-    "torchtune/models/test_parity_training": 3,
     "torchtune/models/test_sizes": 4,
     "torchtune/modules/moe/test_balance": 4,
     "torchtune/checkpoints/test_adapters.py::test_fused": 2,

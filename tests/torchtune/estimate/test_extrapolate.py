@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.estimate.measured import FULL, FULL_MANY, LORA, LORA_MANY
 from tests.torchtune.models.published import PUBLISHED
 from torchtune.config import load_and_check
 from torchtune.estimate import estimate_run
-from torchtune.estimate._extrapolate import Estimate
+from torchtune.estimate._extrapolate import Estimate, choose_layers
 from torchtune.estimate._ledger import Ledger, highest_by_phase
 from torchtune.estimate._simulate import simulate
 
@@ -101,3 +102,22 @@ def test_states_are_there_from_the_set_up_on() -> None:
     ledger.end_step()
     peaks = highest_by_phase(ledger.peaks())
     assert [peaks[phase].total for phase in ("set-up", "forward", "optimizer")] == [4096, 3 * 4096, 3 * 4096]
+
+
+def chosen(kinds: str, **more: Any) -> list[tuple[float, str]]:
+    """Weights, and the layers that are kept."""
+    layers = nn.ModuleList(nn.Linear(1, "ab".index(kind) + 1) for kind in kinds)
+    model = nn.Module()
+    model.layers = layers
+    found = choose_layers({"model": model}, **more)
+    return [(weight, " ".join(map(str, kept.get("model", ["all"])))) for weight, kept in found]
+
+
+def test_the_layers_that_are_kept() -> None:
+    assert chosen("a" * 32) == [(-29, "0 31"), (30, "0 1 31")]
+    assert chosen("a" * 32, ends=2) == [(-27, "0 1 30 31"), (28, "0 1 2 30 31")]
+    assert chosen("b" + "a" * 9) == [(-7, "0 9"), (8, "0 1 9")]
+    assert chosen("bbb" + "a" * 16) == [(-14, "0 1 2 18"), (15, "0 1 2 3 18")]
+    assert chosen("aaab" * 8) == [(-28, "0 30 31"), (22, "0 1 30 31"), (7, "0 3 30 31")]
+    assert chosen("a" * 15, group=2) == [(-4, "0 1 12 13 14"), (5, "0 1 2 3 12 13 14")]
+    assert chosen("abba") == [(1, "all")]

@@ -1,6 +1,5 @@
 """Public builders look and behave like functions written by hand."""
 
-import dataclasses
 import importlib
 import inspect
 import subprocess
@@ -9,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from torchtune.models import Description, ModelError, build
+from torchtune.models import Description, ModelError
 from torchtune.models.llama2 import llama2, llama2_7b
 from torchtune.models.llama3 import llama3, llama3_8b, lora_llama3, lora_llama3_8b, qlora_llama3_8b
 from torchtune.models.llama3_1 import llama3_1, llama3_1_8b
@@ -121,26 +120,6 @@ def test_lora_builders() -> None:
         _on_meta(lora_llama3_8b, ["q_proj"], rank=8)
 
 
-def test_meta_model_becomes_the_same_model() -> None:
-    torch.manual_seed(0)
-    real = llama3_1(**_TINY, intermediate_dim=48).eval()
-    late = _on_meta(llama3_1, **_TINY, intermediate_dim=48).to_empty(device="cpu").eval()
-    assert not list(late.buffers())
-    late.load_state_dict(real.state_dict())
-    tokens = torch.randint(0, 97, (2, 9))
-    assert torch.equal(real(tokens), late(tokens))
-
-
-def test_tying_survives_materialisation() -> None:
-    model = _on_meta(llama3_2, **_TINY, intermediate_dim=48).to_empty(device="cpu")
-    assert "output.weight" not in model.state_dict()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    assert model.output.weight is model.tok_embeddings.weight
-    model(torch.tensor([[1, 2]])).sum().backward()
-    assert model.tok_embeddings.weight.grad[90].abs().sum() > 0  # from the output, not from the input
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -160,13 +139,6 @@ def test_impossible_descriptions_are_refused(changes: dict[str, object], message
         Description(**{**_TINY, "intermediate_dim": 48, **changes})
     with pytest.raises(ModelError, match="together"):
         qwen3(**_TINY, intermediate_dim=48, q_norm=True)
-
-
-def test_activations_are_built() -> None:
-    description = Description(**_TINY, intermediate_dim=48)
-    for name, kind in (("silu", torch.nn.SiLU), ("gelu", torch.nn.GELU), ("gelu_tanh", torch.nn.GELU)):
-        model = build(dataclasses.replace(description, activation=name))
-        assert type(model.layers[0].mlp.activation) is kind
 
 
 def test_a_family_loads_neither_others_nor_data_packages() -> None:

@@ -14,15 +14,20 @@ from tests.torchtune.models.conftest import CLASSIFIERS, load_model, make_hf_mod
 from torchtune.data import Documents
 from torchtune.generation import generate
 from torchtune.modules import local_kv_cache
+from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 
 TOKENS = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_equal_in_float32(pair: Any) -> None:
+def test_logits_and_loss_equal_in_float32(pair: Any) -> None:
     with torch.no_grad():
         ours, theirs = pair.model(TOKENS), pair.hf(TOKENS).logits
+        hidden = pair.model(TOKENS, output="hidden")
+        loss, _ = setup_loss(LinearCrossEntropyLoss(), pair.model).sum_and_count(hidden, TOKENS, pair.model.output)
     assert ours.dtype == torch.float32
     assert (ours - theirs).abs().max() <= 1e-4
+    wanted = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), TOKENS.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=0)
 
 
 def test_logits_equal_in_bfloat16_within_rounding(pair: Any) -> None:
@@ -157,7 +162,6 @@ def test_classifier_equals_that_of_transformers(name: str, tmp_path: Path, save_
 
 def test_loss_respects_the_bound_of_the_logits() -> None:
     from torchtune.models.gemma2 import gemma2
-    from torchtune.modules.loss import LinearCrossEntropyLoss
 
     torch.manual_seed(0)
     model = gemma2(97, 2, 4, 8, 2, 32, 48, 64, final_capping_value=2.0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtune import config
 from torchtune.modules.conversion import (
     Conversion,
     ConversionError,
@@ -105,6 +106,20 @@ def test_hooks_run_in_order_and_are_optional():
     run_post_optimizer_hooks(model)
     assert model.calls == ["pre a", "pre b", "post a", "post b"]
     run_pre_optimizer_hooks(nn.Linear(1, 1))  # a model without conversions
+
+
+def test_a_converter_by_dotted_path():
+    """What a recipe does with ``model_converters`` in YAML."""
+    components = [
+        {"_component_": f"{__name__}.Kernel", "name": "theirs"},
+        {"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4, "attn_modules": ["q_proj"]},
+    ]
+    model = Recorder()
+    apply_conversions(model, [config.instantiate(component) for component in components])
+    run_pre_optimizer_hooks(model)
+    run_post_optimizer_hooks(model)
+    assert model.calls == ["convert theirs", "pre theirs", "post theirs"]
+    assert "attn.q_proj.lora_a.weight" in model.state_dict()
 
 
 def test_conversions_are_ordered_by_phase():

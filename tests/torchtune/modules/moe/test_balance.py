@@ -22,6 +22,7 @@ from torchtune.modules.moe import (
     ExpertLoad,
     LossFreeBalancing,
     TokenChoiceTopKRouter,
+    load_balancing_loss,
     tokens_per_expert,
 )
 from torchtune.training import Throughput, compile_model, set_activation_checkpointing
@@ -60,6 +61,19 @@ def logits_of_routers(model: torch.nn.Module) -> list[torch.Tensor]:
     for router in routers(model):
         router.gate.register_forward_hook(lambda module, inputs, output: found.append(output))
     return found
+
+
+def test_loss_equals_that_of_transformers():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    torch.manual_seed(0)
+    logits = [torch.randn(30, 6, requires_grad=True) for _ in range(3)]
+    counts = [layer.topk(2).indices.flatten().bincount(minlength=6) for layer in logits]
+    ours = load_balancing_loss([layer.softmax(-1) for layer in logits], counts)
+    theirs = load_balancing_loss_func(tuple(logits), 6, 2)
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+    for a, b in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("how", ["plain", "recomputed", "compiled", "compiled and recomputed"])

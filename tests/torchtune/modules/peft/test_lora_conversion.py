@@ -157,6 +157,11 @@ def test_disable_adapter():
         assert torch.equal(model(TOKENS), different)
 
 
+def test_peft_config_has_the_dropout():
+    model = adapted(attn_modules=["q_proj"], dropout=0.1)
+    assert model.conversions[0].peft_config(model)["lora_dropout"] == 0.1
+
+
 def test_an_adapter_module_that_names_what_it_lacks():
     class Wrong(nn.Linear):
         def adapter_params(self) -> list[str]:
