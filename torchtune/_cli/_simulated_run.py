@@ -1,12 +1,7 @@
 """``tune run … --dry-run --simulate 64xH100``, and ``tune estimate``."""
 
-import itertools
 import shlex
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torchtune._cli._target import RecipeTarget
@@ -52,8 +47,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     check_simulated(settings)
 
     def run(settings: Any) -> Any:
-        with _show_progress():
-            return estimate_run(main, settings, processes, per_machine=device.per_machine)
+        return estimate_run(main, settings, processes, per_machine=device.per_machine)
 
     if fit is not None:
         print(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:", flush=True)
@@ -71,6 +65,8 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
             print(f"Paste: {shlex.join(found.overrides)}\n")
         print(redact_secrets(summary(estimate, device)), flush=True)
         return
+    if sys.stderr.isatty():
+        print(f"Simulating a step on {cluster} …", file=sys.stderr, flush=True)
     estimate = run(settings)
     print(redact_secrets(summary(estimate, device)), flush=True)
     if estimate.peak > limit:
@@ -82,30 +78,3 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
 
 def _is_distributed_recipe(name: str) -> bool:
     return next(recipe.supports_distributed for recipe in get_all_recipes() if recipe.name == name)
-
-
-@contextmanager
-def _show_progress() -> Iterator[None]:
-    """Show a spinner on a terminal during a simulation."""
-    out = sys.stderr
-    if not out.isatty():
-        yield
-        return
-    done, start = threading.Event(), time.monotonic()
-
-    def draw() -> None:
-        for mark in itertools.cycle("|/-\\"):
-            out.write(f"\r\x1b[K{mark} simulating, {time.monotonic() - start:.0f} s")
-            out.flush()
-            if done.wait(0.2):
-                break
-        out.write("\r\x1b[K")
-        out.flush()
-
-    thread = threading.Thread(target=draw, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

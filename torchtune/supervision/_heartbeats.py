@@ -72,16 +72,16 @@ class Heartbeats:
         rank: rank of this process.
         world_size: number of ranks.
         interval: seconds between beats.
-        life: equal on all ranks, different after every restart by torchrun.
+        run_id: equal on all ranks, different after every restart by torchrun.
         first: the first beat.
 
     Attributes:
         mine: the beat to publish.
-        looking: whether to read the beats of other ranks; only needed when this rank stalls.
+        reads_peers: whether to read the beats of other ranks; only needed when this rank stalls.
         seen: the beats that were read.
-        over: whether a rank has found that the run stalls.
-        broken: whether a rank has ended early; the beats are then read.
-        answered: when the store last answered.
+        is_stalled: whether a rank has found that the run stalls.
+        has_failed_rank: whether a rank has ended early; the beats are then read.
+        last_reply: when the store last answered.
     """
 
     def __init__(self, rank: int, world_size: int, interval: float, run_id: str, first: Beat) -> None:

@@ -114,7 +114,6 @@ def sign_of_life(row: str = "") -> None:
     """Send a heartbeat to the watchdog, if there is one, from inside a long loop.
 
     Args:
-        written: number of tensors that a thread has written to checkpoints; not a heartbeat of the loop.
         row: name of the row of data that begins; until the next heartbeat, only the row's end is progress.
     """
     if _watched_activity is not None:
