@@ -464,9 +464,8 @@ class FlatPatches(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return complete rows."""
-        sizes = shapes[0][1:]
-        theirs = (slices[0], *(slice(0, size) for size in sizes))
-        return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.unflatten(1, sizes))]
+        theirs = (slices[0], *(slice(0, size) for size in shapes[0][1:]))
+        return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.unflatten(1, shapes[0][1:]))]
 
 
 @dataclass(frozen=True)
@@ -483,21 +482,18 @@ class SwappedAxes(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return one slice."""
-        first, second, *rest = slices
-        theirs = (second, first, *rest)
+        theirs = (slices[1], slices[0], *slices[2:])
         return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.transpose(0, 1))]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Viewed(ExternalSlice):
     """Slice of an external tensor that is a view of ours."""
 
-    view: Callable[[Tensor], Tensor] = Tensor.view_as
+    view: Callable[[Tensor], Tensor]
 
     def of(self, ours: Tensor) -> Tensor:
-        """Return the values of the external slice from our slice."""
         return self.view(ours)
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Copy the values of the external slice to our slice."""
         self.view(ours).copy_(value)
