@@ -1,10 +1,13 @@
 """Dropout, gradients, positions, threads, devices."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from torchtune import training, utils
+from torchtune.models.llama3_2 import llama3_2
 
 
 def test_disable_dropout():
@@ -69,19 +72,14 @@ def test_parameters_left_on_meta():
         training.validate_no_params_on_meta_device(model)
 
 
-class Tokenizer:
-    vocab_size = 70
-
-
 def test_a_tokenizer_larger_than_the_embedding():
-    from torchtune.models.llama3_2 import llama3_2
-
+    tokenizer = SimpleNamespace(vocab_size=70)
     model = llama3_2(
         vocab_size=64, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=8, max_seq_len=8, intermediate_dim=8
     )
     with pytest.raises(utils.UserError, match="has 70 tokens but the checkpoint's embedding has 64 rows"):
-        training.fit_vocabulary(model, Tokenizer())
-    training.fit_vocabulary(model, Tokenizer(), resize=True)
+        training.fit_vocabulary(model, tokenizer)
+    training.fit_vocabulary(model, tokenizer, resize=True)
     assert model.tok_embeddings.weight.shape == (70, 8)
     assert model(torch.tensor([[69]])).shape == (1, 1, 70)
-    training.fit_vocabulary(model, Tokenizer())
+    training.fit_vocabulary(model, tokenizer)
