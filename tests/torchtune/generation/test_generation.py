@@ -9,6 +9,7 @@ from torchtune.generation import (
     generate,
     generate_next_token,
     get_causal_mask_from_padding_mask,
+    get_position_ids_from_padding_mask,
     sample,
     stream,
 )
@@ -169,5 +170,16 @@ def test_refusals(model: TransformerDecoder) -> None:
         pytest.raises(ValueError, match=r"hold 8 positions, too few for a prompt of 4 and 6 new tokens"),
     ):
         generate(model, _prompt(4), max_generated_tokens=6)
+
+
+def test_masks_and_positions_of_padding() -> None:
+    real = torch.tensor([[False, True, True], [True, True, True]])
+    mask = get_causal_mask_from_padding_mask(real, target_seq_len=4)
+    assert mask.int().tolist() == [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]],
+    ]
+    assert get_causal_mask_from_padding_mask(real).shape == (2, 3, 3)
+    assert get_position_ids_from_padding_mask(real).tolist() == [[0, 0, 1], [0, 1, 2]]
     with pytest.raises(AssertionError, match="shorter"):
-        get_causal_mask_from_padding_mask(torch.ones(1, 3, dtype=torch.bool), target_seq_len=2)
+        get_causal_mask_from_padding_mask(real, target_seq_len=2)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +27,26 @@ def _refusal(folder: Path) -> str | None:
     return text
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3 long", "smol3", "granite4", "qwen3_moe", "gpt_oss"])
-def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def _config_of(name: str) -> dict[str, Any]:
+    """A config of one layer, with every field."""
     architecture, more = _FILES[name]
     config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()
-    config |= {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1}
+    return config | {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1}
+
+
+def _refusal_of(folder: Path, config: dict[str, Any]) -> str | None:
+    (folder / "config.json").write_text(json.dumps(config))
+    return _refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3 long", "smol3", "granite4", "qwen3_moe", "gpt_oss"])
+def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    config = _config_of(name)
     sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
     shared = _filled("Llama", _SIZES).to_dict() if name != "llama" else {}
     for number, field in enumerate(config):
         for value in _ABSURD[number % 3 :: 3] if field in shared else _ABSURD:
-            (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
-            text = _refusal(tmp_path)
+            text = _refusal_of(tmp_path, {**config, field: value})
             if text is None:
                 assert field not in sizes or (value is True and field != "num_hidden_layers"), (field, value)
             else:
@@ -46,23 +56,16 @@ def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str
 def test_a_zero_that_is_divided_by_is_named(tmp_path: Path) -> None:
     fields = {"gemma2": "query_pre_attn_scalar", "llama": "num_attention_heads", "granite4": "hidden_size"}
     for name, field in fields.items():
-        architecture, more = _FILES[name]
-        config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()
-        config |= {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1, field: 0}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert field in (_refusal(tmp_path) or ""), name
+        assert field in (_refusal_of(tmp_path, {**_config_of(name), field: 0}) or ""), name
 
 
 def test_layers_by_the_million_and_widths_by_the_trillion(tmp_path: Path) -> None:
     config = {**_SIZES, "architectures": ["LlamaForCausalLM"]}
     for field, value in {"num_hidden_layers": 10**6, "hidden_size": 10**12, "vocab_size": 2**62}.items():
-        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
-        assert field in (_refusal(tmp_path) or ""), field
+        assert field in (_refusal_of(tmp_path, {**config, field: value}) or ""), field
     large = {"num_hidden_layers": 200, "hidden_size": 2**20, "vocab_size": 2**28, "intermediate_size": 2**22}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, **large, "num_attention_heads": 2**6, "head_dim": 2**14})
-    )
-    assert _refusal(tmp_path) is None  # describing it costs little; no one can hold it
+    large |= {"num_attention_heads": 2**6, "head_dim": 2**14}
+    assert _refusal_of(tmp_path, {**config, **large}) is None  # describing it costs little; no one can hold it
 
 
 @pytest.mark.parametrize(
