@@ -69,21 +69,15 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "initializer_range": 0.1,
 }
-_GRANITE4 = {
+_GEMMA4_TWO = {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}
+_GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
     "attention_multiplier": 0.2,
-    "shared_intermediate_size": 56,
-    "num_local_experts": 0,
 }
-_MAMBA = {
-    "layer_types": ["mamba", "attention", "mamba"],
-    "mamba_n_heads": 12,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 6,
-    "initializer_range": 0.1,
-}
+_GRANITE4 = {**_GRANITE, "shared_intermediate_size": 56, "num_local_experts": 0}
+_MAMBA = {"mamba_n_heads": 12, "mamba_n_groups": 2, "mamba_d_state": 6, "initializer_range": 0.1}
 _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -141,12 +135,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma4": ("Gemma4", {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}),
-    "gemma4_unified": ("Gemma4Unified", {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}),
+    "gemma4": ("Gemma4", _GEMMA4_TWO),
+    "gemma4_unified": ("Gemma4Unified", _GEMMA4_TWO),
     "gemma4_experts": (
         "Gemma4",
-        {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2], "enable_moe_block": True}
-        | {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {**_GEMMA4_TWO, "enable_moe_block": True} | {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24},
     ),
     "gemma4_shared_keys": (
         "Gemma4",
@@ -181,28 +174,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smol3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            "attention_multiplier": 0.2,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "granite": ("Granite", {**_GRANITE, "tie_word_embeddings": True}),
     "granite4": (
         "GraniteMoeHybrid",
         {**_GRANITE4, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 1},
     ),
     "granite4_h": (
         "GraniteMoeHybrid",
-        {**_GRANITE4, **_MAMBA, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
+        {
+            **_GRANITE4,
+            **_MAMBA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
     ),
     "falcon_h1": (
         "FalconH1",
         {
-            **{key: value for key, value in _MAMBA.items() if key != "layer_types"},
+            **_MAMBA,
             "mamba_d_ssm": 36,
             "embedding_multiplier": 5.6,
             "lm_head_multiplier": 0.4,
@@ -263,13 +254,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": (
         "MiniMaxM2",
-        {
-            "head_dim": 16,
-            "intermediate_size": 24,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "rotary_dim": 8,
-        },
+        {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
     "olmoe": ("Olmoe", {"intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2}),
     "glm4": ("Glm4", {"head_dim": 16}),
