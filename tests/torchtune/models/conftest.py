@@ -28,6 +28,13 @@ _SMALL = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def _base(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -100,7 +107,7 @@ _LATENTS = {
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
+    "llama3": ("Llama", {"rope_parameters": _base(500_000.0)}),
     "llama3_1": ("Llama", {"rope_parameters": _LLAMA3_ROPE}),
     "llama3_2": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama_with_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
@@ -128,10 +135,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "sliding_window": 9,
             "query_pre_attn_scalar": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": _WINDOWS,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "sliding_attention": _base(10_000.0),
             },
         },
     ),
@@ -165,10 +172,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmo3",
         {
             "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": _WINDOWS,
             "rope_parameters": {
                 "full_attention": {**_YARN, "rope_theta": 500_000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                "sliding_attention": _base(500_000.0),
             },
         },
     ),
@@ -250,7 +257,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": (
         "Exaone4",
-        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"sliding_window": 9, "layer_types": _WINDOWS},
     ),
     "minimax_m2": (
         "MiniMaxM2",

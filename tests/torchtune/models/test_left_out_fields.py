@@ -40,7 +40,13 @@ _LONG = {
 _YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.5, "high_freq_factor": 3.0}
 _PLAIN = {"rope_type": "default", "rope_theta": 20_000.0}
-_KINDS = [["sliding_attention", "full_attention"][i in (0, 3)] for i in range(5)]
+
+
+def _full_and(kind: str) -> list[str]:
+    return ["full_attention" if i in (0, 3) else kind for i in range(5)]
+
+
+_KINDS = _full_and("sliding_attention")
 _PAIR = {"full_attention": {**_YARN, "beta_fast": 16.0}, "sliding_attention": {**_PLAIN, "rope_theta": 500.0}}
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9}
 _GEMMA4 = {
@@ -55,6 +61,7 @@ _GEMMA4 = {
     "final_logit_softcapping": 4.0,
 }
 _ON = {"use_sliding_window": True, "sliding_window": 4}
+_FIVE = {"num_experts": 5, "moe_intermediate_size": 24}
 _EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
 _LATENTS = {
     "num_key_value_heads": 6,
@@ -72,7 +79,7 @@ _LATENTS = {
     "attention_bias": True,
 }
 _LINEAR = {
-    "layer_types": [["linear_attention", "full_attention"][i in (0, 3)] for i in range(5)],
+    "layer_types": _full_and("linear_attention"),
     "head_dim": 16,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 32,
@@ -80,6 +87,14 @@ _LINEAR = {
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 3,
     "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5},
+}
+_MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6}
+_GRANITE = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.2,
+    "rope_parameters": _PLAIN,
 }
 _SHARED = {"shared_expert_intermediate_size": 20}
 _SECTIONS = {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
@@ -119,30 +134,20 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     "smol3": ("SmolLM3", {**_ON, "no_rope_layers": [1, 0, 0, 1, 1], "layer_types": _KINDS, "rope_parameters": _PLAIN}),
     "smol3 interval": ("SmolLM3", {**_ON, "no_rope_layers": None, "no_rope_layer_interval": 3}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 4.0,
-            "attention_multiplier": 0.2,
-            "rope_parameters": _PLAIN,
-        },
-    ),
+    "granite": ("Granite", _GRANITE),
     "granite4": (
         "GraniteMoeHybrid",
-        {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.2}
-        | {"shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
+        {**_GRANITE, "shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
         | {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "time_step_limit": (0.01, 5.0)}
-        | {"position_embedding_type": "rope", "rope_parameters": _PLAIN, "mamba_chunk_size": 16}
-        | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6},
+        | {"position_embedding_type": "rope", "mamba_chunk_size": 16}
+        | _MAMBA,
     ),
     "falcon_h1": (
         "FalconH1",
         {"num_hidden_layers": 1, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7}
         | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
         | {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6]}
-        | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6}
+        | _MAMBA
         | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN}
         | {"mamba_chunk_size": 16, "mlp_bias": True},
     ),
@@ -172,10 +177,10 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 kinds": ("Qwen2", {**_ON, "layer_types": _KINDS}),
     "qwen3": ("Qwen3", {**_ON, "max_window_layers": 2, "head_dim": 12, "layer_types": None, "attention_bias": True}),
     "qwen3_5": ("Qwen3_5", {**_LINEAR, "attention_bias": True, "rope_parameters": {**_PLAIN, **_SECTIONS}}),
-    "qwen3_5_moe": ("Qwen3_5Moe", {**_LINEAR, **_EXPERTS, **_SHARED, "num_experts": 5, "moe_intermediate_size": 24}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_LINEAR, **_EXPERTS, **_SHARED, **_FIVE}),
     "qwen3_next": (
         "Qwen3Next",
-        {**_LINEAR, **_EXPERTS, **_SHARED, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": False}
+        {**_LINEAR, **_EXPERTS, **_SHARED, **_FIVE, "norm_topk_prob": False}
         | {"mlp_only_layers": [1], "decoder_sparse_step": 2},
     ),
     "glm4_moe": (
@@ -210,20 +215,20 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2",
         {
-            "layer_types": [["conv", "full_attention"][i in (0, 3)] for i in range(5)],
+            "layer_types": _full_and("conv"),
             "conv_L_cache": 4,
             "block_multiple_of": 16,
         },
     ),
     "lfm2_moe": (
         "Lfm2Moe",
-        {"layer_types": [["conv", "full_attention"][i in (0, 3)] for i in range(5)], "conv_L_cache": 4}
+        {"layer_types": _full_and("conv"), "conv_L_cache": 4}
         | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1}
         | {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "use_expert_bias": False, "norm_eps": 1e-3},
     ),
     "qwen3_moe": (
         "Qwen3Moe",
-        {**_ON, **_EXPERTS, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 12}
+        {**_ON, **_EXPERTS, **_FIVE, "norm_topk_prob": True, "head_dim": 12}
         | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "rope_parameters": _PLAIN},
     ),
     "mixtral": ("Mixtral", {**_EXPERTS, "num_local_experts": 5, "sliding_window": 4, "rope_parameters": _PLAIN}),
