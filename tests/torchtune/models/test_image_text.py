@@ -38,12 +38,13 @@ def picture(rows: int, columns: int, token: int = IMAGE) -> list[int]:
 
 # Rows of tokens, with frames, rows and columns of tokens of their images.
 TEXT = ([1, 5, 9, 7, 3], ())
-FIRST = ([*picture(5, 3), 5, 6], ((1, 5, 3),))
+FIRST = ([*picture(2, 3), 5, 6], ((1, 2, 3),))
+LARGE = ([1, *picture(5, 3), 6], ((1, 5, 3),))
 ADJACENT = ([1, START, *[IMAGE] * 2, *[IMAGE] * 6, END, 4], ((1, 1, 2), (1, 3, 2)))
 LAST = ([4, 8, *picture(1, 1), 9, *picture(1, 4)[:-1]], ((1, 1, 1), (1, 1, 4)))
 VIDEOS = ([7, *picture(2, 1, VIDEO), 12, *picture(2, 1, VIDEO), 5], ((2, 2, 1),))
 WITH_VIDEOS = ("qwen3", "gemma4")
-ROWS = {"text": TEXT, "first": FIRST, "last": LAST, "video": VIDEOS}
+ROWS = {"text": TEXT, "first": FIRST, "large": LARGE, "last": LAST, "video": VIDEOS}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
