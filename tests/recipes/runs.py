@@ -183,6 +183,10 @@ class Run:
         """Step -> loss, the last one logged for a step."""
         return {record["step"]: record["loss"] for record in self.records if "loss" in record}
 
+    def figure(self, name: str) -> list[float]:
+        """The values that were logged under a name."""
+        return [record[name] for record in self.records if name in record]
+
     @property
     def lrs(self) -> dict[int, float]:
         """Step -> learning rate."""

@@ -18,10 +18,6 @@ ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_dist
 LOSSES = "torchtune.modules.loss."
 
 
-def of(run: Run, name: str) -> list[float]:
-    return [record[name] for record in run.records if name in record]
-
-
 def true_losses(run: Run, folder: Path, rows: int) -> tuple[float, float]:
     """Cross entropy, and KL(teacher‖student) without the teacher's entropy, of two plain models of ``transformers``."""
     from transformers import AutoModelForCausalLM
@@ -45,7 +41,7 @@ def test_the_losses_are_those_of_two_plain_models(tmp_path):
     found = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
     entropy, divergence = true_losses(found, tmp_path, rows=6)
     wanted = {"class_loss": entropy, "kd_loss": divergence, "loss": 0.7 * entropy + 0.3 * divergence}
-    assert {name: of(found, name)[0] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+    assert {name: found.figure(name)[0] for name in wanted} == pytest.approx(wanted, abs=1e-5)
 
 
 def test_the_teacher_stays_as_it_is(tmp_path):
@@ -71,13 +67,13 @@ def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path, m
     settings = {"kd_loss": KD, "shuffle": False, "batch_size": 6, "max_steps_per_epoch": 3, "dataset_val": "${dataset}"}
     settings |= {"run_val_every_n_steps": 3, "epochs": 2}
     live = start(ONE, tmp_path, **settings)
-    assert of(live, "kd_loss")[0] > 0.1
+    assert live.figure("kd_loss")[0] > 0.1
     for collate in ("collate_documents", "padded_collate_sft"):
         more = {"teacher_cache": str(tmp_path / "kept"), "collate_fn": f"torchtune.data.{collate}"}
         once = start(ONE, tmp_path, **settings, **more)
         if collate == "collate_documents":
             assert once.losses == live.losses
-            assert of(once, "val_kd_loss") == of(live, "val_kd_loss")
+            assert once.figure("val_kd_loss") == live.figure("val_kd_loss")
             assert all(torch.equal(value, once.trained[key]) for key, value in live.trained.items())
             monkeypatch.setattr(rlhf, "load_teacher", lambda *_, **__: pytest.fail("it is not needed any more"))
         else:
@@ -176,7 +172,7 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path):
 
 def test_all_weights_of_a_student_learn_and_are_saved(tmp_path):
     run = start("knowledge_distillation", tmp_path, max_steps_per_epoch=6)
-    assert of(run, "kd_loss")[-1] < of(run, "kd_loss")[0]
+    assert run.figure("kd_loss")[-1] < run.figure("kd_loss")[0]
     assert not list(run.output_dir.glob("epoch_0/adapter*"))
     before = start("knowledge_distillation", tmp_path, train=False).trained
     assert all(not torch.equal(value, before[name]) for name, value in run.trained.items())
@@ -194,5 +190,5 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         run = Run(None, output_dir)
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
         for figure in ("class_loss", "kd_loss", "grad_norm"):
-            assert of(run, figure) == pytest.approx(of(whole, figure), rel=1e-4), (split, figure)
+            assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-4), (split, figure)
         assert judge(RunFolder(output_dir)).interval.pairs == 8, split

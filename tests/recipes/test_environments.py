@@ -28,7 +28,7 @@ def lines(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
 def test_calls_become_more_frequent_and_are_written_down(tmp_path):
     settings = {"num_samples": 8, "batch_size": 6, "epochs": 3, "optimizer__lr": 0.01, "lr_scheduler": None}
     run = start(FULL, tmp_path, **EPISODES, **settings, dataset_val="${dataset}", run_val_every_n_steps=12)
-    calls = [record["tools/calls"] for record in run.records if "tools/calls" in record]
+    calls = run.figure("tools/calls")
     assert sum(calls[-3:]) > 1.2 * sum(calls[:3])
     record = next(record for record in run.records if "ends/completed" in record)
     assert sum(value for name, value in record.items() if name.startswith("ends/")) == pytest.approx(1.0)
@@ -62,8 +62,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
     forker.run_on_two(config)
     whole, run = start(FULL, tmp_path, **settings, batch_size=4), Run(None, output_dir)
     for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
-        ours, theirs = ([record[name] for record in one.records if name in record] for one in (run, whole))
-        assert ours == pytest.approx(theirs, rel=1e-3), name
+        assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3), name
     found = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in lines(run, name)]
     assert sorted(found) == sorted(line["episode"] for line in lines(whole))
 

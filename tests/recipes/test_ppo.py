@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import Run, read_log, resume, start, write_config
+from tests.recipes.runs import read_log, resume, start, write_config
 from tests.tiny import read_lines, write_checkpoint, write_lines
 from torchtune.rlhf import RewardModel, Rollout
 from torchtune.utils import UserError
@@ -37,10 +37,6 @@ STEP = {
         "value_coeff": 0.5,
     },
 }
-
-
-def figure(run: Run, name: str) -> list[float]:
-    return [record[name] for record in run.records if name in record]
 
 
 def other_reference(folder: Path) -> dict[str, Any]:
@@ -177,12 +173,12 @@ def test_scores_rise_and_values_explain_them(tmp_path):
     settings |= {"value_checkpointer": {**TEXT_SOURCE, "checkpoint_dir": str(tmp_path / "checkpoint")}}
     settings |= {"dataset_val": data, "run_val_every_n_steps": 14, "clip_grad_norm": 1.0, "max_generated_tokens": 6}
     run = start(PPO, tmp_path, **settings, loss__value_coeff=1.0, optimizer__lr=0.03)
-    scores, explained = figure(run, "scores"), figure(run, "value/explained_variance")
+    scores, explained = run.figure("scores"), run.figure("value/explained_variance")
     assert sum(scores[-4:]) > sum(scores[:4]) + 2.0
     assert explained[-1] > explained[0] + 0.5
-    assert max(figure(run, "policy/sampler_difference")) < 1e-4
-    assert abs(figure(run, "kl")[0]) < 1e-3
-    assert len(figure(run, "val_rewards/total")) == 1
+    assert max(run.figure("policy/sampler_difference")) < 1e-4
+    assert abs(run.figure("kl")[0]) < 1e-3
+    assert len(run.figure("val_rewards/total")) == 1
     with pytest.raises(UserError, match=r"prompt of row 0 ends with a token that ends answers: set dataset.add_eos"):
         start(PPO, tmp_path, dataset={**data, "add_eos": True}, train=False)
 

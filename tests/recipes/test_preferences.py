@@ -30,10 +30,6 @@ def other_model(folder: Path, **options: Any) -> dict[str, Any]:
     return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(folder / "other")}
 
 
-def of_terms(run: Run, name: str) -> list[float]:
-    return [record[name] for record in run.records if name in record]
-
-
 def log_probs(model: torch.nn.Module, row: dict[str, list[int]], side: str) -> torch.Tensor:
     """Of an answer by ``transformers``, alone, from all logits; its labels are shifted."""
     tokens, labels = (torch.as_tensor(row[f"{side}_{kind}"]) for kind in ("input_ids", "labels"))
@@ -74,7 +70,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     shared, apart = (start(LORA, tmp_path, **settings, share_prefix=share) for share in (None, False))
     assert shared.losses == pytest.approx(apart.losses, abs=1e-6)
     for figure in ("rewards/margins", "log_probs/chosen", "log_probs/chosen_per_token", "grad_norm"):
-        assert of_terms(shared, figure) == pytest.approx(of_terms(apart, figure), rel=1e-5, abs=1e-5), figure
+        assert shared.figure(figure) == pytest.approx(apart.figure(figure), rel=1e-5, abs=1e-5), figure
     for name, value in apart.trained.items():
         torch.testing.assert_close(shared.trained[name], value, atol=1e-5, rtol=0)
     ((first, _), (plain, _)) = (next(iter(run.recipe.loader)) for run in (shared, apart))
@@ -93,7 +89,7 @@ def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(na
     each, once = (start(name, tmp_path, **settings, **more) for more in ({}, kept))
     assert abs(each.losses[1] - math.log(2)) <= 1e-6
     assert once.losses == pytest.approx(each.losses, abs=1e-5)
-    assert of_terms(once, "val_rewards/margins") == pytest.approx(of_terms(each, "val_rewards/margins"), abs=1e-4)
+    assert once.figure("val_rewards/margins") == pytest.approx(each.figure("val_rewards/margins"), abs=1e-4)
     assert each.losses[8] < each.losses[1] - 0.05
     (file,) = (tmp_path / "kept").iterdir()
     written = file.stat().st_mtime_ns
@@ -162,7 +158,7 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
     settings = {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}, "batch_size": 6, "epochs": 6}
     base = {"base_model_path": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "checkpoint")}
     run = start(FULL, tmp_path, **settings, model={**HEAD, **base})
-    assert of_terms(run, "rewards/accuracies")[-1] == 1.0
+    assert run.figure("rewards/accuracies")[-1] == 1.0
     assert run.losses[12] < 0.5 < run.losses[1]
     (saved,) = run.output_dir.glob("epoch_5")
     theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
@@ -212,7 +208,7 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
-            assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
+            assert run.figure(figure) == pytest.approx(whole.figure(figure), abs=1e-4), (kind, split)
 
 
 def test_the_reference_has_no_dropout(tmp_path):

@@ -21,10 +21,6 @@ def rollouts(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
     return read_lines(run.output_dir / name)
 
 
-def figure(run: Run, name: str) -> list[float]:
-    return [record[name] for record in run.records if name in record]
-
-
 def words(rows: list, texts: list) -> list:
     """The share of letters, which a few steps raise."""
     return [sum(character.isalpha() for character in text) / 16 for text in texts]
@@ -36,9 +32,9 @@ WORDS = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "func
 def test_rewards_rise_and_everything_is_written_down(tmp_path):
     settings = {"rewards": WORDS, "num_samples": 8, "epochs": 3, "dataset_val": "${dataset}", "batch_size_val": 24}
     run = start(FULL, tmp_path, **settings, run_val_every_n_steps=12, batch_size=6, log_level="INFO")
-    found = figure(run, "rewards/total")
+    found = run.figure("rewards/total")
     assert sum(found[-3:]) > sum(found[:3]) + 0.2
-    val = figure(run, "val_rewards/words")
+    val = run.figure("val_rewards/words")
     assert len(val) == 1
     lines = rollouts(run)
     assert len(lines) == 3 * 24 * 8
@@ -49,7 +45,7 @@ def test_rewards_rise_and_everything_is_written_down(tmp_path):
         assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-5)
         assert line["reward"] == pytest.approx(words([], [line["answer"]])[0], abs=1e-5)
     assert sum(line["reward"] for line in lines if line["step"] == 1) / 48 == pytest.approx(found[0], abs=1e-5)
-    assert max(figure(run, "policy/sampler_difference")) < 1e-4
+    assert max(run.figure("policy/sampler_difference")) < 1e-4
 
 
 def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
@@ -57,11 +53,11 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     shared, apart = (start(LORA, tmp_path, **settings, rewards=WORDS, share_prefix=share) for share in (None, False))
     assert rollouts(shared) == rollouts(apart)
     assert shared.losses == pytest.approx(apart.losses, abs=1e-6)
-    assert figure(shared, "grad_norm") == pytest.approx(figure(apart, "grad_norm"), rel=1e-4)
+    assert shared.figure("grad_norm") == pytest.approx(apart.figure("grad_norm"), rel=1e-4)
     for name, value in apart.trained.items():
         torch.testing.assert_close(shared.trained[name], value, atol=1e-5, rtol=0)
     assert shared.recipe.shares_prefix
-    assert max(figure(shared, "policy/sampler_difference")) < 1e-4
+    assert max(shared.figure("policy/sampler_difference")) < 1e-4
 
 
 def test_compiled_layers_train_and_do_not_sample(tmp_path, monkeypatch):
@@ -98,7 +94,7 @@ def test_micro_batches_change_nothing(normalize, tmp_path):
     settings = {**SGD, "loss": loss, "max_steps_per_epoch": 2, "num_samples": 3}
     whole = start(FULL, tmp_path, **settings, batch_size=6)
     split = start(FULL, tmp_path, **settings, batch_size=2, gradient_accumulation_steps=3, tokens_per_batch=70)
-    assert figure(split, "grad_norm") == pytest.approx(figure(whole, "grad_norm"), rel=1e-4)
+    assert split.figure("grad_norm") == pytest.approx(whole.figure("grad_norm"), rel=1e-4)
     for key, value in whole.trained.items():
         torch.testing.assert_close(split.trained[key], value, atol=1e-5, rtol=0)
 
@@ -106,8 +102,8 @@ def test_micro_batches_change_nothing(normalize, tmp_path):
 def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(tmp_path, monkeypatch, caplog):
     same = [{"_component_": "torchtune.rlhf.reward_functions.RegexMatch", "pattern": ""}]
     run = start(FULL, tmp_path, rewards=same, max_steps_per_epoch=2, log_level="INFO")
-    assert figure(run, "groups/without_variance") == [1.0, 1.0]
-    assert figure(run, "grad_norm") == [0.0, 0.0]
+    assert run.figure("groups/without_variance") == [1.0, 1.0]
+    assert run.figure("grad_norm") == [0.0, 0.0]
     said = "Step 1 teaches nothing: rewards differ in 0 of 2 groups, and of 8 answers 8 have a reward and "
     assert said in caplog.text
     before = start(FULL, tmp_path, train=False).trained
@@ -123,7 +119,7 @@ def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path):
     lines = rollouts(run)
     unknown = [line for line in lines if line["reward"] is None]
     assert 0 < len(unknown) < len(lines)
-    assert figure(run, "answers/dropped") == [pytest.approx(len(unknown) / len(lines))]
+    assert run.figure("answers/dropped") == [pytest.approx(len(unknown) / len(lines))]
 
 
 def none_for_some(rows: list, texts: list) -> list:
@@ -141,7 +137,7 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path):
     settings |= {"ref_checkpointer": other_model(tmp_path, width=48), "num_samples": 8, "batch_size": 8, "epochs": 12}
     settings["ref_model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": f"{tmp_path}/other"}
     run = start(FULL, tmp_path, **settings, clip_grad_norm=1.0)
-    kl = figure(run, "policy/kl")
+    kl = run.figure("policy/kl")
     assert sum(kl[-3:]) < 0.75 * sum(kl[:3])
 
 
@@ -187,7 +183,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
         whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
         run = Run(None, output_dir)
         for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
-            assert figure(run, value) == pytest.approx(figure(whole, value), rel=1e-3), (split, value)
+            assert run.figure(value) == pytest.approx(whole.figure(value), rel=1e-3), (split, value)
         files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
         assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
         found = [(line["row"], line["answer"]) for file in files for line in rollouts(run, file)]

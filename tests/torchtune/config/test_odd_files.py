@@ -76,7 +76,8 @@ def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
         "names: ${oc.dict.keys:s}\nrow: [a, '${row2.0}']\nrow2: [b, c]\nitem: ${row2[1]}\nplain: \\${x}\n"
     )
     found = load_and_check(path)
-    assert found.z == found.all.other == found.pick == "n/y"
+    assert found.z == found.all.other == found.s.other == found.pick == "n/y"
+    assert found.s.same == "n"
     assert (found.size, found.name, found.item, found.row[1]) == (3, "else", "c", "b")
     assert list(found.names) == ["name", "same", "other"]
     assert found.plain == "${x}"

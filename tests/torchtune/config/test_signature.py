@@ -9,6 +9,7 @@ import torch
 
 from tests.torchtune.config.assets import parts
 from torchtune.config._signature import accepts
+from torchtune.models.phi4 import phi4_tokenizer
 
 
 def leaf(a: int, b: str = "", *, c: float = 0.0) -> None: ...
@@ -124,6 +125,7 @@ class BelowAProtocol(Face):
         (Grandchild, {"extra", "size", "depth"}, {"size"}),
         (BelowAProtocol, set(), set()),
         (Base.make, {"size", "depth"}, {"size"}),
+        (phi4_tokenizer, {"vocab_path", "merges_path", "special_tokens_path", "max_seq_len", "prompt_template", "truncation_type"}, {"vocab_path", "merges_path"}),
         (parts.alpaca_like, {"tokenizer", "source", "column_map", "packed", "split", "filter_fn", "name", "streaming"}, {"tokenizer"}),
     ],
 )  # fmt: skip

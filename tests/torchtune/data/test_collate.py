@@ -24,6 +24,12 @@ from torchtune.data import (
 ONE = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
 TWO = {"tokens": [4], "labels": [5]}
 THREE = {"tokens": torch.tensor([6, 7]), "labels": torch.tensor([7, -100])}
+PAIR = {
+    "chosen_input_ids": [1, 2, 3],
+    "chosen_labels": [2, 3, -100],
+    "rejected_input_ids": [4, 5],
+    "rejected_labels": [5, -100],
+}
 
 
 def test_documents_lie_one_after_another():
@@ -54,13 +60,7 @@ def test_padding_of_examples():
 @pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8)])
 def test_no_extra_multiple_for_aligned_rows(multiple, length):
     assert padded_collate_sft([ONE, TWO], pad_to_multiple_of=multiple)["tokens"].shape == (2, length)
-    pair = {
-        "chosen_input_ids": [1, 2, 3],
-        "chosen_labels": [1, 2, 3],
-        "rejected_input_ids": [1],
-        "rejected_labels": [1],
-    }
-    assert padded_collate_dpo([pair], pad_to_multiple_of=multiple)[0].shape == (2, length)
+    assert padded_collate_dpo([PAIR], pad_to_multiple_of=multiple)[0].shape == (2, length)
 
 
 def test_context_parallelism_adds_positions():
@@ -87,21 +87,15 @@ def test_packs_as_rows():
 
 
 def test_pairs():
-    pair = {
-        "chosen_input_ids": [1, 2, 3],
-        "chosen_labels": [2, 3, -100],
-        "rejected_input_ids": [4, 5],
-        "rejected_labels": [5, -100],
-    }
-    tokens, labels = padded_collate_dpo([pair, pair], padding_idx=0)
+    tokens, labels = padded_collate_dpo([PAIR, PAIR], padding_idx=0)
     assert tokens.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 0], [4, 5, 0]]
     assert (
         labels.tolist() == [[-100, 2, 3]] * 2 + [[-100, 5, -100]] * 2
     )  # not shifted, as get_batch_log_probs takes them
-    unshifted = {**pair, "chosen_labels": [-100, 2, 3], "rejected_labels": [-100, 5]}
+    unshifted = {**PAIR, "chosen_labels": [-100, 2, 3], "rejected_labels": [-100, 5]}
     assert padded_collate_dpo([unshifted, unshifted])[1].tolist() == labels.tolist()
     with pytest.raises(DataError, match="a token which is not in the row"):
-        padded_collate_dpo([{**pair, "rejected_labels": [5, 7]}])
+        padded_collate_dpo([{**PAIR, "rejected_labels": [5, 7]}])
 
 
 def test_padding_on_the_left():
