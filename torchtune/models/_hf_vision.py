@@ -18,6 +18,14 @@ def _nothing(*given: Any) -> dict[str, Any]:  # a lambda could not be pickled wi
     return {}
 
 
+_SIZES = {
+    "embed_dim": "hidden_size",
+    "intermediate_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+
+
 @dataclass(frozen=True)
 class ImageTextFormat:
     """Mapping between an :class:`ImageTextDescription` and the ``config.json`` of a Hugging Face architecture.
@@ -65,6 +73,11 @@ class ImageTextFormat:
     ignored: tuple[str, ...] = ()
     read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write_more: Callable[[ImageTextDescription], dict[str, Any]] = _nothing
+
+    @staticmethod
+    def sizes(**defaults: int) -> tuple[tuple[str, str, int], ...]:
+        """Make the fields of the sizes of a tower for ``own``, from our names and their defaults."""
+        return tuple((_SIZES.get(name, name), name, default) for name, default in defaults.items())
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.

@@ -28,12 +28,8 @@ FORMAT = ImageTextFormat(
     TEXT_FORMAT,
     vision_type="gemma4_vision",
     own=(
-        ("hidden_size", "embed_dim", 768),
-        ("intermediate_size", "intermediate_dim", 3072),
-        ("num_hidden_layers", "num_layers", 16),
-        ("num_attention_heads", "num_heads", 12),
+        *ImageTextFormat.sizes(embed_dim=768, intermediate_dim=3072, num_layers=16, num_heads=12, patch_size=16),
         ("pooling_kernel_size", "merge", 3),
-        ("patch_size", "patch_size", 16),
         ("position_embedding_size", "positions_side", 10_240),
         ("rms_norm_eps", "norm_eps", 1e-6),
         ("rms_norm_eps", "merge_norm_eps", 1e-6),

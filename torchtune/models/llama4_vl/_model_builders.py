@@ -29,12 +29,8 @@ _FORMAT = ImageTextFormat(
     FORMAT,
     vision_type="llama4_vision_model",
     own=(
-        ("hidden_size", "embed_dim", 768),
-        ("intermediate_size", "intermediate_dim", 5632),
-        ("num_hidden_layers", "num_layers", 34),
-        ("num_attention_heads", "num_heads", 16),
+        *ImageTextFormat.sizes(embed_dim=768, intermediate_dim=5632, num_layers=34, num_heads=16, patch_size=14),
         ("num_channels", "num_channels", 3),
-        ("patch_size", "patch_size", 14),
         ("vision_output_dim", "projector_dim", 7680),
     ),
     tokens=(("image_token_index", 200_092),),

@@ -1,6 +1,8 @@
 """Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B, which does not merge patches."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torchtune.models._build_vision import ImageTextDescription, ImageTextFormat, image_text_family
@@ -17,22 +19,16 @@ from torchtune.models._family import (
 from torchtune.models.ministral3._model_builders import FORMAT as MINISTRAL
 from torchtune.models.mistral3._processor import PixtralImages
 
-
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    if fields.peek("model_type") not in (None, "pixtral"):
-        raise fields.refusal("model_type", fields.peek("model_type"))
-    whole.require(projector_hidden_act="gelu", vision_feature_layer=-1)
-    return {"projector_dim": values["output_dim"]}
-
-
 _FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 
 
-def _read_llava(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    if missing := [name for name in _FEATURES if not whole.has(name)]:  # transformers has other defaults
+def _read(fields: Fields, values: dict[str, Any], whole: Fields, needed: Collection[str] = ()) -> dict[str, Any]:
+    if missing := [name for name in needed if not whole.has(name)]:  # transformers has other defaults
         raise whole.refusal(missing[0], None)
-    whole.require(**_FEATURES)
-    return _read(fields, values, whole)
+    if fields.peek("model_type") not in (None, "pixtral"):
+        raise fields.refusal("model_type", fields.peek("model_type"))
+    whole.require(projector_hidden_act="gelu", **_FEATURES)
+    return {"projector_dim": values["output_dim"]}
 
 
 def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
@@ -59,12 +55,8 @@ _FORMAT = ImageTextFormat(
     replace(MISTRAL, defaults=_TEXT_DEFAULTS),
     vision_type="pixtral",
     own=(
-        ("hidden_size", "embed_dim", 1024),
-        ("intermediate_size", "intermediate_dim", 4096),
-        ("num_hidden_layers", "num_layers", 24),
-        ("num_attention_heads", "num_heads", 16),
+        *ImageTextFormat.sizes(embed_dim=1024, intermediate_dim=4096, num_layers=24, num_heads=16, patch_size=16),
         ("num_channels", "num_channels", 3),
-        ("patch_size", "patch_size", 16),
         ("hidden_act", "activation", "gelu"),
     ),
     beside=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
@@ -82,21 +74,20 @@ _LLAVA_FORMAT = replace(
     text=MISTRAL,
     beside=(("multimodal_projector_bias", "projector_bias", True),),
     fixed=_FIXED,
-    read_vision=_read_llava,
+    read_vision=partial(_read, needed=tuple(_FEATURES)),
     write_more=_write_llava,
 )
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 _LAYER, _OURS = f"{_TOWER}transformer.layers.{{block}}.", "encoder.layers.{block}."
+_REDUCES = "vision.merge_reduces"
 _LINEARS = [("mlp.w1", "linear_1"), ("mlp.w2", "linear_2")]
 _ROWS = [
     Row(f"{_TOWER}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
     Row(f"{_TOWER}ln_pre.weight", "encoder.first_norm.scale"),
     *module_rows(_LAYER, _OURS, [*attention_names("attention"), *gated_names("feed_forward")], ["weight"]),
     *module_rows(_LAYER, _OURS, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")], ["scale"]),
-    Row(f"{_PROJECTOR}norm.weight", "encoder.projector.norm.scale", when="vision.merge_reduces"),
-    Row(
-        f"{_PROJECTOR}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when="vision.merge_reduces"
-    ),
+    Row(f"{_PROJECTOR}norm.weight", "encoder.projector.norm.scale", when=_REDUCES),
+    Row(f"{_PROJECTOR}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when=_REDUCES),
     *module_rows(_PROJECTOR, "encoder.projector.", _LINEARS, ["weight"]),
     *module_rows(_PROJECTOR, "encoder.projector.", _LINEARS, ["bias"], "vision.projector_bias"),
 ]

@@ -22,12 +22,8 @@ FORMAT = ImageTextFormat(
     replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),
     vision_type="smolvlm_vision",
     own=(
-        ("hidden_size", "embed_dim", 1152),
-        ("intermediate_size", "intermediate_dim", 3072),
-        ("num_hidden_layers", "num_layers", 12),
-        ("num_attention_heads", "num_heads", 16),
+        *ImageTextFormat.sizes(embed_dim=1152, intermediate_dim=3072, num_layers=12, num_heads=16, patch_size=32),
         ("num_channels", "num_channels", 3),
-        ("patch_size", "patch_size", 32),
         ("layer_norm_eps", "norm_eps", 1e-6),
         ("hidden_act", "activation", "gelu_pytorch_tanh"),
     ),
