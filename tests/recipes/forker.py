@@ -10,6 +10,7 @@ that a fork is safe.
 import contextlib
 import gc
 import importlib
+import multiprocessing
 import os
 import runpy
 import signal
@@ -118,6 +119,7 @@ def import_rooms() -> None:
 
 def serve(jobs: Connection) -> None:
     """Do jobs until the other end is closed."""
+    multiprocessing.set_start_method(None, force=True)  # what it is in a process of its own
     while True:
         try:
             job = jobs.recv()
