@@ -5,6 +5,7 @@ Exports are lazy (PEP 562), so names are resolved from ``__all__`` instead of by
 
 import importlib
 import inspect
+import re
 from typing import ClassVar
 
 from docutils import nodes
@@ -35,7 +36,8 @@ def entry(package: str, name: str) -> list[str]:
         return [f".. autoclass:: {full}", "   :members:", "   :show-inheritance:", ""]
     if callable(value) and hasattr(value, "__name__"):
         return [f".. autofunction:: {full}", ""]
-    return [f".. py:data:: {full}", f"   :value: {repr(value)[:80]}", ""]
+    shown = re.sub(r"<function (\w+) at \w+>", r"\1", repr(list(value) if isinstance(value, dict) else value))
+    return [f".. py:data:: {full}", f"   :value: {shown[:80]}", ""]
 
 
 class PublicFace(SphinxDirective):

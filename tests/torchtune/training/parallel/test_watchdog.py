@@ -1,6 +1,7 @@
 """Runs that stand still are ended, and say who keeps the others waiting."""
 
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -80,16 +81,23 @@ def test_errors_pass_through():
 
 
 def test_outside_the_loop_waiting_is_no_progress_and_writing_is():
-    activity = Activity(3, "saving")
-    with training.Watchdog(activity, training.ParallelDims(), 4.0):
-        time.sleep(0.5)  # the first look may find the CPU time of what was before
+    activity, found = Activity(3, "saving"), []
+
+    def look(*, written: int) -> None:
+        time.sleep(0.6)  # the first look may find the CPU time of what was before
         signs = activity.signs
+        activity.written += written
         time.sleep(1.0)
-        assert activity.signs == signs
-        activity.written += 1
-        time.sleep(1.0)
-        assert activity.signs == signs + 1
+        found.append(activity.signs - signs)
+
+    def look_while_this_thread_sleeps(written: int) -> int:
+        other = threading.Thread(target=look, kwargs={"written": written})
+        other.start()
+        other.join()  # to wake up for a look would take CPU time, too
+        return found[-1]
+
+    with training.Watchdog(activity, training.ParallelDims(), 4.0):
+        assert look_while_this_thread_sleeps(written=0) == 0
+        assert look_while_this_thread_sleeps(written=1) == 1
         activity.move("training")
-        activity.written += 1
-        time.sleep(1.0)
-        assert activity.signs == signs + 1
+        assert look_while_this_thread_sleeps(written=1) == 0
