@@ -19,21 +19,9 @@ from tests.recipes.runs import Run, load_recipe, resume, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny import CHATS, write_lines
 from tests.tiny_images import (
-    gemma4_config,
-    gemma4_small_config,
-    gemma4_unified_config,
+    CONFIGS,
     image_text_model,
     inputs_of,
-    llama4_config,
-    ministral3_config,
-    mistral3_config,
-    pixtral_config,
-    qwen2_5_vl_config,
-    qwen3_5_config,
-    qwen3_5_moe_config,
-    qwen3_vl_config,
-    qwen3_vl_moe_config,
-    smolvlm_config,
     write_image_checkpoint,
     write_pictures,
 )
@@ -46,23 +34,6 @@ from torchtune.training import RunReport
 
 BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.models.lora_image_text_model"}
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 2}
-
-
-CONFIGS = {
-    "qwen3_vl": qwen3_vl_config,
-    "qwen3_vl_moe": qwen3_vl_moe_config,
-    "qwen3_5_vl": qwen3_5_config,
-    "qwen3_5_vl_moe": qwen3_5_moe_config,
-    "qwen2_5_vl": qwen2_5_vl_config,
-    "gemma4_vl": gemma4_config,
-    "gemma4_vl_small": gemma4_small_config,
-    "gemma4_unified_vl": gemma4_unified_config,
-    "smolvlm": smolvlm_config,
-    "llama4_vl": llama4_config,
-    "mistral_vl": mistral3_config,
-    "ministral_vl": ministral3_config,
-    "pixtral": pixtral_config,
-}
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ class SharedPrefixes:
     """Shared prefixes of documents, as tensors on the device of the batch.
 
     Attributes:
-        keys: int64 ``[k]``, positions of the keys that each document attends to, concatenated: the
-            prefix first.
+        keys: int64 ``[k]``, positions of the keys that each document attends to, concatenated: the prefix
+            first.
         cu_keys: int32 ``[documents + 1]``, cumulative numbers of these keys, from 0.
         whole: int64 ``[n]``, indices of the documents that are not prefixes.
         prefix: int64 ``[n]``, index of the prefix of each of these documents, or -1.

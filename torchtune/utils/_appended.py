@@ -1,6 +1,7 @@
 """Files of lines that are appended to during a run."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 from torchtune.utils._atomic_files import explain_os_error
@@ -44,8 +45,7 @@ def append_line(path: Path, line: str) -> None:
         >>> torchtune.utils.append_line(folder / "skipped.jsonl", "{}")
     """
     try:
-        file = AppendedFile(path)
-        file.write_line(line)
-        file.close()
+        with closing(AppendedFile(path)) as file:
+            file.write_line(line)
     except OSError as error:
         get_logger().warning(str(explain_os_error(error, path)))
