@@ -9,6 +9,8 @@ import random
 
 import torch
 
+from torchtune.utils import computes_on_cpu
+
 _UPPER_HALF = -65536  # 0xFFFF0000 as int32
 
 
@@ -26,7 +28,7 @@ def make_generator(seed: int, stream: str, step: int, device: torch.device) -> t
 
 def _draw(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return int32 numbers, uniform from 0 to 65535, in the shape of a tensor."""
-    if generator.device.type != "cpu":
+    if not computes_on_cpu(generator.device):
         return torch.empty_like(like, dtype=torch.int32).random_(0, 2**16, generator=generator)
     # On a CPU a draw takes longer than the optimizer's arithmetic of an element: use all of its 64 bits.
     draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
@@ -44,7 +46,7 @@ def round_stochastically_(values: torch.Tensor, generator: torch.Generator) -> t
         ``values``.
     """
     noise = _draw(values, generator)
-    if values.device.type != "cpu":  # NaN of other devices has all bits set and would wrap around to -0
+    if not computes_on_cpu(values.device):  # NaN of other devices has all bits set and would wrap around to -0
         noise.masked_fill_(values.isnan(), 0)
     values.view(torch.int32).add_(noise).bitwise_and_(_UPPER_HALF)
     return values
