@@ -35,7 +35,7 @@ ROOM_BUDGET = {
     "torchtune/tokenizers": 25_550,
     "torchtune/training": 24_900,
     "torchtune/config": 18_550,
-    "torchtune/estimate": 19_150,
+    "torchtune/estimate": 19_500,
     "torchtune/data": 20_500,
     "torchtune/supervision": 15_000,
     "torchtune/_cli": 28_950,

@@ -1,10 +1,11 @@
 """Extrapolate the requirements of a run with all layers from simulations with few layers.
 
 Layers of one kind have the same modules, parameters and attention. The first simulation keeps the first and the last
-layers, and the last layer of every kind. For each kind with omitted layers, another simulation adds one layer of that
-kind. The difference of the two is the cost of an omitted layer: FLOPs, communication and memory grow by it.
+layers, and the last layer of every kind. The second one has more layers of each kind, in the ratio of the omitted ones:
+with ``n`` times these additional layers, the first one would have all. FLOPs, communication and memory grow by ``n``
+times the difference of the two.
 
-Memory is extrapolated moment by moment. A moment is the forward or backward pass of a layer that all simulations have,
+Memory is extrapolated moment by moment. A moment is the forward or backward pass of a layer that both simulations have,
 next to layers of the same size. Between the first and the last layers, memory is a straight line. The peak of the
 whole model may therefore be at another moment than the peak of a model with few layers.
 """
@@ -21,15 +22,13 @@ from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest
 from torchtune.estimate._observer import Observer, Work, magnitude
 from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, row_length
 from torchtune.estimate._simulate import Kept, check_simulated, simulate
-from torchtune.modules import text_decoder
+from torchtune.estimate._simulated_inputs import stacks
 from torchtune.training import SettingsView
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import simulated
 
 # Names of other models -> their settings.
 _SETTINGS = {"teacher": "teacher_model", "reference": "ref_model"}
-# Up to this number of omitted layers of a kind, keep them all instead of another simulation.
-_FEW = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Estimate:
         dims: parallel dimensions.
         length: tokens per row.
         length_is_assumed: whether ``length`` is a default, because the settings have no row length.
-        layers: number of layers of the model.
+        layers: number of layers of the model, including those of a vision tower.
         simulated: number of layers in each simulation.
         parameters: numbers of (all, trained) parameters.
         moments: peak memory of a device in each moment, in the order of the step.
@@ -113,7 +112,7 @@ def estimate_run(
         length,
         is_assumed,
         depth,
-        tuple(len(kept.get("model", range(depth))) for _, kept in parts),
+        tuple(sum(len(some) for (key, _), some in kept.items() if key == "model") or depth for _, kept in parts),
         tuple(map(sum, zip(*map(count_parameters, models.values()), strict=True))),
         _moments(runs),
         _work(runs),
@@ -145,7 +144,7 @@ def _group(cfg: SettingsView) -> int:
 
 
 def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1) -> list[tuple[float, Kept]]:
-    """Choose the layers of each simulation, and its weight in the sum of results.
+    """Choose the layers of one or two simulations, and their weights in the sum of results.
 
     Args:
         models: models on the meta device, by the name of their setting.
@@ -153,32 +152,47 @@ def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1
         ends: number of layers (or groups) to keep at both ends; more than 1 with FSDP, which prefetches a layer.
 
     Returns:
-        (weight, indices of the kept layers by setting) of each simulation.
+        (weight, indices of the kept layers by setting and stack) of each simulation.
     """
-    base, further = {}, []
-    for key, model in models.items():
-        base[key], more = _split(text_decoder(model), group, ends)
-        further += [(count, {key: sorted([*base[key], *one])}) for count, one in more]
-    kept: list[Kept] = [base, *(base | changed for _, changed in further)]
-    if sum(len(some) for one in kept for some in one.values()) >= sum(map(_depth, models.values())):
+    split = {
+        (key, name): _split(stack, group, ends)
+        for key, model in models.items()
+        for name, stack in stacks(model).items()
+    }
+    omitted = [len(groups) for _, kinds in split.values() for groups in kinds]
+    # Both simulations have the remainder, the second one the quotient: choose the factor with the fewest layers.
+    factor = min(
+        range(1, max(omitted, default=0) + 2), key=lambda n: sum(2 * (size % n) + size // n for size in omitted)
+    )
+
+    def keep(times: int) -> Kept:
+        found = {}
+        for where, (kept, kinds) in split.items():
+            counts = [len(kind) % factor + times * (len(kind) // factor) for kind in kinds]
+            added = (one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count])
+            found[where] = sorted(itertools.chain(*kept, *added))
+        return found
+
+    few, more = keep(0), keep(1)
+    if sum(map(len, (*few.values(), *more.values()))) >= sum(map(_depth, models.values())):
         return [(1, {})]
-    weights = [count for count, _ in further]
-    return list(zip([1 - sum(weights), *weights], kept, strict=True))
+    return [(1 - factor, few), (factor, more)]
 
 
 def _depth(model: nn.Module) -> int:
-    return len(getattr(text_decoder(model), "layers", ()))
+    return sum(len(stack.layers) for stack in stacks(model).values())
 
 
-def _split(decoder: nn.Module, group: int, ends: int) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
-    """Return the layers that all simulations keep, and (number omitted, one of them) for each kind."""
-    layers = list(getattr(decoder, "layers", ()))
+def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[tuple[int, ...]], list[list[tuple[int, ...]]]]:
+    """Return the groups of layers that both simulations keep, and the other ones by kind."""
+    layers, full = list(stack.layers), getattr(stack, "full_layers", ())
     groups = [tuple(range(len(layers)))[start : start + group] for start in range(0, len(layers), group)]
-    kinds: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
     for one in groups:
-        kinds.setdefault(tuple(_kind(layers[index]) for index in one), []).append(one)
-    kept, further = {*groups[:ends], *groups[-ends:], *(alike[-1] for alike in kinds.values())}, []
-    kept |= {one for one in groups if {*one} & {*getattr(decoder, "kv_sources", {}).values()}}
+        kinds.setdefault(tuple((_kind(layers[index]), index in full) for index in one), []).append(one)
+    kept = {*groups[:ends], *groups[-ends:], *(alike[-1] for alike in kinds.values())}
+    read_later = {*getattr(stack, "kv_sources", {}).values(), *getattr(stack, "deep_layers", ())}
+    kept |= {one for one in groups if {*one} & read_later}
     if ends > 1:  # keep neighbors of unequal size, because FSDP holds two neighbors at a time
         sizes = {one: magnitude(layers[one[-1]]) for one in groups}
         unlike = [at for at, pair in enumerate(itertools.pairwise(groups)) if sizes[pair[0]] != sizes[pair[1]]]
@@ -186,13 +200,7 @@ def _split(decoder: nn.Module, group: int, ends: int) -> tuple[list[int], list[t
         below, nearest = (sorted(some)[-ends - 1 : -ends] for some in (groups, kept))
         if [sizes[one] for one in below] != [sizes[one] for one in nearest]:
             kept |= {*below}
-    for alike in kinds.values():
-        left = [one for one in alike if one not in kept]
-        if len(left) > _FEW:
-            further.append((len(left), left[0]))
-        else:
-            kept |= {*left}
-    return sorted(index for one in kept for index in one), further
+    return kept, [[one for one in alike if one not in kept] for alike in kinds.values()]
 
 
 def _kind(layer: nn.Module) -> str:

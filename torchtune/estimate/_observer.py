@@ -23,7 +23,7 @@ from torchtune.estimate._fake_distributed import (
     unset_fake_temporarily,
 )
 from torchtune.estimate._ledger import Ledger, storages, weighted_sum
-from torchtune.modules import text_decoder
+from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import attention_pairs
 from torchtune.utils import is_on_host
 
@@ -126,19 +126,21 @@ class Observer(TorchDispatchMode):
             return func(*args)
         if any(kind not in _PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # a wrapper tensor: its inner operators are dispatched later
-        out = self._answer(func, args, kwargs) if self.fake else func(*args, **kwargs)
+        inputs = list(_tensors((args, kwargs)))
+        out = self._answer(func, args, kwargs, inputs) if self.fake else func(*args, **kwargs)
         if not self._quiet:
-            self._count(func, args, kwargs, out)
+            self._count(func, args, kwargs, inputs, out)
         return out
 
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _answer(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Run an operator, with placeholders for values that a fake tensor lacks."""
         first = args[0] if args else None
-        tensors = list(_tensors((args, kwargs)))
         is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
         if is_real and (func._overloadpacket is _aten.arange or (tensors and _is_small(tensors))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func._overloadpacket is _aten.random_:  # slow with fake tensors, and changes only values
+            return first
         if func is _aten._local_scalar_dense.default:
             return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 1
         if func is _aten.nonzero.default:
@@ -152,11 +154,10 @@ class Observer(TorchDispatchMode):
             return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
         return func(*args, **kwargs)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any) -> None:
         produced = list(_tensors(out))
         for tensor in produced:
             self.see(tensor, func)
-        inputs = list(_tensors((args, kwargs)))
         work = self.work[self.step, self.ledger.phase]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicates(work, func, args, kwargs, inputs)
@@ -165,7 +166,7 @@ class Observer(TorchDispatchMode):
             return
         dtype = (inputs if func._overloadpacket is _aten._scaled_mm else produced)[0].dtype
         flops = self._flops(func, args, kwargs, out)
-        if func in _COPIES and any(map(self.ledger.is_on_host, (*inputs, *produced))):
+        if func in _COPIES and len({*map(self.ledger.is_on_host, (*inputs, *produced))}) == 2:
             work.hosted["bytes"] += produced[0].numel() * produced[0].element_size()
             return
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *produced))
@@ -189,6 +190,8 @@ class Observer(TorchDispatchMode):
         ranks = _ranks_of(func, (*args, *kwargs.values()))
         if func.namespace == "_c10d_functional" and kind == "all-gather":
             size *= len(ranks)
+        if self.in_fsdp and self.offload:  # shards and their gradients are in host memory
+            work.hosted["bytes"] += size // len(ranks)
         calls, sizes = (work.collectives, work.sent) if self.in_fsdp else (work.waiting, work.awaited)
         calls[kind, ranks] += 1
         sizes[kind, ranks] += size
@@ -306,7 +309,7 @@ class Observer(TorchDispatchMode):
                         unsharded = getattr(parameter, "_unsharded_param", None)
                         self.ledger.mark(getattr(unsharded, "grad", None), "gradients")
                 self.in_fsdp += 1
-                self.path.append(f"FSDP of {getattr(group, '_module_fqn', None) or 'model'}")
+                self.path.append(f"FSDP of {_any_layer(getattr(group, '_module_fqn', None) or 'model')}")
                 try:
                     return method(group, *args, **kwargs)
                 finally:
@@ -352,15 +355,13 @@ class Observer(TorchDispatchMode):
 
     def loaded(self, model: torch.nn.Module, name: str) -> None:
         """Record a model after its weights are loaded."""
-        self._names |= {id(module): path or name for path, module in model.named_modules()}
-        self._names = {key: re.sub(r"(layers)\.\d+", r"\1.*", path) for key, path in self._names.items()}
-        decoder = text_decoder(model)
-        layers = getattr(decoder, "layers", ())
-        kept = getattr(decoder, "kept_layers", range(len(layers)))
-        sizes = [magnitude(layer) for layer in layers]
-        beside = zip([None, *sizes], [*sizes[1:], None], strict=False)
-        for layer, index, neighbors in zip(layers, kept, beside, strict=True):
-            self._layers[id(layer)] = f"{name} {index} {neighbors}"
+        self._names |= {id(module): _any_layer(path or name) for path, module in model.named_modules()}
+        for kind, stack in stacks(model).items():
+            kept = getattr(stack, "kept_layers", range(len(stack.layers)))
+            sizes = [magnitude(layer) for layer in stack.layers]
+            beside = zip([None, *sizes], [*sizes[1:], None], strict=False)
+            for layer, index, neighbors in zip(stack.layers, kept, beside, strict=True):
+                self._layers[id(layer)] = f"{name} {kind} {index} {neighbors}"
         for parameter in model.parameters():
             self.see(parameter)
             self._parameters.add(id(parameter))
@@ -369,6 +370,11 @@ class Observer(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(
                     lambda parameter: self.ledger.mark(parameter.grad, "gradients")
                 )
+
+
+def _any_layer(path: str) -> str:
+    """Return a module's path with * for the index of its layer, so that memory of alike layers is added up."""
+    return re.sub(r"(layers)\.\d+", r"\1.*", path)
 
 
 def _balanced(own: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:

@@ -139,6 +139,8 @@ def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
     ]
     if step_time(estimate.work.values(), device).hosted:
         lines.append(f"copies to host memory reach {_roofline.LINKS:.0%} of {_roofline.HOST_LINK / 1e9:.0f} GB/s")
+    if estimate.settings.fsdp_cpu_offload:
+        lines.append("the optimizer takes as long in host memory as on the device")
     if estimate.dims.world_size > 1:
         lines.append(
             f"messages reach {_roofline.LINKS:.0%} of {device.link:,.0f} GB/s within a machine of "

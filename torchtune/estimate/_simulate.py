@@ -22,8 +22,8 @@ from torchtune.training import SettingsView
 from torchtune.utils import simulated
 
 _HERE = _simulated_inputs.__name__
-# Layers to keep by the name of the model's setting; other models keep all layers.
-Kept = Mapping[str, Sequence[int]]
+# Layers to keep by the names of the model's setting and of the stack of layers; other models keep all layers.
+Kept = Mapping[tuple[str, str], Sequence[int]]
 
 
 def simulate(
@@ -71,8 +71,9 @@ def simulate(
     changes = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
     if kept:
         changes["model_converters"] = []
-    for key, layers in (kept or {}).items():
-        changes[key] = {"_component_": f"{_HERE}.shallow", "setting": key, "layers": list(layers)}
+    for key, stack in kept or {}:
+        layers = changes.setdefault(key, {"_component_": f"{_HERE}.shallow", "setting": key, "layers": {}})["layers"]
+        layers[stack] = list(kept[key, stack])
     rows = steps * cfg.batch_size * accumulated * dims.data_size
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())

@@ -14,6 +14,7 @@ from torchtune.checkpoints import CheckpointStore, materialize
 from torchtune.data import Images
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
+from torchtune.modules.vision_tower import VisionTower
 from torchtune.utils import UserError
 
 # Called with each model after its weights are loaded.
@@ -30,19 +31,33 @@ class SimulationError(UserError):
     """The run cannot be simulated."""
 
 
-def shallow(setting: str, layers: Sequence[int]) -> nn.Module:
-    """Return a copy of a setting's model with only these layers; other modules are kept."""
+def stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that have ``layers``: its text decoder and its vision tower, by name."""
+    found = {"text": text_decoder(model)}
+    if isinstance(model, ImageTextModel):
+        found["vision"] = model.encoder
+    return {name: stack for name, stack in found.items() if hasattr(stack, "layers")}
+
+
+def shallow(setting: str, layers: Mapping[str, Sequence[int]]) -> nn.Module:
+    """Return a copy of a setting's model with only these layers of its stacks; other modules are kept."""
     model = built.get()[setting]
-    decoder, every = text_decoder(model), text_decoder(model).layers
-    decoder.layers = nn.ModuleList(every[index] for index in layers)
+    every = {name: stack.layers for name, stack in stacks(model).items()}
     try:
+        for name, stack in stacks(model).items():
+            stack.layers = nn.ModuleList(every[name][index] for index in layers[name])
         found = copy.deepcopy(model)
     finally:
-        decoder.layers = every
-    decoder = text_decoder(found)
-    decoder.kept_layers = tuple(layers)
-    if sources := getattr(decoder, "kv_sources", None):
-        decoder.kv_sources = {layers.index(to): layers.index(of) for to, of in sources.items() if to in layers}
+        for name, stack in stacks(model).items():
+            stack.layers = every[name]
+    for name, stack in stacks(found).items():
+        stack.kept_layers = tuple(layers[name])
+        place = {index: at for at, index in enumerate(layers[name])}
+        if sources := getattr(stack, "kv_sources", None):
+            stack.kv_sources = {place[to]: place[of] for to, of in sources.items() if to in place}
+        if isinstance(stack, VisionTower):
+            stack.full_layers = frozenset(place[index] for index in stack.full_layers if index in place)
+            stack.deep_layers = tuple(place[index] for index in stack.deep_layers)
     return found
 
 

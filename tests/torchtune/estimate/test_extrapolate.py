@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import tiny_images
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.estimate.measured import FULL, FULL_MANY, LORA, LORA_MANY
 from tests.torchtune.models.published import PUBLISHED
@@ -34,8 +35,21 @@ CASES: dict[str, tuple[str, int, str, int, dict[str, Any]]] = {
     "dense and experts, fsdp": (EXPERTS, 12, LORA_MANY, 8, {"model_converters": [ADAPTER], **RECOMPUTE}),
     "hybrid lora": (HYBRID, 16, LORA, 1, {"model_converters": [ADAPTER]}),
     "hybrid experts, fsdp": (HYBRID, 16, FULL_MANY, 8, RECOMPUTE),
+    "image windows": ("qwen2_5_vl", 20, FULL, 1, {}),
+    "images of several depths, fsdp": ("qwen3_vl", 24, FULL_MANY, 8, RECOMPUTE),
     "offloaded": (DENSE, 10, FULL_MANY, 8, {"fsdp_cpu_offload": True, **RECOMPUTE}),
 }
+
+
+def describe(model: str, layers: int) -> dict[str, Any]:
+    """``config.json``; of models with a vision tower, half of the layers are there."""
+    if model in PUBLISHED:
+        return PUBLISHED[model] | {"num_hidden_layers": layers}
+    config = tiny_images.CONFIGS[model]()
+    config.text_config.num_hidden_layers = config.vision_config.depth = layers // 2
+    config.text_config.max_position_embeddings = 4096
+    config.text_config.layer_types = ["full_attention"] * (layers // 2)
+    return config.to_dict() | {"architectures": [type(config).__name__.replace("Config", "ForConditionalGeneration")]}
 
 
 @pytest.fixture
@@ -44,8 +58,7 @@ def load(tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
 
     def loaded(model: str, layers: int, recipe: str, settings: dict[str, Any], length: int = 2048) -> tuple[Any, Any]:
         (tmp_path / "checkpoint").mkdir()
-        described = PUBLISHED[model] | {"num_hidden_layers": layers}
-        (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(described))
+        (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(describe(model, layers)))
         main = load_recipe(recipe, tmp_path).recipe_main
         config = write_config(recipe, tmp_path, tmp_path / "never", dtype="bf16", **settings)
         return main, load_and_check(config, [f"tokenizer.max_seq_len={length}"], main)
@@ -74,6 +87,17 @@ def test_few_layers_tell_of_all(name: str, load: Callable[..., tuple[Any, Any]])
     assert sent(few) == pytest.approx(sent(whole), rel=1e-3)
     assert few.host == pytest.approx(whole.host, rel=0.01)
     assert few.parameters == whole.parameters
+
+
+def test_offloaded_shards_are_copied_to_the_device_and_their_gradients_back(
+    load: Callable[..., tuple[Any, Any]],
+) -> None:
+    main, cfg = load(DENSE, 10, FULL_MANY, {"fsdp_cpu_offload": True, **RECOMPUTE})
+    found = estimate_run(main, cfg, 8)
+    shard, embedding = (count / 8 for count in (found.parameters[0], 128_256 * 2048))
+    twice = 2 * (2 * shard - embedding)  # bytes in bf16, for both passes; the root module stays gathered
+    copied = sum(work.hosted["bytes"] for work in found.work.values())
+    assert copied == pytest.approx(twice + 4 * shard, rel=0.02)  # gradients are summed in fp32
 
 
 @pytest.mark.parametrize(("recipe", "processes"), [(FULL, 1), (FULL_MANY, 8)])
@@ -106,11 +130,11 @@ def test_states_are_there_from_the_set_up_on() -> None:
 
 def chosen(kinds: str, **more: Any) -> list[tuple[float, str]]:
     """Weights, and the layers that are kept."""
-    layers = nn.ModuleList(nn.Linear(1, "ab".index(kind) + 1) for kind in kinds)
+    layers = nn.ModuleList(nn.Linear(1, "abc".index(kind) + 1) for kind in kinds)
     model = nn.Module()
     model.layers = layers
     found = choose_layers({"model": model}, **more)
-    return [(weight, " ".join(map(str, kept.get("model", ["all"])))) for weight, kept in found]
+    return [(weight, " ".join(map(str, kept.get(("model", "text"), ["all"])))) for weight, kept in found]
 
 
 def test_the_layers_that_are_kept() -> None:
@@ -118,6 +142,18 @@ def test_the_layers_that_are_kept() -> None:
     assert chosen("a" * 32, ends=2) == [(-27, "0 1 30 31"), (28, "0 1 2 30 31")]
     assert chosen("b" + "a" * 9) == [(-7, "0 9"), (8, "0 1 9")]
     assert chosen("bbb" + "a" * 16) == [(-14, "0 1 2 18"), (15, "0 1 2 3 18")]
-    assert chosen("aaab" * 8) == [(-28, "0 30 31"), (22, "0 1 30 31"), (7, "0 3 30 31")]
+    assert chosen("aaab" * 8) == [(-6, "0 1 30 31"), (7, "0 1 2 3 4 5 30 31")]  # 22 and 7 are omitted
     assert chosen("a" * 15, group=2) == [(-4, "0 1 12 13 14"), (5, "0 1 2 3 12 13 14")]
-    assert chosen("abba") == [(1, "all")]
+    assert chosen("abba") == chosen("aa") == [(1, "all")]
+
+
+def test_layers_of_all_models_are_extrapolated_at_once() -> None:
+    def model(layers: int) -> nn.Module:
+        found = nn.Module()
+        found.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+        return found
+
+    (less, few), (more, many) = choose_layers({"model": model(22), "teacher": model(42)})
+    counts = [{name: len(kept) for (name, _), kept in one.items()} for one in (few, many)]
+    assert counts == [{"model": 2, "teacher": 2}, {"model": 3, "teacher": 4}]
+    assert (less, more) == (-19, 20)
