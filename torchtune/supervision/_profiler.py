@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from torchtune.supervision._overlap import write_overlap
 from torchtune.utils import UserError, get_logger, get_world_size_and_rank, verbose_profiling
 
 PROFILER_KEY = "profiler"
@@ -30,8 +29,7 @@ def trace_handler(
 
     Args:
         prof: a profiler at the end of its window.
-        output_dir: output folder for ``iteration_{step}/rank{r}_trace.json`` and ``rank{r}_key_averages.txt``; with GPU
-            kernels also ``rank{r}_overlap.json``, the share of communication that does not overlap with computation.
+        output_dir: output folder for ``iteration_{step}/rank{r}_trace.json`` and ``rank{r}_key_averages.txt``.
         metric: sort key of the table.
         row_limit: number of rows of the table.
     """
@@ -39,12 +37,7 @@ def trace_handler(
     folder = Path(output_dir) / f"iteration_{prof.step_num}"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    trace = folder / f"rank{rank}_trace.json"
-    prof.export_chrome_trace(str(trace))
-    if ProfilerActivity.CUDA in prof.activities:
-        overlap = write_overlap(trace, folder / f"rank{rank}_overlap.json")
-        if overlap is not None:
-            get_logger().info(f"Rank {rank} in {folder.name}: {overlap}.")
+    prof.export_chrome_trace(str(folder / f"rank{rank}_trace.json"))
     if prof.profile_memory and torch.cuda.is_available():
         prof.export_memory_timeline(str(folder / f"rank{rank}_memory-timeline.html"))
     if prof.with_stack:

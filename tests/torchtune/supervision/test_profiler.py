@@ -1,11 +1,9 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from torchtune import training
-from torchtune.supervision._overlap import overlap_of, write_overlap
 from torchtune.utils import UserError
 
 
@@ -65,46 +63,3 @@ def test_mistakes(tmp_path):
 def test_a_section_of_a_config(tmp_path):
     profiler = training.profiler_from_config({"enabled": True, "output_dir": str(tmp_path), "cuda": False})
     assert isinstance(profiler, torch.profiler.profile)
-
-
-def kernel(name: str, start: float, end: float, category: str = "kernel") -> dict:
-    """A complete event as torch's profiler exports it."""
-    event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 7, "ts": start, "dur": end - start}
-    return {**event, "args": {"stream": 7, "device": 0, "correlation": 1}}
-
-
-def write_trace(path: Path, *events: dict) -> Path:
-    path.write_text(json.dumps({"schemaVersion": 1, "deviceProperties": [], "traceEvents": list(events)}))
-    return path
-
-
-def test_communication_that_nothing_hides(tmp_path):
-    gather, gemm = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ampere_bf16_s16816gemm"
-    trace = write_trace(
-        tmp_path / "trace.json",
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
-        kernel("nccl:all_gather", 0, 5000, "cpu_op"),
-        kernel(gemm, 1000, 1400),
-        kernel(gather, 1300, 1500),
-        kernel("ncclDevKernel_ReduceScatter_Sum_bf16", 1450, 1600),
-        kernel(gemm, 1700, 1800),
-        kernel("elementwise", 1750, 1850),
-        kernel("Memcpy HtoD (Pinned -> Device)", 1850, 1900, "gpu_memcpy"),
-        kernel("Memcpy PtoP", 1900, 2000, "gpu_memcpy"),
-        {"ph": "i", "cat": "kernel", "name": gemm, "ts": 9000},
-    )
-    overlap = write_overlap(trace, tmp_path / "overlap.json")
-    assert overlap.seconds == pytest.approx(1e-3)
-    assert overlap.compute == pytest.approx((400 + 150) / 1000)
-    assert overlap.communication == pytest.approx((300 + 100) / 1000)
-    assert overlap.exposed == pytest.approx((200 + 100) / 1000)
-    assert overlap.idle == pytest.approx(150 / 1000)
-    assert str(overlap) == "30.0% of the time is communication alone, 10.0% is hidden behind computation, 15.0% is idle"
-    assert json.loads((tmp_path / "overlap.json").read_text())["exposed"] == 0.3
-
-
-def test_no_kernels_no_overlap(tmp_path):
-    trace = write_trace(tmp_path / "trace.json", kernel("aten::mm", 0, 10, "cpu_op"))
-    assert overlap_of(trace) is None
-    assert write_overlap(trace, tmp_path / "overlap.json") is None
-    assert not (tmp_path / "overlap.json").exists()
