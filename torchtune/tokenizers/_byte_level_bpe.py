@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torchtune.data import DataError
 from torchtune.tokenizers._cached_bpe import WordEncoder
 from torchtune.tokenizers._protocols import check_text
-from torchtune.tokenizers._tokenizer_files import broken_file, read_json, read_text
+from torchtune.tokenizers._tokenizer_files import read_json, read_text
 from torchtune.tokenizers._turns import decode_around
 
 
@@ -20,8 +20,9 @@ def _read_merges(path: str) -> list[tuple[str, str]]:
             continue
         pair = line.rstrip("\r").split(" ")
         if len(pair) != 2:
-            message = f"merges file {path} is broken at line {number}: two parts are expected, not {line[:40]!r}."
-            raise broken_file(path, "a merges.txt", message)
+            raise DataError(
+                f"merges file {path} is broken at line {number}: two parts are expected, not {line[:40]!r}."
+            )
         merges.append((pair[0], pair[1]))
     return merges
 
@@ -45,8 +46,7 @@ class ByteLevelBPE:
     ) -> None:
         vocab: Any = read_json(vocab_path, "vocabulary file")
         if not isinstance(vocab, dict) or not all(isinstance(token_id, int) for token_id in vocab.values()):
-            message = f"vocabulary file {vocab_path} is not a mapping token -> id."
-            raise broken_file(vocab_path, "a vocab.json", message)
+            raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
         merges = _read_merges(merges_path)
         for left, right in merges:
             if not {left, right, left + right} <= vocab.keys():

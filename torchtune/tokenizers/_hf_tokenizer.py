@@ -1,6 +1,5 @@
 """Tokenizers from a Hugging Face ``tokenizer.json``."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from torchtune.data import DataError
 from torchtune.tokenizers._guard import GuardedEncoder, TextGuard
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import broken_file, read_json, read_text
+from torchtune.tokenizers._tokenizer_files import read_json
 
 # Keys of special tokens in tokenizer_config.json.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -31,16 +30,11 @@ def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _load(path: str | Path) -> Tokenizer:
-    text = read_text(path, "tokenizer file")
+    read_json(path, "tokenizer file")
     try:
-        json.loads(text)
-        tokenizer = Tokenizer.from_str(text)
-    except json.JSONDecodeError as error:
-        message = f"tokenizer file {path} is broken at line {error.lineno} ({error.msg}): download it again."
-        raise broken_file(path, "a tokenizer.json", message) from error
+        tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
     except Exception as error:  # the tokenizers package raises a plain Exception
-        message = f"tokenizer file {path} is not one that the tokenizers package reads: {error}."
-        raise broken_file(path, "a tokenizer.json", message) from error
+        raise DataError(f"tokenizer file {path} is not one that the tokenizers package reads: {error}.") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -2,8 +2,9 @@
 
 from sentencepiece import SentencePieceProcessor
 
+from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import broken_file, existing_file
+from torchtune.tokenizers._tokenizer_files import existing_file
 
 WHITESPACE_CHARS = [" ", "\n", "\t", "\r", "\v"]
 
@@ -28,8 +29,7 @@ class SentencePieceBaseTokenizer(BaseTokenizer):
         try:
             self.spm_model.Load(str(file))
         except (OSError, RuntimeError, TypeError) as error:
-            message = f"tokenizer file {path} is not a SentencePiece model: download it again."
-            raise broken_file(path, "a SentencePiece model", message) from error
+            raise DataError(f"tokenizer file {path} is not a SentencePiece model: download it again.") from error
         self.vocab_size: int = self.spm_model.vocab_size()
         self.bos_id: int = self.spm_model.bos_id()
         self.eos_id: int = self.spm_model.eos_id()

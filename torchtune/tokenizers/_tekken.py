@@ -6,9 +6,10 @@ from typing import Any
 
 from tiktoken import Encoding
 
+from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
 from torchtune.tokenizers._tiktoken import chunks
-from torchtune.tokenizers._tokenizer_files import broken_file, read_json
+from torchtune.tokenizers._tokenizer_files import read_json
 
 # Control tokens of the first releases, which their files do not list.
 _FIRST_CONTROL = (
@@ -45,8 +46,7 @@ class TekkenTokenizer(BaseTokenizer):
             self.special_tokens = {entry["token_str"]: int(entry["rank"]) for entry in listed}
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            message = f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error})."
-            raise broken_file(path, "a tekken.json", message) from error
+            raise DataError(f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error}).") from error
         # The file lists more tokens than the model has.
         ranks = {token: rank for token, rank in ranks.items() if rank < self.vocab_size - self.num_control}
         self._encoding = Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from tiktoken import Encoding
 
+from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import broken_file, existing_file
+from torchtune.tokenizers._tokenizer_files import existing_file
 
 # Longer inputs make tiktoken's regular expressions take quadratic time or overflow the stack.
 MAX_ENCODE_CHARS = 400_000
@@ -31,11 +32,10 @@ def read_ranks(path: str) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error) as error:
-                message = (
+                raise DataError(
                     f"tokenizer file {path} is broken at line {number}: a token in base64 and its rank are expected; "
                     "download it again."
-                )
-                raise broken_file(path, "a file of tiktoken's ranks", message) from error
+                ) from error
     return ranks
 
 

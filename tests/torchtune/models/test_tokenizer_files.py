@@ -1,4 +1,4 @@
-"""Every tokenizer is built from its own kind of file, and says what another kind is."""
+"""Every tokenizer is built from its own kind of file, and refuses another kind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,16 +31,6 @@ KINDS = {
     "vocab.json": "vocab.json",
     "merges": "merges.txt",
     "pointer": "pointer.model",
-}
-# What the error says of each.
-SAID = {
-    "pieces": "a SentencePiece model",
-    "ranks": "a file of tiktoken's ranks",
-    "tekken.json": "a tekken.json",
-    "tokenizer.json": "a tokenizer.json",
-    "vocab.json": "a vocab.json",
-    "merges": "a merges.txt",
-    "pointer": "a pointer of Git LFS",
 }
 # Builder -> (kinds that it reads, how it is called with the folder and a file).
 BUILDERS: dict[Callable[..., Any], tuple[tuple[str, ...], Callable[[Any, Path, str], Any]]] = {
@@ -79,15 +69,15 @@ def test_kinds_of_files(builder: Callable[..., Any], folder: Path) -> None:
             tokens, mask = call(builder, folder, str(folder / name)).tokenize_messages(CHAT)
             assert len(tokens) == len(mask) > mask.count(False) > 0
         else:
-            with pytest.raises(DataError, match=f" is {SAID[kind]}, not (a|JSON|text).*: ") as error:
+            with pytest.raises(DataError, match=f"file .*{name} ") as error:
                 call(builder, folder, str(folder / name))
             assert str(error.value).count("\n") == 0
 
 
 def test_a_merges_file_of_another_kind(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"is a tokenizer\.json, not a merges\.txt: "):
+    with pytest.raises(DataError, match=r"tokenizer\.json is broken at line 1: two parts are expected"):
         phi4_tokenizer(str(folder / "vocab.json"), str(folder / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"is a vocab\.json, not a tokenizer\.json: "):
+    with pytest.raises(DataError, match=r"vocab\.json has no 'added_tokens': it is not a tokenizer\.json"):
         qwen2_tokenizer(str(folder / "vocab.json"), special_tokens_path=str(folder / "vocab.json"))
 
 
