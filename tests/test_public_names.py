@@ -10,7 +10,7 @@ import yaml
 from torchtune.config._locate import locate
 from torchtune.config._signature import accepts
 
-FACE = yaml.safe_load((Path(__file__).parent / "public_names.yaml").read_text())
+FACE = yaml.load((Path(__file__).parent / "public_names.yaml").read_text(), yaml.CSafeLoader)
 
 
 def absent(package: str) -> set[str]:

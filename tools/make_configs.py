@@ -40,13 +40,13 @@ class Template(string.Template):
 @functools.cache
 def methods() -> dict[str, dict[str, Any]]:
     """The table of methods."""
-    return yaml.safe_load((SOURCES / "methods.yaml").read_text())
+    return yaml.load((SOURCES / "methods.yaml").read_text(), yaml.CSafeLoader)
 
 
 @functools.cache
 def models() -> dict[str, Any]:
     """The table of models, with its families and the configs with a name of their own."""
-    return yaml.safe_load((SOURCES / "models.yaml").read_text())
+    return yaml.load((SOURCES / "models.yaml").read_text(), yaml.CSafeLoader)
 
 
 def builder(model: str) -> str:

@@ -77,7 +77,7 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
     tokenizers: dict[str, set[str]] = defaultdict(set)
     folder = ROOT / "recipes" / "configs"
     for path in sorted(folder.rglob("*.yaml")):
-        config = yaml.safe_load(path.read_text())
+        config = yaml.load(path.read_text(), yaml.CSafeLoader)
         model = (config.get("model") or config["policy_model"])["_component_"]
         tokenizer = config.get("tokenizer", {}).get("_component_", "")
         module, _, builder = model.rpartition(".")
