@@ -25,6 +25,7 @@ import os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
+import neighbour
 from torchtune import config, training, utils
 
 
@@ -40,6 +41,7 @@ def recipe_main(cfg: Settings) -> int:
     if cfg.todo.isdigit():
         return int(cfg.todo)
     if cfg.todo == "all":
+        Path(f"{rank} of {os.environ['WORLD_SIZE']}: {neighbour.WORD}").touch()
         raise utils.UserError("every rank lacks it.")
     if cfg.todo == "mistake":
         import torch  # here: most of what is done needs none, and starts at once
@@ -220,6 +222,7 @@ class Launched:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(RECIPE)
+    (tmp_path / "neighbour.py").write_text('WORD = "hello"\n')
     (tmp_path / "own.yaml").write_text("todo: wait\n")
     return tmp_path
 
@@ -262,14 +265,14 @@ def test_a_mistake_on_one_process_ends_all(folder):
     assert said[-1].startswith("error: ")
 
 
-def test_a_mistake_that_all_find_is_said_once_and_last(folder):
+def test_processes_import_from_the_folder_and_a_mistake_that_all_find_is_said_once_and_last(folder):
     """In a process of its own: nothing else is printed, from its start to its end."""
-    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, *OWN, "todo='all'"], cwd=folder, stderr=subprocess.PIPE, text=True, timeout=300, check=False
-    )
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", *OWN, "todo='all'"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stderr
+    assert done.stdout == "Running with torchrun...\n"
     assert done.stderr.splitlines() == ["error: every rank lacks it."]
+    assert {path.name for path in folder.glob("* of *")} == {"0 of 2: hello", "1 of 2: hello"}
 
 
 def test_a_machine_that_does_not_come(folder):
