@@ -64,11 +64,11 @@ class Forker:
         self.process.start()
         other.close()
 
-    def start(self, name: str | Path, config: Path, *overrides: str, ranks: int = 1) -> list[int]:
+    def start(self, name: str | Path, config: Path, *overrides: str, ranks: int = 1, **environment: str) -> list[int]:
         """Start a recipe, given its name or its file; return the pids of its ranks."""
         recipe = name if isinstance(name, Path) else RECIPES / f"{current_name(name)}.py"
         argv = ["--config", str(config), *overrides]
-        return self.start_script(recipe, argv, config.with_suffix(".out"), ranks)
+        return self.start_script(recipe, argv, config.with_suffix(".out"), ranks, **environment)
 
     def start_script(self, path: Path, argv: list[str], output: Path, ranks: int, **environment: str) -> list[int]:
         """Start ``python path argv`` in the current folder; return the pids of its ranks."""
@@ -219,16 +219,19 @@ def kill_and_resume(
         output_dir = folder / f"killed_{seed}_{run}"
         config = write_config(name, folder, output_dir, **SETTINGS)
         while not (output_dir / f"step_{max(expected)}").exists():
-            life = ended.total()
+            life, before = ended.total(), steps_logged(output_dir)
+            saved = [int(path.parent.name.split("_")[1]) for path in output_dir.glob("step_*/.complete")]
             kind, behind, together = MOMENTS[life % len(MOMENTS)], life // 2 % 2 == 1, rng.random() < 0.5
-            overrides = ("resume_from_checkpoint=True", f"enable_async_checkpointing={behind}")
-            pids = forker.start(name, config, *overrides, ranks=2)
+            # Later lives go on by themselves, as the workers of an agent of torchrun that starts them again.
+            environment = {"TORCHELASTIC_RESTART_COUNT": str(life)}
+            pids = forker.start(name, config, f"enable_async_checkpointing={behind}", ranks=2, **environment)
             killed = life < kills and wait_for(partial(moment(kind, rng), output_dir), pids)
             if killed:
                 kill(pids, rng, all_at_once=together)
                 ended[f"{kind}, {'all ranks' if together else 'one rank'}{', async' if behind else ''}"] += 1
             codes = forker.wait()
             assert (-signal.SIGKILL in codes) if killed else codes == [0, 0], said(config)
+            assert all(record["step"] > max(saved, default=0) for record in read_log(output_dir)[before:]), said(config)
         assert losses(output_dir) == expected
         if ended.total() >= kills:
             return ended

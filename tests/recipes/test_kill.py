@@ -11,7 +11,7 @@ import pytest
 
 from tests.recipes import killing
 from tests.recipes.killing import SETTINGS, Forker, losses, said, steps_logged
-from tests.recipes.runs import RECIPES, TRAINING, read_log, write_config
+from tests.recipes.runs import TRAINING, write_config
 
 ALONE = [name for name in TRAINING if name.endswith("single_device")]
 SEVERAL = [name for name in TRAINING if name.endswith("distributed")]
@@ -54,8 +54,8 @@ def test_killed_at_random_steps(forker, whole):
 
         return lambda output: killing.after(extra, seen, output)
 
-    kills = [after_steps(rng.randint(2, 6)) for _ in range(5)]
-    assert kill_and_resume(forker, whole, "random", kills) >= 5
+    kills = [after_steps(rng.randint(2, 6)) for _ in range(3)]
+    assert kill_and_resume(forker, whole, "random", kills) == 3
 
 
 def test_killed_during_saves(forker, whole):
@@ -73,8 +73,8 @@ def test_killed_during_saves(forker, whole):
 
         return condition
 
-    kills = [during_save(rng.uniform(0, 0.03), rng.randint(1, 2)) for _ in range(6)]
-    assert kill_and_resume(forker, whole, "saves", kills) >= 4
+    kills = [during_save(rng.uniform(0, 0.03), rng.randint(1, 2)) for _ in range(4)]
+    assert kill_and_resume(forker, whole, "saves", kills) >= 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -108,25 +108,3 @@ def test_ranks_that_are_killed(forker, whole_on_two):
     name, folder, expected = whole_on_two
     ended = killing.kill_and_resume(forker, name, folder, expected, kills=3, seed=SEVERAL.index(name))
     assert ended.total() == 3
-
-
-@pytest.mark.slow
-def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(forker, whole_on_two, tmp_path):
-    """It dies after a checkpoint: the second life goes on by itself."""
-    name, folder, expected = whole_on_two
-    death = (
-        "import os, signal; dies = [('0', '0', 8)]; own = os.environ; "
-        "(own['TORCHELASTIC_RESTART_COUNT'], own['RANK'], self.global_step) in dies and os.kill(os.getpid(), 9)"
-    )
-    place = "                self.global_step += 1\n"
-    source = (RECIPES / f"{name}.py").read_text()
-    assert source.count(place) == 1
-    recipe, output_dir = tmp_path / "mine.py", tmp_path / "output"
-    recipe.write_text(source.replace(place, f"{place}{' ' * 16}{death}\n"))
-    config = write_config(name, folder, output_dir, **SETTINGS)
-    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
-    forker.start_torchrun(options, str(recipe), config, config.with_suffix(".out"))
-    assert forker.wait() == [0], said(config)
-    assert losses(output_dir) == expected
-    logged = [record["step"] for record in read_log(output_dir) if "loss" in record]
-    assert logged == [*range(1, 8), *range(7, len(expected) + 1)]
