@@ -91,13 +91,7 @@ _LFM2_AT = {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}
 
 _LLAMA2_7B = _sizes(32_000, 4096, 11_008, 32, 32, 32, 4096, 1e-5, 10_000.0)
 _LLAMA3_8B = _sizes(128_256, 4096, 14_336, 32, 32, 8, 8192, 1e-5, 500_000.0)
-_LLAMA3_70B = _sizes(128_256, 8192, 28_672, 80, 64, 8, 8192, 1e-5, 500_000.0)
 _MISTRAL_7B = _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 10_000.0)
-_LONG = {"max_position_embeddings": 131_072}
-
-
-def _longer(sizes: Config) -> Config:
-    return {**sizes, **_LONG}
 
 
 def _qwen2(width: int, ffn: int, layers: int, heads: int, kv: int, *, long: bool = False, eps: float = 1e-6) -> Config:
@@ -133,9 +127,6 @@ PUBLISHED: dict[str, Config] = {
     "phi3_mini": _of("Phi3", _sizes(32_064, 3072, 8192, 32, 32, 32, 4096, 1e-5, 1e4), sliding_window=2047),
     "phi4_14b": _of("Phi3", _sizes(100_352, 5120, 17_920, 40, 40, 10, 16_384, 1e-5, 250_000.0)),
     "olmo2_1b": _of("Olmo2", _sizes(100_352, 2048, 8192, 16, 16, 16, 4096, 1e-6, 5e5)),
-    "olmo2_7b": _of("Olmo2", _sizes(100_352, 4096, 11_008, 32, 32, 32, 4096, 1e-6, 5e5)),
-    "olmo2_13b": _of("Olmo2", _sizes(100_352, 5120, 13_824, 40, 40, 40, 4096, 1e-6, 5e5)),
-    "olmo2_32b": _of("Olmo2", _sizes(100_352, 5120, 27_648, 64, 40, 8, 4096, 1e-6, 5e5)),
     "olmo3_7b": _of("Olmo3", _sizes(100_278, 4096, 11_008, 32, 32, 32, 65_536, 1e-6, 5e5), **_OLMO3),
     "olmo3_32b": _of("Olmo3", _sizes(100_278, 5120, 27_648, 64, 40, 8, 65_536, 1e-6, 5e5), **_OLMO3),
     "smollm3_3b": _of("SmolLM3", _sizes(128_256, 2048, 11_008, 36, 16, 4, 65_536, 1e-6, 5e6), True),
@@ -191,18 +182,12 @@ PUBLISHED: dict[str, Config] = {
     "glm4_32b_0414": _of("Glm4", _sizes(151_552, 6144, 23_040, 61, 48, 8, 32_768, 1e-5, 1e4), head_dim=128)
     | {"attention_bias": False},
     "llama2_7b": _of("Llama", _LLAMA2_7B),
-    "llama2_13b": _of("Llama", _sizes(32_000, 5120, 13_824, 40, 40, 40, 4096, 1e-5, 1e4)),
-    "llama2_70b": _of("Llama", _sizes(32_000, 8192, 28_672, 80, 64, 8, 4096, 1e-5, 1e4)),
     "llama2_reward_7b": _of("Llama", _LLAMA2_7B)
     | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1},
     "mistral_reward_7b": _of("Mistral", _MISTRAL_7B, sliding_window=None)
     | {"architectures": ["MistralForSequenceClassification"], "num_labels": 1},
     "llama3_8b": _of("Llama", _LLAMA3_8B),
-    "llama3_70b": _of("Llama", _LLAMA3_70B),
-    "llama3_1_8b": _of("Llama", _longer(_LLAMA3_8B), rope_scaling=_LLAMA3_ROPE),
-    "llama3_1_70b": _of("Llama", _longer(_LLAMA3_70B), rope_scaling=_LLAMA3_ROPE),
-    "llama3_1_405b": _of("Llama", _sizes(128_256, 16_384, 53_248, 126, 128, 8, 131_072, 1e-5, 5e5))
-    | {"rope_scaling": _LLAMA3_ROPE},
+    "llama3_1_8b": _of("Llama", _LLAMA3_8B, rope_scaling=_LLAMA3_ROPE) | {"max_position_embeddings": 131_072},
     "llama3_2_1b": _of("Llama", _sizes(128_256, 2048, 8192, 16, 32, 8, 131_072, 1e-5, 5e5), True, head_dim=64)
     | {"rope_scaling": _LLAMA3_2_ROPE},
     "llama3_2_3b": _of("Llama", _sizes(128_256, 3072, 8192, 28, 24, 8, 131_072, 1e-5, 5e5), True, head_dim=128)
@@ -211,16 +196,11 @@ PUBLISHED: dict[str, Config] = {
     "mistral_7b_v0_3": _of("Mistral", _sizes(32_768, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), sliding_window=None),
     "mistral_nemo_12b": _of("Mistral", _sizes(131_072, 5120, 14_336, 40, 32, 8, 131_072, 1e-5, 1e6), head_dim=128)
     | {"sliding_window": None},
-    "mistral_small_22b": _of("Mistral", _sizes(32_768, 6144, 16_384, 56, 48, 8, 32_768, 1e-5, 1e6), head_dim=128)
-    | {"sliding_window": None},
     "mistral_small_24b": _of("Mistral", _sizes(131_072, 5120, 32_768, 40, 32, 8, 32_768, 1e-5, 1e8), head_dim=128)
     | {"sliding_window": None},
     "mistral_small_3_1_24b": _of("Mistral", _sizes(131_072, 5120, 32_768, 40, 32, 8, 131_072, 1e-5, 1e9), head_dim=128)
     | {"sliding_window": None},
-    "ministral_8b": _of("Mistral", _sizes(131_072, 4096, 12_288, 36, 32, 8, 32_768, 1e-5, 1e8), head_dim=128)
-    | {"sliding_window": None},  # in the file 32,768, the whole length
     "code_llama2_7b": _of("Llama", _sizes(32_016, 4096, 11_008, 32, 32, 32, 16_384, 1e-5, 1e6)),
-    "code_llama2_13b": _of("Llama", _sizes(32_016, 5120, 13_824, 40, 40, 40, 16_384, 1e-5, 1e6)),
     "code_llama2_34b": _of("Llama", _sizes(32_000, 8192, 22_016, 48, 64, 8, 16_384, 1e-5, 1e6)),
     "seed_oss_36b": _of("SeedOss", _sizes(155_136, 5120, 27_648, 64, 80, 8, 524_288, 1e-6, 1e7), head_dim=128),
     "qwen2_7b": _qwen2(3584, 18_944, 28, 28, 4),
@@ -229,26 +209,13 @@ PUBLISHED: dict[str, Config] = {
     "qwen2_5_0_5b": _qwen2(896, 4864, 24, 14, 2),
     "qwen2_5_1_5b_base": _qwen2(1536, 8960, 28, 12, 2, long=True),
     "qwen2_5_1_5b_instruct": _qwen2(1536, 8960, 28, 12, 2),
-    "qwen2_5_3b": _qwen2(2048, 11_008, 36, 16, 2),
     "qwen2_5_7b_base": _qwen2(3584, 18_944, 28, 28, 4, long=True),
     "qwen2_5_7b_instruct": _qwen2(3584, 18_944, 28, 28, 4),
     "qwen2_5_14b_base": _qwen2(5120, 13_824, 48, 40, 8, long=True, eps=1e-5),
-    "qwen2_5_14b_instruct": _qwen2(5120, 13_824, 48, 40, 8),
-    "qwen2_5_32b_base": _qwen2(5120, 27_648, 64, 40, 8, long=True, eps=1e-5),
-    "qwen2_5_32b_instruct": _qwen2(5120, 27_648, 64, 40, 8),
-    "qwen2_5_72b_base": _qwen2(8192, 29_568, 80, 64, 8, long=True, eps=1e-5),
-    "qwen2_5_72b_instruct": _qwen2(8192, 29_568, 80, 64, 8),
     "qwen3_0_6b_base": _qwen3(1024, 3072, 28, 16, base=True),
     "qwen3_0_6b_instruct": _qwen3(1024, 3072, 28, 16),
-    "qwen3_1_7b_base": _qwen3(2048, 6144, 28, 16, base=True),
-    "qwen3_1_7b_instruct": _qwen3(2048, 6144, 28, 16),
-    "qwen3_4b_base": _qwen3(2560, 9728, 36, 32, base=True),
-    "qwen3_4b_instruct": _qwen3(2560, 9728, 36, 32),
     "qwen3_8b_base": _qwen3(4096, 12_288, 36, 32, base=True),
     "qwen3_8b_instruct": _qwen3(4096, 12_288, 36, 32),
-    "qwen3_14b_base": _qwen3(5120, 17_408, 40, 40, base=True),
-    "qwen3_14b_instruct": _qwen3(5120, 17_408, 40, 40),
-    "qwen3_32b": _qwen3(5120, 25_600, 64, 64),
     "mixtral_8x7b": _of("Mixtral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), num_local_experts=8)
     | {
         "router_aux_loss_coef": 0.02,
@@ -281,8 +248,6 @@ PUBLISHED: dict[str, Config] = {
     | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.446}
     | {"first_k_dense_replace": 1},
     "lfm2_350m": _of("Lfm2", _sizes(65_536, 1024, 6656, 16, 16, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
-    "lfm2_700m": _of("Lfm2", _sizes(65_536, 1536, 10_240, 16, 24, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
-    "lfm2_1_2b": _of("Lfm2", _sizes(65_536, 2048, 12_288, 16, 32, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
     "lfm2_8b_a1b": _of("Lfm2Moe", _sizes(65_536, 2048, 7168, 24, 32, 8, 128_000, 1e-5, 1e6), **_LFM2)
     | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
     # The rest of these equals the defaults of transformers' config class.
@@ -293,18 +258,67 @@ PUBLISHED: dict[str, Config] = {
     "glm4_7_flash": _of("Glm4MoeLite", {}, rope_theta=1e6),
     "mistral4_119b": _of("Mistral4", {}),
     "smollm2_135m": _of("Llama", _sizes(49_152, 576, 1536, 30, 9, 3, 8192, 1e-5, 1e5), True),
-    "smollm2_360m": _of("Llama", _sizes(49_152, 960, 2560, 32, 15, 5, 8192, 1e-5, 1e5), True),
     "smollm2_1_7b": _of("Llama", _sizes(49_152, 2048, 8192, 24, 32, 32, 8192, 1e-5, 130_000.0), True),
 }
 
-# Fields of descriptions that model cards state, of models for which there is no other source here. Their fields outside
-# OF_SIZES equal the defaults of transformers' config class.
+# Sizes that differ from a published one in DIMENSIONS alone -> number of parameters, as published, and that one.
+COUNTED: dict[str, tuple[int, str]] = {
+    "code_llama2_13b": (13_016_028_160, "code_llama2_7b"),
+    "lfm2_700m": (742_489_344, "lfm2_350m"),
+    "lfm2_1_2b": (1_170_340_608, "lfm2_350m"),
+    "llama2_13b": (13_015_864_320, "llama2_7b"),
+    "llama2_70b": (68_976_648_192, "llama2_7b"),
+    "llama3_70b": (70_553_706_496, "llama3_8b"),
+    "llama3_1_70b": (70_553_706_496, "llama3_1_8b"),
+    "llama3_1_405b": (405_853_388_800, "llama3_1_8b"),
+    "mistral_small_22b": (22_247_282_688, "mistral_7b_v0_3"),
+    "ministral_8b": (8_019_808_256, "mistral_small_24b"),
+    "olmo2_7b": (7_298_617_344, "olmo2_1b"),
+    "olmo2_13b": (13_716_198_400, "olmo2_1b"),
+    "olmo2_32b": (32_234_279_936, "olmo2_1b"),
+    "qwen2_5_3b": (3_085_938_688, "qwen2_5_1_5b_instruct"),
+    "qwen2_5_14b_instruct": (14_770_033_664, "qwen2_5_7b_instruct"),
+    "qwen2_5_32b_base": (32_763_876_352, "qwen2_5_14b_base"),
+    "qwen2_5_32b_instruct": (32_763_876_352, "qwen2_5_7b_instruct"),
+    "qwen2_5_72b_base": (72_706_203_648, "qwen2_5_14b_base"),
+    "qwen2_5_72b_instruct": (72_706_203_648, "qwen2_5_7b_instruct"),
+    "qwen3_1_7b_base": (1_720_574_976, "qwen3_0_6b_base"),
+    "qwen3_1_7b_instruct": (1_720_574_976, "qwen3_0_6b_instruct"),
+    "qwen3_4b_base": (4_022_468_096, "qwen3_0_6b_base"),
+    "qwen3_4b_instruct": (4_022_468_096, "qwen3_0_6b_instruct"),
+    "qwen3_14b_base": (14_768_307_200, "qwen3_8b_base"),
+    "qwen3_14b_instruct": (14_768_307_200, "qwen3_8b_instruct"),
+    "qwen3_32b": (32_762_123_264, "qwen3_8b_instruct"),
+    "smollm2_360m": (361_821_120, "smollm2_135m"),
+}
+DIMENSIONS = ("num_layers", "embed_dim", "intermediate_dim", "num_heads", "num_kv_heads")
+
+# Fields of descriptions and counts that model cards state, of models for which there is no other source here. Their
+# fields outside OF_SIZES equal the defaults of transformers' config class.
 STATED: dict[str, dict[str, Any]] = {
-    "gemma4_e2b": {"num_layers": 35, "window": 512, "max_seq_len": 131_072, "num_experts": 0},
-    "gemma4_e4b": {"num_layers": 42, "window": 512, "max_seq_len": 131_072, "num_experts": 0},
-    "gemma4_26b_a4b": {"num_layers": 30, "window": 1024, "max_seq_len": 262_144}
+    "gemma4_e2b": {
+        "parameters": 4_628_569_379,
+        "num_layers": 35,
+        "window": 512,
+        "max_seq_len": 131_072,
+        "num_experts": 0,
+    },
+    "gemma4_e4b": {
+        "parameters": 7_463_013_418,
+        "num_layers": 42,
+        "window": 512,
+        "max_seq_len": 131_072,
+        "num_experts": 0,
+    },
+    "gemma4_26b_a4b": {"parameters": 25_233_141_790, "num_layers": 30, "window": 1024, "max_seq_len": 262_144}
     | {"num_experts": 128, "experts_per_token": 8},
-    "gemma4_31b": {"num_layers": 60, "window": 1024, "max_seq_len": 262_144, "num_experts": 0},
+    "gemma4_31b": {
+        "parameters": 30_697_345_340,
+        "num_layers": 60,
+        "window": 1024,
+        "max_seq_len": 262_144,
+        "num_experts": 0,
+    },
 }
 OF_SIZES = """num_layers embed_dim intermediate_dim max_seq_len num_heads num_kv_heads window window_layers embed_scale
     full_num_kv_heads full_keys_as_values shared_kv_layers shared_kv_intermediate_dim layer_embed_dim layer_embed_vocab

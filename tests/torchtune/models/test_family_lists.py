@@ -9,8 +9,9 @@ import yaml
 
 import torchtune.models
 from tests.torchtune.models.conftest import FAMILIES
+from tests.torchtune.models.published import PUBLISHED, STATED
 from tests.torchtune.models.test_left_out_fields import _FILES
-from tests.torchtune.models.test_sizes import PARAMETERS, SIZES
+from tests.torchtune.models.test_sizes import SIZES
 from tests.torchtune.training.parallel.test_families import SPLIT, WITH_EXPERTS, WITH_MIXERS
 from torchtune._lazy import packages_in
 from torchtune.models import get_spec, list_specs, spec_for_architecture
@@ -37,10 +38,10 @@ def missing_entries(family: str, reader: str, architecture: str, has_sizes: bool
         f"tests/torchtune/models/conftest.py: add a row '{family}' to FAMILIES": (
             family in FAMILIES or reader in FAMILIES
         ),
-        "tests/torchtune/models/test_sizes.py: add its sizes to PARAMETERS": (
+        "tests/torchtune/models/published.py: add its sizes to PUBLISHED": (
             not has_sizes
             or family == "llama3_3"  # which only renames sizes
-            or any(owner == family and name in PARAMETERS for owner, name in SIZES)
+            or any(owner == family and name in {*PUBLISHED, *STATED} for owner, name in SIZES)
         ),
         "tests/torchtune/models/test_left_out_fields.py: add a row of its architecture to _FILES": (
             architecture in {name for name, _ in _FILES.values()}
@@ -80,7 +81,7 @@ def test_the_missing_entries_of_a_new_family_are_named() -> None:
         "pyproject.toml",
         "docs/api/models.rst",
         "tests/torchtune/models/conftest.py",
-        "tests/torchtune/models/test_sizes.py",
+        "tests/torchtune/models/published.py",
         "tests/torchtune/models/test_left_out_fields.py",
         "tests/torchtune/training/parallel/test_families.py",
         "tools/configs/models.yaml",
