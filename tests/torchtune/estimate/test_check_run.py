@@ -33,7 +33,7 @@ def settings(name: str, folder: Path, *overrides: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "processes"), [(LORA, 1), (DISTRIBUTED, 4)])
-def test_a_run_that_can_start(name: str, processes: int, folder: Path) -> None:
+def test_a_run_that_can_start(name, processes, folder):
     cfg = settings(name, folder)
     before = set(folder.rglob("*"))
     assert find_problems(cfg, processes, thorough=True) == []
@@ -56,7 +56,7 @@ def test_a_run_that_can_start(name: str, processes: int, folder: Path) -> None:
         ),
     ],
 )
-def test_each_reason_is_found_alone(override: str, said: str, folder: Path) -> None:
+def test_each_reason_is_found_alone(override, said, folder):
     (problem,) = find_problems(settings(LORA, folder, override), thorough=True)
     assert said in problem
     assert "\n" not in problem
@@ -80,12 +80,12 @@ INT8 = {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"
         (DISTRIBUTED, {"model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}}, 1, "checkpoint has 4 heads"),
     ],
 )
-def test_settings_that_do_not_fit(name: str, changes: dict, processes: int, said: str, folder: Path) -> None:
+def test_settings_that_do_not_fit(name, changes, processes, said, folder):
     (problem,) = find_problems(settings(name, folder, **changes), processes)
     assert said in problem
 
 
-def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder: Path) -> None:
+def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder):
     converters = [{"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4}]
     (problem,) = find_problems(settings(DISTRIBUTED, folder, model_converters=converters))
     assert "is trained, but checkpoints would hold the base weights alone" in problem
@@ -98,7 +98,7 @@ def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder: Path) -> Non
     assert find_problems(load_and_check(path, [], own.recipe_main)) == [], "a copy may save it"
 
 
-def test_settings_that_a_resume_cannot_change(folder: Path, tmp_path: Path) -> None:
+def test_settings_that_a_resume_cannot_change(folder, tmp_path):
     start(LORA, folder, output_dir=tmp_path / "run", save_every_n_steps=6, log_level="INFO")
     shutil.rmtree(tmp_path / "run" / "step_12")  # as if it had been stopped
     overrides = (f"output_dir={tmp_path / 'run'}", "resume_from_checkpoint=True")
@@ -107,7 +107,7 @@ def test_settings_that_a_resume_cannot_change(folder: Path, tmp_path: Path) -> N
     assert "optimizer.lr was 0.01 and is 0.0005 now" in problem
 
 
-def test_an_output_folder_that_another_run_has(folder: Path, tmp_path: Path) -> None:
+def test_an_output_folder_that_another_run_has(folder, tmp_path):
     hold = "import sys; from pathlib import Path; from torchtune.utils import FolderLock; "
     hold += "FolderLock(Path(sys.argv[1])).acquire(); print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -119,14 +119,14 @@ def test_an_output_folder_that_another_run_has(folder: Path, tmp_path: Path) -> 
     assert find_problems(settings(LORA, folder, f"output_dir={tmp_path}")) == []
 
 
-def test_all_reasons_are_said_at_once(folder: Path) -> None:
+def test_all_reasons_are_said_at_once(folder):
     overrides = ("checkpointer.checkpoint_dir=/nope", "dataset.data_files=/nope.jsonl", "output_dir=/dev/null/run")
     with pytest.raises(RunError, match="the run cannot start, for 3 reasons:") as caught:
         check_run(settings(LORA, folder, *overrides))
     assert len(caught.value.problems) == 3
 
 
-def test_an_output_folder_that_holds_a_run(folder: Path, tmp_path: Path) -> None:
+def test_an_output_folder_that_holds_a_run(folder, tmp_path):
     (tmp_path / "epoch_0").mkdir()
     (problem,) = find_problems(settings(LORA, folder, f"output_dir={tmp_path}"))
     assert "already holds a run (epoch_0)" in problem
@@ -139,19 +139,19 @@ def test_an_output_folder_that_holds_a_run(folder: Path, tmp_path: Path) -> None
         ({"vocab_size": 1023}, "2 does not divide the size 1023 of tok_embeddings"),
     ],
 )
-def test_layers_that_cannot_be_divided(change: dict[str, int], said: str, folder: Path) -> None:
+def test_layers_that_cannot_be_divided(change, said, folder):
     model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, **change}
     problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
     assert any(said in problem for problem in problems)
 
 
-def test_a_model_with_experts_is_not_split_by_layers(folder: Path) -> None:
+def test_a_model_with_experts_is_not_split_by_layers(folder):
     model = {"_component_": "torchtune.models.mixtral.mixtral_8x7b"}
     problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
     assert any("experts" in problem for problem in problems)
 
 
-def test_a_tensor_of_another_shape_is_found_without_reading_it(folder: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_found_without_reading_it(folder, tmp_path):
     described = json.loads((folder / "checkpoint" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**described, "intermediate_size": 96}))
     problems = find_problems(settings(DISTRIBUTED, folder, f"model.checkpoint_dir={tmp_path}"))
@@ -159,7 +159,7 @@ def test_a_tensor_of_another_shape_is_found_without_reading_it(folder: Path, tmp
 
 
 @pytest.mark.parametrize("logger", ["WandBLogger", "CometLogger", "MLFlowLogger", "TrackioLogger"])
-def test_a_logger_whose_package_is_missing(logger: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_whose_package_is_missing(logger, folder, monkeypatch):
     names = {"WandBLogger": "wandb", "CometLogger": "comet_ml", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
     package = names[logger]
     monkeypatch.setitem(__import__("sys").modules, package, None)  # as if it were not installed
@@ -168,13 +168,13 @@ def test_a_logger_whose_package_is_missing(logger: str, folder: Path, monkeypatc
     assert problem.startswith(f"{logger} needs the package '{package}', which is not installed: pip install")
 
 
-def test_a_device_by_a_wrong_name_is_a_mistake_of_the_config(folder: Path) -> None:
+def test_a_device_by_a_wrong_name_is_a_mistake_of_the_config(folder):
     with pytest.raises(ConfigError, match=r"'gpu' is not a device name: use one of cpu, cuda, .* are called cuda"):
         settings(LORA, folder, "device=gpu")
 
 
 @pytest.mark.parametrize("count", [24, 61])
-def test_rows_tokens_and_steps(count: int, folder: Path, tmp_path: Path) -> None:
+def test_rows_tokens_and_steps(count, folder, tmp_path):
     data = write_conversations(tmp_path / "data.jsonl", count, seed=count)
     changes = {"dataset__data_files": str(data), "gradient_accumulation_steps": 2, "epochs": 3}
     cfg = settings(DISTRIBUTED, folder, **changes)
@@ -192,7 +192,7 @@ def test_rows_tokens_and_steps(count: int, folder: Path, tmp_path: Path) -> None
     assert f"{round(first[0] * count / 12):,} tokens" in estimated["data"]
 
 
-def test_rows_that_cannot_be_trained_on_are_named(folder: Path, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_trained_on_are_named(folder, tmp_path):
     data = tmp_path / "data.jsonl"
     write_conversations(data, 5)
     data.write_text(data.read_text() + '{"messages": []}\n')
@@ -201,7 +201,7 @@ def test_rows_that_cannot_be_trained_on_are_named(folder: Path, tmp_path: Path) 
         plan_data(cfg)
 
 
-def test_data_of_the_hub_are_not_fetched(folder: Path) -> None:
+def test_data_of_the_hub_are_not_fetched(folder):
     cfg = settings(LORA, folder, dataset={"_component_": "torchtune.datasets.alpaca_cleaned_dataset"})
     assert find_problems(cfg) == []
     lines = dict(plan_data(cfg))
@@ -209,6 +209,6 @@ def test_data_of_the_hub_are_not_fetched(folder: Path) -> None:
     assert lines["steps"] == "unknown until the data are read"
 
 
-def test_the_plan_says_that_the_warmup_is_too_long(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_says_that_the_warmup_is_too_long(folder, caplog):
     plan_data(settings(LORA, folder, lr_scheduler__num_warmup_steps=100))
     assert "a warmup of 100 steps is as long as the run's 12 steps or longer" in caplog.text

@@ -19,7 +19,7 @@ from torchtune.estimate._roofline import step_time
 from torchtune.utils import UserError
 
 
-def test_a_cluster_by_name() -> None:
+def test_a_cluster_by_name():
     number, device = parse_cluster("64xH100")
     assert (number, device.name, device.bf16) == (64, "H100", 989.4e12)
     assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
@@ -36,14 +36,14 @@ def test_a_cluster_by_name() -> None:
         ("llama3_1/8B_full", "6xH100", ["tensor_parallel_dim=4"], "6 processes cannot be divided"),
     ],
 )
-def test_a_mistake_is_one_sentence(config: str, cluster: str, overrides: list[str], said: str) -> None:
+def test_a_mistake_is_one_sentence(config, cluster, overrides, said):
     path = resolve_config(config)
     with pytest.raises(UserError, match=said):
         simulate_run(recipe_named_by(path), path, overrides, cluster, None)
 
 
 @pytest.mark.parametrize("tokens", [["2xA100"], ["full_finetune_distributed", "H100"]])
-def test_devices_without_their_option(tokens: list[str]) -> None:
+def test_devices_without_their_option(tokens):
     parser = argparse.ArgumentParser()
     Estimate(parser.add_subparsers())
     args = parser.parse_args(["estimate", "--config", "llama3_1/8B_full", *tokens])
@@ -51,7 +51,7 @@ def test_devices_without_their_option(tokens: list[str]) -> None:
         args.func(args)
 
 
-def test_a_peak_has_what_lives_then() -> None:
+def test_a_peak_has_what_lives_then():
     ledger = Ledger()
     kept = torch.empty(1024)  # 4 KiB
     ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
@@ -68,7 +68,7 @@ def test_a_peak_has_what_lives_then() -> None:
     assert peaks["forward"].reached_by == "gone in here"
 
 
-def test_candidates_keep_the_rows_of_a_step() -> None:
+def test_candidates_keep_the_rows_of_a_step():
     found = list(candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1))
     assert found[0] == ("batch_size=8", "gradient_accumulation_steps=1")
     assert () in found
@@ -77,7 +77,7 @@ def test_candidates_keep_the_rows_of_a_step() -> None:
     assert products == {8}
 
 
-def test_experts_are_shared_out_where_there_are_some() -> None:
+def test_experts_are_shared_out_where_there_are_some():
     given = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
     assert list(candidates(given, 4)) == [()]
     assert list(candidates(given, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
@@ -95,9 +95,7 @@ RECOMPUTE, OFFLOAD = "enable_activation_checkpointing=True", "enable_activation_
         ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 200, ("batch_size=2", "gradient_accumulation_steps=1")),
     ],
 )
-def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(
-    seconds: dict[str, float], limit: float, wanted: tuple[str, ...]
-) -> None:
+def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(seconds, limit, wanted):
     """Against trying everything: the order by rough factors would take the first that fits."""
     settings = {
         "batch_size": 1,
@@ -123,7 +121,7 @@ def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(
     assert len(told) <= len(everything)
 
 
-def test_products_in_float8_take_half_the_time_of_bf16() -> None:
+def test_products_in_float8_take_half_the_time_of_bf16():
     times = {}
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
         with FakeTensorMode():
@@ -143,6 +141,6 @@ def test_products_in_float8_take_half_the_time_of_bf16() -> None:
     assert times["A100", torch.float8_e4m3fn] == pytest.approx(times["A100", torch.bfloat16] * 312 / 19.5, rel=0.01)
 
 
-def test_help_is_light() -> None:
+def test_help_is_light():
     code = "import sys, torchtune._cli.estimate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -41,12 +41,12 @@ def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == 1])
-def test_one_process(name: str, folder: Path) -> None:
+def test_one_process(name, folder):
     check(measure(name, folder, fake=True), measure(name, folder, fake=False))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] > 1])
-def test_several_processes(name: str, folder: Path, tmp_path: Path, real: dict[str, Any]) -> None:
+def test_several_processes(name, folder, tmp_path, real):
     found = measure(name, folder, fake=True)
     try:
         check(found, real[name])
@@ -55,6 +55,6 @@ def test_several_processes(name: str, folder: Path, tmp_path: Path, real: dict[s
     assert any(found["traffic"].values())
 
 
-def test_nothing_is_written(folder: Path) -> None:
+def test_nothing_is_written(folder):
     assert not (folder / "never").exists()
     assert "WORLD_SIZE" not in os.environ

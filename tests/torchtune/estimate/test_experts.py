@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_tokens_are_sent_there_and_back(folder: Path, recomputes: bool) -> None:
+def test_tokens_are_sent_there_and_back(folder, recomputes):
     main = load_recipe(RECIPE, folder).recipe_main
     settings = {"expert_parallel_dim": 2, "enable_activation_checkpointing": recomputes, "dtype": "bf16"}
     config = write_config(RECIPE, folder, folder / "never", batch_size=2, **settings)
@@ -39,7 +39,7 @@ def test_tokens_are_sent_there_and_back(folder: Path, recomputes: bool) -> None:
         assert (work.waiting["all-to-all", (0, 1)], work.awaited["all-to-all", (0, 1)]) == wanted
 
 
-def test_the_slower_of_two_ways_decides() -> None:
+def test_the_slower_of_two_ways_decides():
     size, (_, device) = 10**9, parse_cluster("64xH100")  # 450 GB/s within a machine of 8, 50 GB/s between machines
 
     def seconds(*ranks: int) -> float:

@@ -52,18 +52,18 @@ IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
     ],
     ids=["pairs", "own loss of labeled answers", "teacher"],
 )
-def test_a_step_is_simulated(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_is_simulated(name, settings, tmp_path):
     peaks = simulated(name, tmp_path, **settings)
     assert peaks["backward"] > peaks["set-up"] > 0
 
 
-def test_sampling_is_refused(tmp_path: Path) -> None:
+def test_sampling_is_refused(tmp_path):
     with pytest.raises(SimulationError, match="a recipe that samples answers cannot be simulated: use --dry-run"):
         simulated("full_grpo_single_device", tmp_path)
     with pytest.raises(SimulationError, match="a run with tiles of images cannot be simulated: use --dry-run"):
         simulated("full_finetune_single_device", tmp_path, collate_fn=IMAGES)
 
 
-def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path: Path) -> None:
+def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path):
     with pytest.raises(SimulationError, match="reads 'is_chosen', but rows of a simulated run only have tokens, "):
         simulated("full_finetune_single_device", tmp_path, collate_fn=f"{__name__}.answers_of")

@@ -24,7 +24,7 @@ def computes_as_alone(folder: Path) -> None:
     torch.testing.assert_close(logits(load_sharded(folder)), logits(load(folder)), rtol=0, atol=1e-5)
 
 
-def test_two_real_ranks_after_two_simulated_ones(tmp_path: Path) -> None:
+def test_two_real_ranks_after_two_simulated_ones(tmp_path):
     """DTensor would gather with the simulated group, which sends nothing."""
     folder = write_folder(tmp_path, "llama")
     with simulated_cluster(2, 2):

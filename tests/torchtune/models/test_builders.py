@@ -31,7 +31,7 @@ def _on_meta(builder: object, *args: object, **kwargs: object) -> torch.nn.Modul
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_builders_are_ordinary_functions(family: str) -> None:
+def test_builders_are_ordinary_functions(family):
     module = importlib.import_module(f"torchtune.models.{family}")
     builders = [
         name for name in module.__all__ if name.startswith(("llama", "lora_", "qlora_", "mistral", "qwen", "smol"))
@@ -50,7 +50,7 @@ def test_builders_are_ordinary_functions(family: str) -> None:
         assert all(p.annotation is not p.empty for p in inspect.signature(builder).parameters.values())
 
 
-def test_signatures() -> None:
+def test_signatures():
     lora = "lora_attn_modules apply_lora_to_mlp apply_lora_to_output lora_rank lora_alpha lora_dropout "
     lora += "use_dora quantize_base"
     assert list(inspect.signature(llama3_8b).parameters) == []
@@ -92,13 +92,13 @@ def test_signatures() -> None:
         (smollm2_360m, smollm2, {"intermediate_dim": 2560}),
     ],
 )
-def test_component_builder_builds_the_named_size(builder: object, component: object, extra: dict[str, object]) -> None:
+def test_component_builder_builds_the_named_size(builder, component, extra):
     named = _on_meta(builder)
     numbers = {field: getattr(named.description, field) for field in _TINY}
     assert _on_meta(component, **numbers, **extra).description == named.description
 
 
-def test_lora_builders() -> None:
+def test_lora_builders():
     model = _on_meta(lora_llama3, ["q_proj", "v_proj"], True, lora_rank=4, lora_alpha=8, **_TINY)
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.split(".", 2)[2] for name in names} == {
@@ -134,14 +134,14 @@ def test_lora_builders() -> None:
         ({"attn_dropout": 2.0}, "attn_dropout"),
     ],
 )
-def test_impossible_descriptions_are_refused(changes: dict[str, object], message: str) -> None:
+def test_impossible_descriptions_are_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         Description(**{**_TINY, "intermediate_dim": 48, **changes})
     with pytest.raises(ModelError, match="together"):
         qwen3(**_TINY, intermediate_dim=48, q_norm=True)
 
 
-def test_a_family_loads_neither_others_nor_data_packages() -> None:
+def test_a_family_loads_neither_others_nor_data_packages():
     code = (
         "import sys, torchtune.models.qwen3\n"
         "heavy = ('pandas', 'pyarrow', 'datasets', 'torchvision', 'torchao', 'transformers')\n"

@@ -24,7 +24,7 @@ REST = {
 }
 
 
-def test_features_are_those_of_transformers() -> None:
+def test_features_are_those_of_transformers():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPVisionConfig(**sizes, image_size=28, patch_size=14, hidden_act="gelu")

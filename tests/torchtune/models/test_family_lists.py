@@ -57,7 +57,7 @@ def missing_entries(family: str, reader: str, architecture: str, has_sizes: bool
 
 
 @pytest.mark.parametrize("family", FOLDERS)
-def test_a_family_is_listed_everywhere(family: str) -> None:
+def test_a_family_is_listed_everywhere(family):
     assert getattr(torchtune.models, family).__name__ == f"torchtune.models.{family}"
     spec = getattr(torchtune.models, family).SPEC
     assert spec is get_spec(spec.name), f"torchtune/models/{family}: SPEC.name is '{spec.name}', not '{family}'"
@@ -75,7 +75,7 @@ def test_a_family_is_listed_everywhere(family: str) -> None:
     assert not missing, "\n".join(["", *missing])
 
 
-def test_the_missing_entries_of_a_new_family_are_named() -> None:
+def test_the_missing_entries_of_a_new_family_are_named():
     files = [line.partition(":")[0] for line in missing_entries("new_family", "new_family", "NewFamily")]
     assert files == [
         "pyproject.toml",

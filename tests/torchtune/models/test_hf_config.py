@@ -60,19 +60,19 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
         ("layer_types", ["full_attention", "sliding_attention"]),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
+def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, field, value):
     config = {**_LLAMA, field: value}
     with pytest.raises(ModelError, match=f"has {field} = "):
         from_hf_config(_write(tmp_path, config))
 
 
-def test_a_kind_of_layer_that_is_not_known_is_named() -> None:
+def test_a_kind_of_layer_that_is_not_known_is_named():
     config = {**_LLAMA, "layer_types": ["full_attention", "mamba", "full_attention"], "num_hidden_layers": 3}
     with pytest.raises(ModelError, match=r"has layer_types\[1\] = 'mamba', which a model description"):
         get_spec("llama3").from_hf_config(config)
 
 
-def test_rope_parameters_of_every_kind_come_back() -> None:
+def test_rope_parameters_of_every_kind_come_back():
     spec = get_spec("llama3")
     for scaling in (
         {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False, "finetuned": True},
@@ -95,7 +95,7 @@ def test_rope_parameters_of_every_kind_come_back() -> None:
         spec.from_hf_config({**_LLAMA, "rope_scaling": long})
 
 
-def test_a_field_can_be_ignored_and_a_missing_one_is_named() -> None:
+def test_a_field_can_be_ignored_and_a_missing_one_is_named():
     spec = get_spec("llama3")
     assert spec.from_hf_config({**_LLAMA, "my_note": "x"}, ignore_fields=["my_note"]).vocab_size == 97
     assert spec.from_hf_config({**_LLAMA, "my_note": None, "auto": False}).vocab_size == 97  # say nothing
@@ -108,7 +108,7 @@ def test_a_field_can_be_ignored_and_a_missing_one_is_named() -> None:
         spec.from_hf_config({**_LLAMA, "rope_scaling": broken})
 
 
-def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json in"):
         from_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -120,7 +120,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
         from_hf_config(_write(tmp_path, {"architectures": ["MambaForCausalLM"]}))
 
 
-def test_a_description_that_the_architecture_cannot_express_is_not_written() -> None:
+def test_a_description_that_the_architecture_cannot_express_is_not_written():
     with torch.device("meta"):
         description = llama3(97, 2, 6, 2, 48, 256, intermediate_dim=80).description
     assert LLAMA3_1.from_hf_config(LLAMA3_1.to_hf_config(description)) == description
@@ -131,7 +131,7 @@ def test_a_description_that_the_architecture_cannot_express_is_not_written() -> 
         get_spec("qwen3").to_hf_config(description)
 
 
-def test_files_of_mixtures_as_they_are_published() -> None:
+def test_files_of_mixtures_as_they_are_published():
     """Spelt as transformers 4 spelt them, with what says the same thing twice."""
     gpt_oss = {**PUBLISHED["gpt_oss_20b"], "experts_per_token": 4, "initial_context_length": 4096}
     gpt_oss["quantization_config"] = {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}

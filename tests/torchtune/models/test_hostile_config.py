@@ -40,7 +40,7 @@ def _refusal_of(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3 long", "smol3", "granite4", "qwen3_moe", "gpt_oss"])
-def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path, name):
     config = _config_of(name)
     sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
     shared = _filled("Llama", _SIZES).to_dict() if name != "llama" else {}
@@ -53,13 +53,13 @@ def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str
                 assert field in text or field.startswith("rope"), (field, value, text)
 
 
-def test_a_zero_that_is_divided_by_is_named(tmp_path: Path) -> None:
+def test_a_zero_that_is_divided_by_is_named(tmp_path):
     fields = {"gemma2": "query_pre_attn_scalar", "llama": "num_attention_heads", "granite4": "hidden_size"}
     for name, field in fields.items():
         assert field in (_refusal_of(tmp_path, {**_config_of(name), field: 0}) or ""), name
 
 
-def test_layers_by_the_million_and_widths_by_the_trillion(tmp_path: Path) -> None:
+def test_layers_by_the_million_and_widths_by_the_trillion(tmp_path):
     config = {**_SIZES, "architectures": ["LlamaForCausalLM"]}
     for field, value in {"num_hidden_layers": 10**6, "hidden_size": 10**12, "vocab_size": 2**62}.items():
         assert field in (_refusal_of(tmp_path, {**config, field: value}) or ""), field
@@ -87,12 +87,12 @@ def test_layers_by_the_million_and_widths_by_the_trillion(tmp_path: Path) -> Non
         '{"architectures": ["LlamaForSequenceClassification"], "num_labels": 1e30}',
     ],
 )
-def test_what_is_no_config(tmp_path: Path, content: str) -> None:
+def test_what_is_no_config(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     assert _refusal(tmp_path)
 
 
-def test_a_config_that_is_no_file(tmp_path: Path) -> None:
+def test_a_config_that_is_no_file(tmp_path):
     (tmp_path / "config.json").mkdir()
     assert "is no file" in (_refusal(tmp_path) or "")
     (tmp_path / "config.json").rmdir()

@@ -58,7 +58,7 @@ def ours_of(row: Row, turns: Turns) -> list[Any]:
     return messages
 
 
-def test_ids_and_mask(row: Row, folder: Path, ours: Any, theirs: Any) -> None:
+def test_ids_and_mask(row, folder, ours, theirs):
     parsing = None if row.parses is None else row.parses(folder)
     spelled = 0
     for name, given, tools in conversations(row.case, COUNT):
@@ -81,7 +81,7 @@ def test_ids_and_mask(row: Row, folder: Path, ours: Any, theirs: Any) -> None:
     assert spelled >= 5, "conversations whose texts spell control tokens"
 
 
-def test_every_turn_trains_its_end(row: Row, ours: Any) -> None:
+def test_every_turn_trains_its_end(row, ours):
     tokens, mask = ours.tokenize_messages(ours_of(row, exchange("one", "two", "three", "four", "five", "six")))
     runs = "".join("-" if masked else "x" for masked in mask).split("-")
     assert len([run for run in runs if run]) == 3
@@ -90,7 +90,7 @@ def test_every_turn_trains_its_end(row: Row, ours: Any) -> None:
     assert sum(token in ends for token in trained) == 3
 
 
-def test_the_prompt_of_inference(row: Row, ours: Any, theirs: Any) -> None:
+def test_the_prompt_of_inference(row, ours, theirs):
     for texts in (("one", "two", "three", ""), ("你好", "")):
         turns = turns_for(row, exchange(*texts))
         turns[-1]["content"] = ""
@@ -103,7 +103,7 @@ def test_the_prompt_of_inference(row: Row, ours: Any, theirs: Any) -> None:
         assert ours.tokenize_messages(ours_of(row, turns), add_eos=False)[0] == prompt
 
 
-def test_a_long_row_is_cut(row: Row, ours: Any) -> None:
+def test_a_long_row_is_cut(row, ours):
     """The end that stands where the text was cut is not trained on."""
     messages = ours_of(row, exchange("red " * 8, "blue " * 8))
     whole, mask = ours.tokenize_messages(messages)
@@ -119,7 +119,7 @@ def test_a_long_row_is_cut(row: Row, ours: Any) -> None:
         assert len(ours({"messages": messages}, inference=True)["tokens"]) == length
 
 
-def test_decoding_token_by_token_gives_whole_characters(row: Row, ours: Any) -> None:
+def test_decoding_token_by_token_gives_whole_characters(row, ours):
     for text in {turn["content"] for _, turns, _ in conversations(row.case, COUNT) for turn in turns}:
         stream = StreamDecoder(ours)
         tokens = ours.encode(text, add_bos=False, add_eos=False)

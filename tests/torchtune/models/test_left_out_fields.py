@@ -384,7 +384,7 @@ def _small(description: Description) -> bool:
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_left_out_has_the_value_that_transformers_gives_it(name, monkeypatch):
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -432,7 +432,7 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str, mo
 
 
 @pytest.mark.parametrize("name", {architecture: name for name, (architecture, _) in _FILES.items()}.values())
-def test_another_activation_is_computed_or_refused_by_name(name: str) -> None:
+def test_another_activation_is_computed_or_refused_by_name(name):
     """In a mixer, too, and where ``transformers`` does not read the field."""
     import transformers
 

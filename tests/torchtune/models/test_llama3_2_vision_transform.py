@@ -1,6 +1,5 @@
 """Text and images of Llama 3.2 Vision to rows, and rows to batches."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ ROWS = [
 ]
 
 
-def test_text_is_that_of_llama3_and_images_those_of_transformers(ranks: str) -> None:
+def test_text_is_that_of_llama3_and_images_those_of_transformers(ranks):
     transform = transform_of(ranks)
     row = transform({**ROWS[1], "id": 3})
     text = (
@@ -64,20 +63,20 @@ def test_text_is_that_of_llama3_and_images_those_of_transformers(ranks: str) -> 
     assert open_row["tokens"][-1] != row["tokens"][-1]
 
 
-def test_the_token_of_an_image_is_never_trained_on(ranks: str) -> None:
+def test_the_token_of_an_image_is_never_trained_on(ranks):
     shown = Message("assistant", [{"type": "text", "content": "red"}, {"type": "image", "content": PHOTOS[0]}])
     row = transform_of(ranks)({"messages": [Message("user", "one", masked=True), shown]})
     assert [masked for token, masked in zip(row["tokens"], row["mask"], strict=True) if token == IMAGE] == [True]
     assert row["mask"].count(False) > 2
 
 
-def test_a_row_of_text_has_no_images(ranks: str) -> None:
+def test_a_row_of_text_has_no_images(ranks):
     for inference in (False, True):
         row = transform_of(ranks)(ROWS[2], inference=inference)
         assert (row["encoder_input"], row["encoder_mask"]) == ({"images": [], "aspect_ratio": []}, [])
 
 
-def test_images_are_never_cut_off(ranks: str) -> None:
+def test_images_are_never_cut_off(ranks):
     whole = transform_of(ranks)(ROWS[1])
     for length in range(2, len(whole["tokens"])):
         transform = transform_of(ranks, max_seq_len=length)
@@ -89,7 +88,7 @@ def test_images_are_never_cut_off(ranks: str) -> None:
             assert transform(ROWS[1])["tokens"][:-1] == whole["tokens"][: length - 1]
 
 
-def test_builder_and_a_table_without_images(ranks: str, tmp_path: Path) -> None:
+def test_builder_and_a_table_without_images(ranks, tmp_path):
     built = llama3_2_vision_transform(ranks, image_size=56, prompt_template={"user": ["one ", " two"]})
     row = built(turns(torch.zeros(3, 10, 200, dtype=torch.uint8), "cat"))
     assert row["encoder_input"]["images"][0].shape == (4, 3, 56, 56)
@@ -112,7 +111,7 @@ def labelled(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("direction", ["right", "left"])
-def test_a_batch_is_that_of_transformers(ranks: str, direction: str) -> None:
+def test_a_batch_is_that_of_transformers(ranks, direction):
     transform = transform_of(ranks)
     rows = [labelled(transform(row)) for row in ROWS]
     out = padded_collate_tiled_images_and_mask(
@@ -148,7 +147,7 @@ def test_a_batch_is_that_of_transformers(ranks: str, direction: str) -> None:
         assert ours.sum() == expected.sum()
 
 
-def test_a_batch_goes_through_the_recipes_collate(ranks: str) -> None:
+def test_a_batch_goes_through_the_recipes_collate(ranks):
     transform = transform_of(ranks)
     collate = instantiate_collate("torchtune.data.padded_collate_tiled_images_and_mask", transform)
     batch = collate([labelled(transform(row)) for row in ROWS[:2]])
@@ -160,7 +159,7 @@ def test_a_batch_goes_through_the_recipes_collate(ranks: str) -> None:
     assert padded_collate_tiled_images_and_mask([{**text, "encoder_mask": []}]).keys() == {"tokens", "labels"}
 
 
-def test_batches_that_do_not_fit_are_refused(ranks: str) -> None:
+def test_batches_that_do_not_fit_are_refused(ranks):
     row = labelled(transform_of(ranks)(ROWS[1]))
     small = labelled(Llama3VisionTransform(ranks, tile_size=14, patch_size=14, dtype=torch.float32)(ROWS[0]))
     one = {**row["encoder_input"], "images": row["encoder_input"]["images"][:1]}

@@ -98,12 +98,12 @@ def write_special(path: Path, names: list[str], first: int) -> str:
         (QWEN3_SPECIAL_TOKENS, 151643, 151668, {"<think>": 151667}),
     ],
 )
-def test_special_tokens(table: dict[str, int], first: int, last: int, known: dict[str, int]) -> None:
+def test_special_tokens(table, first, last, known):
     assert sorted(table.values()) == list(range(first, last + 1))
     assert {name: table[name] for name in known} == known
 
 
-def test_ids_of_published_checkpoints(folder: Path, ranks: str, pieces: str, merges: tuple[str, str]) -> None:
+def test_ids_of_published_checkpoints(folder, ranks, pieces, merges):
     """Beginning, end, padding and where answers end; and the rows of an embedding."""
     for tokenizer, ids, stop, size in (
         (Llama3Tokenizer(ranks), (128000, 128001, 128004), [128001, 128009, 128008], 128256),
@@ -126,7 +126,7 @@ def test_ids_of_published_checkpoints(folder: Path, ranks: str, pieces: str, mer
 # Llama
 
 
-def test_llama3_tools_and_images(ranks: str) -> None:
+def test_llama3_tools_and_images(ranks):
     tokenizer = Llama3Tokenizer(ranks)
     messages = [
         Message("user", [{"type": "image", "content": "x"}, {"type": "text", "content": " What is it? "}]),
@@ -150,14 +150,14 @@ def test_llama3_tools_and_images(ranks: str) -> None:
         tokenizer({"messages": messages})
 
 
-def test_llama3_cuts_an_end_that_is_not_trained_on_first(ranks: str) -> None:
+def test_llama3_cuts_an_end_that_is_not_trained_on_first(ranks):
     whole, mask = Llama3Tokenizer(ranks).tokenize_messages(CHAT)
     assert Llama3Tokenizer(ranks, max_seq_len=len(whole) - 1).tokenize_messages(CHAT) == (whole[:-1], mask[:-1])
     assert (whole[-2], mask[-2]) == (128009, False)
     assert Llama3Tokenizer(ranks).encode("", add_bos=True, add_eos=True) == []
 
 
-def test_llama3_settings(ranks: str, tmp_path: Path) -> None:
+def test_llama3_settings(ranks, tmp_path):
     tokenizer = llama3_tokenizer(ranks, prompt_template="torchtune.data.QuestionAnswerTemplate")
     assert "\n\nQuestion:red?Answer:<|eot_id|>" in shown(tokenizer, CHAT)
     assert "xred?y" in shown(llama3_tokenizer(ranks, prompt_template={"user": ["x ", " y"]}), CHAT)
@@ -169,20 +169,20 @@ def test_llama3_settings(ranks: str, tmp_path: Path) -> None:
     assert (tokenizer.stop_tokens, tokenizer.pad_id, tokenizer.vocab_size) == ([501, 505, 504], 501, 507)
 
 
-def test_long_runs_are_encoded_in_pieces(ranks: str) -> None:
+def test_long_runs_are_encoded_in_pieces(ranks):
     tokenizer = Llama3Tokenizer(ranks)
     for text in ("a" * 60_000, " " * 60_000, "ab " * 200_000):
         assert tokenizer.decode(tokenizer.encode(text, False, False)) == text
 
 
-def test_a_stream_that_ends_inside_a_character(ranks: str) -> None:
+def test_a_stream_that_ends_inside_a_character(ranks):
     tokenizer = Llama3Tokenizer(ranks)
     stream = StreamDecoder(tokenizer)
     assert stream.put(tokenizer.encode("🙂", False, False)[0]) == ""
     assert set(stream.end()) == {"\ufffd"}
 
 
-def test_text_tokenizers_refuse_what_they_have_no_layout_for(pieces: str, ranks: str) -> None:
+def test_text_tokenizers_refuse_what_they_have_no_layout_for(pieces, ranks):
     called = Message("assistant", "", extra={"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
     for tokenizer in (Llama2Tokenizer(pieces), Llama3Tokenizer(ranks)):
         with pytest.raises(DataError, match="tool_calls"):
@@ -195,14 +195,14 @@ def test_text_tokenizers_refuse_what_they_have_no_layout_for(pieces: str, ranks:
 # Mistral
 
 
-def test_mistral_has_no_system_turn(pieces: str) -> None:
+def test_mistral_has_no_system_turn(pieces):
     with pytest.raises(DataError, match="no system turn"):
         MistralTokenizer(pieces).tokenize_messages(CHAT)
     template = mistral_tokenizer(pieces, prompt_template="torchtune.models.mistral.MistralChatTemplate").prompt_template
     assert isinstance(template, MistralChatTemplate)
 
 
-def test_versions_of_mistrals_layout(folder: Path) -> None:
+def test_versions_of_mistrals_layout(folder):
     third, seventh, later = (mistral_instruct_tokenizer(str(folder / f"{v}.json")) for v in ("v3", "v7", "v11"))
     assert (third.version, seventh.version, later.version) == (3, 7, 11)
     with_turn = "<s>[SYSTEM_PROMPT]Be short.[/SYSTEM_PROMPT][INST]red?[/INST]a colour</s>"
@@ -213,7 +213,7 @@ def test_versions_of_mistrals_layout(folder: Path) -> None:
     assert "[INST]Be short.\n\nQ: red?[/INST]" in shown(tokenizer, CHAT)
 
 
-def test_mistrals_tools(folder: Path) -> None:
+def test_mistrals_tools(folder):
     asked = Message("user", "x")
     called = Message("assistant", "", extra={"tool_calls": [call()]})
     answered = [asked, called, Message("tool", "rain", extra={"tool_call_id": "call00000"}), Message("assistant", "ok")]
@@ -236,7 +236,7 @@ def test_mistrals_tools(folder: Path) -> None:
             tokenizer.tokenize_messages(messages)
 
 
-def test_tekken_files(folder: Path) -> None:
+def test_tekken_files(folder):
     tokenizer = TekkenTokenizer(str(folder / "v7.json"))
     assert tokenizer.vocab_size == 400 + len(CONTROL)
     ids = tokenizer.encode("red 你好 [INST]</s>")
@@ -256,7 +256,7 @@ def test_tekken_files(folder: Path) -> None:
         ("vx.json", {}, "is of version 'vx': set version"),
     ],
 )
-def test_files_that_mistral_refuses(folder: Path, pieces: str, file: str, settings: Any, message: str) -> None:
+def test_files_that_mistral_refuses(folder, pieces, file, settings, message):
     (folder / "bad.json").write_text(json.dumps({"tekken": {}}))
     with pytest.raises(DataError, match=message):
         mistral_instruct_tokenizer(str(folder / file), **settings)
@@ -266,7 +266,7 @@ def test_files_that_mistral_refuses(folder: Path, pieces: str, file: str, settin
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_gemma_without_a_layout_and_with_markers(folder: Path, seed: int) -> None:
+def test_gemma_without_a_layout_and_with_markers(folder, seed):
     """Markers of a template are control tokens, those in a turn's text are not; texts alone follow each other."""
     rng = random.Random(seed)
     texts = [
@@ -298,7 +298,7 @@ def test_gemma_without_a_layout_and_with_markers(folder: Path, seed: int) -> Non
     )
 
 
-def test_gemma_chat_template(folder: Path, pieces: str) -> None:
+def test_gemma_chat_template(folder, pieces):
     path = "torchtune.models.gemma.GemmaChatTemplate"
     tokenizer = gemma_tokenizer(str(folder / "gemma.model"), prompt_template=path)
     (end,) = tokenizer.encode("<end_of_turn>", False, False)
@@ -318,7 +318,7 @@ def test_gemma_chat_template(folder: Path, pieces: str) -> None:
 # Phi
 
 
-def test_settings_of_phi(pieces: str, merges: tuple[str, str], tmp_path: Path) -> None:
+def test_settings_of_phi(pieces, merges, tmp_path):
     phi3 = Phi3MiniTokenizer(pieces)
     assert phi3.decode(phi3.tokenize_messages(CHAT)[0]) == "\nBe short.\n\nred?\n\na colour\n"
     assert phi3.tokenize_messages(CHAT, ignore_system_prompt=True) == phi3.tokenize_messages(CHAT[1:])
@@ -336,7 +336,7 @@ def test_settings_of_phi(pieces: str, merges: tuple[str, str], tmp_path: Path) -
 # Qwen
 
 
-def test_qwens_tools(merges: tuple[str, str]) -> None:
+def test_qwens_tools(merges):
     tools = [
         Message("user", "Where?"),
         Message("assistant", '{"name": "f"}', ipython=True),
@@ -360,7 +360,7 @@ def test_qwens_tools(merges: tuple[str, str]) -> None:
     )
 
 
-def test_qwens_text_parses_control_tokens_and_a_document_does_not(merges: tuple[str, str]) -> None:
+def test_qwens_text_parses_control_tokens_and_a_document_does_not(merges):
     tokenizer = Qwen2Tokenizer(*merges)
     assert tokenizer.decode(tokenizer.encode("e\u0301", add_eos=False)) == "é"
     assert tokenizer.encode("red<|im_end|>") == [*tokenizer.encode("red"), 151645]
@@ -369,7 +369,7 @@ def test_qwens_text_parses_control_tokens_and_a_document_does_not(merges: tuple[
     assert tokenizer.decode(text) == "red<|im_end|>"
 
 
-def test_builders_of_qwen(merges: tuple[str, str], tmp_path: Path) -> None:
+def test_builders_of_qwen(merges, tmp_path):
     assert qwen2_tokenizer(merges[0]).tokenize_messages(CHAT) == qwen2_tokenizer(*merges).tokenize_messages(CHAT)
     assert isinstance(qwen3_tokenizer(*merges, errors="replace"), Qwen3Tokenizer)
     special = write_special(tmp_path / "tokenizer.json", list(QWEN2_SPECIAL_TOKENS), 600)
@@ -394,9 +394,7 @@ def test_builders_of_qwen(merges: tuple[str, str], tmp_path: Path) -> None:
         (True, "zq qz\n", "take both files from the same checkpoint"),
     ],
 )
-def test_broken_files_of_a_byte_level_encoding(
-    merges: tuple[str, str], tmp_path: Path, is_merges: bool, content: str | None, message: str
-) -> None:
+def test_broken_files_of_a_byte_level_encoding(merges, tmp_path, is_merges, content, message):
     bad = tmp_path / "bad"
     if content is not None:
         bad.write_text(content)
@@ -404,7 +402,7 @@ def test_broken_files_of_a_byte_level_encoding(
         qwen2_tokenizer(*((merges[0], str(bad)) if is_merges else (str(bad), merges[1])))
 
 
-def test_broken_rank_files(tmp_path: Path) -> None:
+def test_broken_rank_files(tmp_path):
     file = tmp_path / "tokenizer.model"
     with pytest.raises(DataError, match="There is no tokenizer file"):
         Llama3Tokenizer(str(file))
@@ -416,7 +414,7 @@ def test_broken_rank_files(tmp_path: Path) -> None:
         Llama3Tokenizer(str(tmp_path))
 
 
-def test_base_tokenizers(ranks: str, pieces: str, merges: tuple[str, str], tmp_path: Path) -> None:
+def test_base_tokenizers(ranks, pieces, merges, tmp_path):
     tiktoken = TikTokenBaseTokenizer(ranks, "x", r"\w+|\s+|[^\w\s]+", 1000, 1001, {"<a>": 1000, "<b>": 1001})
     assert tiktoken.encode("red")[0] == 1000
     assert tiktoken.decode(tiktoken.encode("red blue")[1:]) == "red blue"

@@ -1,8 +1,6 @@
 """Every family computes what transformers computes, and comes back from our files bit for bit."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 TOKENS = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
-def test_logits_and_loss_equal_in_float32(pair: Any) -> None:
+def test_logits_and_loss_equal_in_float32(pair):
     with torch.no_grad():
         ours, theirs = pair.model(TOKENS), pair.hf(TOKENS).logits
         hidden = pair.model(TOKENS, output="hidden")
@@ -30,7 +28,7 @@ def test_logits_and_loss_equal_in_float32(pair: Any) -> None:
     torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=0)
 
 
-def test_logits_equal_in_bfloat16_within_rounding(pair: Any) -> None:
+def test_logits_equal_in_bfloat16_within_rounding(pair):
     """Both round; ours is no further from the float32 result than theirs, give or take."""
     # A router that rounds two nearly equal scores chooses another expert, in ours or in theirs, depending on the
     # processor, and one such token outweighs the rounding of all others: both take the experts of float32.
@@ -69,7 +67,7 @@ class _Choices(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
 
-def test_gradients_of_every_parameter_equal(pair: Any) -> None:
+def test_gradients_of_every_parameter_equal(pair):
     weights = torch.randn(2, 50, 97, generator=torch.Generator().manual_seed(2))
     pair.model.zero_grad()
     pair.hf.zero_grad()
@@ -87,7 +85,7 @@ def test_gradients_of_every_parameter_equal(pair: Any) -> None:
             assert (ours[name] - grad).norm() <= 1e-4 * theirs[name.replace("k_proj", "q_proj")].norm(), name
 
 
-def test_packed_documents_equal_themselves_alone(pair: Any) -> None:
+def test_packed_documents_equal_themselves_alone(pair):
     documents = Documents.from_lengths((20, 15, 15, 13, 1, 36))
     row = TOKENS.view(1, -1)
     packed = pair.model(row, documents=documents)
@@ -105,9 +103,7 @@ def test_packed_documents_equal_themselves_alone(pair: Any) -> None:
     assert torch.equal(packed, again)
 
 
-def test_saved_again_bit_equal_and_loadable_by_transformers(
-    pair: Any, tmp_path: Path, save_model: Callable[..., dict[str, torch.Tensor]]
-) -> None:
+def test_saved_again_bit_equal_and_loadable_by_transformers(pair, tmp_path, save_model):
     from transformers import AutoModelForCausalLM
 
     written = save_model(pair.model, tmp_path)
@@ -126,7 +122,7 @@ def test_saved_again_bit_equal_and_loadable_by_transformers(
         assert torch.equal(again.eval()(TOKENS).logits, pair.hf(TOKENS).logits)
 
 
-def test_cached_greedy_generation_gives_the_same_32_tokens(pair: Any) -> None:
+def test_cached_greedy_generation_gives_the_same_32_tokens(pair):
     prompt = TOKENS[:, :9].clone()
     prompt[1, :4] = 0  # padding on the left
     mask = (prompt != 0).long()
@@ -140,7 +136,7 @@ def test_cached_greedy_generation_gives_the_same_32_tokens(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_classifier_equals_that_of_transformers(name: str, tmp_path: Path, save_model: Callable[..., Any]) -> None:
+def test_classifier_equals_that_of_transformers(name, tmp_path, save_model):
     import transformers
 
     hf = make_hf_model(name, "ForSequenceClassification", num_labels=3)
@@ -160,7 +156,7 @@ def test_classifier_equals_that_of_transformers(name: str, tmp_path: Path, save_
         assert torch.equal(other(tokens).logits, expected)
 
 
-def test_loss_respects_the_bound_of_the_logits() -> None:
+def test_loss_respects_the_bound_of_the_logits():
     from torchtune.models.gemma2 import gemma2
 
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def adaptable(model: TransformerDecoder) -> list[str]:
     return found
 
 
-def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters() -> None:
+def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters():
     from torchtune.models.gemma4 import gemma4_26b_a4b
 
     for target, parameters in (("*.shared_expert.w1", 2816 + 2112), ("*.experts", 128 * 3 * (2816 + 704))):
@@ -65,7 +64,7 @@ def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters() -> None:
         assert report.num_parameters == 30 * 2 * parameters
 
 
-def test_what_peft_refuses_has_no_adapter_and_the_report_says_so() -> None:
+def test_what_peft_refuses_has_no_adapter_and_the_report_says_so():
     from torchtune.models.nemotron_h import nemotron3_nano_30b_a3b
 
     with torch.device("meta"):
@@ -102,7 +101,7 @@ def randomize(model: TransformerDecoder) -> None:
 
 
 @pytest.mark.parametrize("pair", ROWS, indirect=True)
-def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
+def test_adapters_go_both_ways_through_files(pair, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     source = tmp_path / "base"
@@ -136,7 +135,7 @@ def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
 # It gives the experts of every layer an adapter, zero where the file has none, and says so.
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys while loading the checkpoint:UserWarning")
 @pytest.mark.parametrize("name", MIXTURES)
-def test_peft_reads_every_adapter_of_a_mixture(name: str, tmp_path: Path) -> None:
+def test_peft_reads_every_adapter_of_a_mixture(name, tmp_path):
     """Of experts, of MLPs and of both, scaled in one of the two ways each; and transformers reads the merged model."""
     from peft import PeftModel, set_peft_model_state_dict
 
@@ -176,7 +175,7 @@ def test_peft_reads_every_adapter_of_a_mixture(name: str, tmp_path: Path) -> Non
         assert torch.equal(logits(again.eval()), ours)
 
 
-def test_mlps_beside_experts_take_no_magnitudes_and_files_say_no_dropout(tmp_path: Path) -> None:
+def test_mlps_beside_experts_take_no_magnitudes_and_files_say_no_dropout(tmp_path):
     make_hf_model("glm4_moe").save_pretrained(tmp_path)
     dora = LoRA(use_dora=True, target_modules=["mlp.w1"])
     with pytest.raises(ConversionError, match=r"magnitudes of 'layers.0.mlp.w1'.*set use_dora to False"):

@@ -28,7 +28,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
 
 
-def test_built_in_families() -> None:
+def test_built_in_families():
     assert {"llama2", "llama3", "llama3_1", "llama3_2", "mistral", "qwen2", "qwen2_5", "qwen3", "smol"} <= set(
         list_specs()
     )
@@ -46,7 +46,7 @@ def test_built_in_families() -> None:
         get_spec("qwen3").weight_map("meta")
 
 
-def test_registered_family(outside: None, tmp_path: Path) -> None:
+def test_registered_family(outside, tmp_path):
     import wide_llama
 
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
@@ -66,7 +66,7 @@ def test_registered_family(outside: None, tmp_path: Path) -> None:
         register(replace(wide_llama.SPEC, name="llama3"))
 
 
-def test_family_by_dotted_path(outside: None) -> None:
+def test_family_by_dotted_path(outside):
     import wide_llama
 
     assert get_spec("wide_llama.SPEC") is wide_llama.SPEC
@@ -76,7 +76,7 @@ def test_family_by_dotted_path(outside: None) -> None:
         get_spec("wide_llama.MISSING")
 
 
-def test_family_by_entry_point(outside: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family_by_entry_point(outside, tmp_path, monkeypatch):
     import wide_llama
 
     metadata = tmp_path / "wide_llama-1.0.dist-info"

@@ -43,13 +43,13 @@ def nothing_is_drawn() -> Iterator[None]:
         yield
 
 
-def test_every_builder_is_in_one_table() -> None:
+def test_every_builder_is_in_one_table():
     assert sorted(name for _, name in SIZES) == sorted([*PUBLISHED, *COUNTED, *STATED])
     assert all(callable(getattr(_module(family), f"lora_{name}")) for family, name in SIZES)
 
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
-def test_named_size(family: str, name: str) -> None:
+def test_named_size(family, name):
     with torch.device("meta"):
         model = getattr(_module(family), name)()
     if name not in PUBLISHED:
@@ -80,7 +80,7 @@ def test_named_size(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
-def test_every_number_is_the_published_one(family: str, name: str) -> None:
+def test_every_number_is_the_published_one(family, name):
     description, spec = _sizes(family)[name], _module(family)._model_builders.SPEC
     if name in COUNTED:
         published = _sizes(family)[COUNTED[name][1]]
@@ -111,7 +111,7 @@ def _filled(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("family", "name"), dict(SIZES).items())  # one of each family
-def test_adapter_size(family: str, name: str) -> None:
+def test_adapter_size(family, name):
     builder = getattr(_module(family), f"lora_{name}")
     with torch.device("meta"):
         plain = getattr(_module(family), name)()

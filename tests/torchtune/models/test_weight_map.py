@@ -41,7 +41,7 @@ _MAPS = [(name, kind) for name in list_specs() if not get_spec(name).builder for
 
 @pytest.mark.parametrize("changes", _VARIANTS, ids=str)
 @pytest.mark.parametrize(("name", "kind"), _MAPS)
-def test_every_parameter_is_mapped_exactly_once_both_ways(name: str, kind: str, changes: dict[str, object]) -> None:
+def test_every_parameter_is_mapped_exactly_once_both_ways(name, kind, changes):
     weight_map = get_spec(name).weight_map(kind)
     sizes = importlib.import_module(f"torchtune.models.{name}._model_builders").SIZES
     named = "both" if any("sa_scale" in str(row.tune) for row in weight_map.rows) else "pre"  # where there are no sizes
@@ -66,7 +66,7 @@ def test_every_parameter_is_mapped_exactly_once_both_ways(name: str, kind: str, 
     )
 
 
-def test_tied_output() -> None:
+def test_tied_output():
     description = _description(tie_word_embeddings=True)
     weight_map = get_spec("llama3").weight_map("hf")
     state = build(description).state_dict()
@@ -81,14 +81,14 @@ def test_tied_output() -> None:
     assert torch.equal(meta["output.weight"], state["tok_embeddings.weight"])  # Meta's files repeat it
 
 
-def test_untied_model_refuses_a_tied_checkpoint() -> None:
+def test_untied_model_refuses_a_tied_checkpoint():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     names = [key for group in weight_map.groups(description) for key in group.external if key != "lm_head.weight"]
     with pytest.raises(WeightMapError, match=r"lacks the tensor 'lm_head.weight'.*tie_word_embeddings=True"):
         weight_map.select(names, description)
 
 
-def test_names_that_do_not_fit() -> None:
+def test_names_that_do_not_fit():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     names = [key for group in weight_map.groups(description) for key in group.external]
     weight_map.select([*names, "model.layers.1.self_attn.rotary_emb.inv_freq"], description)  # carries nothing
@@ -107,7 +107,7 @@ def test_names_that_do_not_fit() -> None:
         list(weight_map.to_external([("norm.scale", torch.ones(16))], description))
 
 
-def test_module_names() -> None:
+def test_module_names():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     assert weight_map.external_module("layers.1.attn.output_proj", description) == "model.layers.1.self_attn.o_proj"
     assert weight_map.external_module("output", description) == "lm_head"
@@ -124,7 +124,7 @@ _STACKED = WeightMap(
 )
 
 
-def test_tensors_stream_group_by_group() -> None:
+def test_tensors_stream_group_by_group():
     mixture = {"num_experts": 3, "experts_per_token": 1, "expert_dim": 20, "expertless_layers": (0,)}
     description = dataclasses.replace(_description(head_dim=4), **mixture)
 
@@ -138,7 +138,7 @@ def test_tensors_stream_group_by_group() -> None:
         list(_STACKED.to_tune([("h.1.experts.0.up", torch.randn(20, 12))], description, partial=True))
 
 
-def test_rows_of_no_whole_heads_are_refused() -> None:
+def test_rows_of_no_whole_heads_are_refused():
     with pytest.raises(ValueError, match="no multiple of the head size 4"):
         InterleaveRope().to_tune([torch.zeros(6, 2)], _description(head_dim=4))
     with pytest.raises(ValueError, match="more than once"):
@@ -146,7 +146,7 @@ def test_rows_of_no_whole_heads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3"])
-def test_two_stages_load_and_save_together_what_the_whole_does(name: str) -> None:
+def test_two_stages_load_and_save_together_what_the_whole_does(name):
     weight_map, description = get_spec(name).weight_map("hf"), _description(num_layers=3)
     generator = torch.Generator().manual_seed(0)
     state = {
@@ -182,7 +182,7 @@ def test_two_stages_load_and_save_together_what_the_whole_does(name: str) -> Non
         weight_map.select([*checkpoint, "model.stranger"], description, is_first)
 
 
-def test_a_part_of_a_whole_checkpoint_has_other_prefixes() -> None:
+def test_a_part_of_a_whole_checkpoint_has_other_prefixes():
     llama, description = get_spec("llama3"), _description(tie_word_embeddings=True)
     alone = llama.weight_map("hf")
     for prefixes in (
@@ -223,5 +223,5 @@ def test_a_part_of_a_whole_checkpoint_has_other_prefixes() -> None:
         (["model.text_model.norm.weight"], {"model.": "model.text_model.", "lm_head.": "lm_head."}),
     ],
 )
-def test_the_text_part_of_a_checkpoint_is_found_by_its_names(names: list[str], expected: dict[str, str]) -> None:
+def test_the_text_part_of_a_checkpoint_is_found_by_its_names(names, expected):
     assert text_prefixes(names) == expected

@@ -51,7 +51,7 @@ def any_slices(shape: torch.Size, rng: random.Random) -> tuple[slice, ...]:
     ],
     ids=str,
 )
-def test_any_part(op: Op, external: list[torch.Tensor]) -> None:
+def test_any_part(op, external):
     rng = random.Random(0)
     for which, ours in enumerate(op.to_tune(external, DESCRIPTION)):
         for _ in range(100):
@@ -61,7 +61,7 @@ def test_any_part(op: Op, external: list[torch.Tensor]) -> None:
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
 
 
-def test_any_part_of_a_fused_adapter() -> None:
+def test_any_part_of_a_fused_adapter():
     """Read as from the whole; all rows of all parts together write the whole, zeros off the diagonal included."""
     op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
     ours = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))
@@ -78,9 +78,7 @@ def test_any_part_of_a_fused_adapter() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_written_alone(
-    parts: int, swapped: bool
-) -> None:
+def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_written_alone(parts, swapped):
     """With peft's formula: B [out, rank, experts] and A [experts, rank, in] make [experts, out, in]."""
     op, experts, rank = ExpertAdapter(parts, swapped), 4, 3
     ours = matrices(*[(experts, 6, rank)] * parts, *[(experts, rank, 5)] * parts)
