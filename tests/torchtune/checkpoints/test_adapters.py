@@ -29,6 +29,7 @@ from tests.torchtune.checkpoints.small import (
 )
 from torchtune.checkpoints import CheckpointError
 from torchtune.checkpoints._adapter import adapter_conversion
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
@@ -48,6 +49,20 @@ OPTIONS = ("", "use_dora", "use_rslora")
 
 def adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in get_adapter_params(model).items()}
+
+
+def gradients_under_names_of_peft(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of an adapter, ours or peft's."""
+    ours = isinstance(model, TransformerDecoder)
+    named = get_adapter_params(model) if ours else {n: p for n, p in model.named_parameters() if "lora_" in n}
+    for parameter in named.values():
+        parameter.requires_grad_(True)
+    out = model(some_tokens()) if ours else model(some_tokens()).logits
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    found = dict(zip(named, torch.autograd.grad((out * weights).sum(), named.values()), strict=True))
+    if ours:
+        return dict(model.spec.weight_map("hf").peft().to_external(found.items(), model.description, partial=True))
+    return {n.replace(".default", "").replace("vector.weight", "vector"): gradient for n, gradient in found.items()}
 
 
 # Every shape with all targets, and every pair of a shape or of targets and an option.
@@ -79,6 +94,10 @@ def test_with_peft_both_ways(shape, targets, option, tmp_path):
     assert settings["base_model_name_or_path"] == str(source)
     theirs = in_peft(hf_model(shape), saved)
     close(logits(theirs), expected)
+    gradients, wanted = gradients_under_names_of_peft(model), gradients_under_names_of_peft(theirs)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
     theirs.save_pretrained(source)
     again = load(source, conversion)
