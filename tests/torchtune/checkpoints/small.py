@@ -90,22 +90,45 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_class(architecture: str) -> Any:
+    """The class of transformers for the config of a text model."""
+    return getattr(transformers, f"{architecture}{'Text' if architecture in OF_TEXT else ''}Config")
+
+
+def random_hf_model(
+    architecture: str, settings: dict[str, Any], task: str = "ForCausalLM", seed: int = 0
+) -> torch.nn.Module:
+    """A random model of transformers, with norms and biases that matter."""
+    torch.manual_seed(seed)
+    config = config_class(architecture)(**settings)
+    if architecture == "Gemma2":
+        config._attn_implementation = "eager"  # the only one with soft caps
+    of_text = {"Gemma3": "Gemma3Text"}.get(architecture, architecture) if task != "ForCausalLM" else architecture
+    hf = getattr(transformers, f"{of_text}{task}")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in hf.named_parameters():
+            if "norm" in parameter_name:
+                parameter.normal_(1.0, 0.3)
+            elif parameter_name.endswith("A_log"):
+                parameter.uniform_(-4, 0)  # states that last
+            elif parameter_name.endswith(("bias", "sinks", ".D")):
+                parameter.normal_()
+            elif parameter_name.endswith("scale"):
+                parameter.normal_(1.0, 0.3)
+        for buffer_name, buffer in hf.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
+            elif buffer_name.endswith(("expert_bias", "e_score_correction_bias")):
+                buffer.uniform_(-0.5, 0.5)  # scores lie between 0 and 1
+    return hf
+
+
 def hf_model(
     shape: str | tuple[str, dict], dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any
 ) -> torch.nn.Module:
-    """A random model of transformers, with norms and biases that matter, of a row of SHAPES or another."""
+    """A random model of transformers, of a row of SHAPES or another."""
     architecture, options = SHAPES[shape] if isinstance(shape, str) else shape
-    torch.manual_seed(seed)
-    kind = f"{architecture}Text" if architecture in OF_TEXT else architecture
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **sizes})
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.3)
-            elif name.endswith(("bias", "sinks")):
-                parameter.normal_()
-    return model.to(dtype)
+    return random_hf_model(architecture, {**SIZES, **options, **sizes}, seed=seed).to(dtype)
 
 
 def write_folder(

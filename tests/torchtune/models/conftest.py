@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from tests.torchtune.checkpoints.small import OF_TEXT
+from tests.torchtune.checkpoints.small import random_hf_model
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 
@@ -450,33 +450,9 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[s
 
 
 def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn.Module:
-    """A small random model of transformers, with norms and biases that matter; ``more`` goes into its config."""
-    import transformers
-
+    """A small random model of transformers, of a row; ``more`` goes into its config."""
     architecture, options = FAMILIES[name]
-    torch.manual_seed(0)
-    kind = f"{architecture}Text" if architecture in OF_TEXT else architecture
-    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, **more})
-    if architecture == "Gemma2":
-        config._attn_implementation = "eager"  # the only one with soft caps
-    of_text = {"Gemma3": "Gemma3Text"}.get(architecture, architecture) if task != "ForCausalLM" else architecture
-    hf = getattr(transformers, f"{of_text}{task}")(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in hf.named_parameters():
-            if "norm" in parameter_name:
-                parameter.normal_(1.0, 0.3)
-            elif parameter_name.endswith("A_log"):
-                parameter.uniform_(-4, 0)  # states that last
-            elif parameter_name.endswith(("bias", "sinks", ".D")):
-                parameter.normal_()
-            elif parameter_name.endswith("scale"):
-                parameter.normal_(1.0, 0.3)
-        for buffer_name, buffer in hf.named_buffers():
-            if buffer_name.endswith("layer_scalar"):
-                buffer.uniform_(0.6, 1.4)
-            elif buffer_name.endswith(("expert_bias", "e_score_correction_bias")):
-                buffer.uniform_(-0.5, 0.5)  # scores lie between 0 and 1
-    return hf
+    return random_hf_model(architecture, {**_SMALL, **options, **more}, task)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtune.checkpoints.small import OF_TEXT
-from tests.torchtune.models.conftest import on_disk
+from tests.torchtune.checkpoints.small import config_class
+from tests.torchtune.models.conftest import FAMILIES, on_disk
 from torchtune.models import Description, ModelError, build
 from torchtune.models._hf_fields import _HARMLESS, Fields
 from torchtune.models._spec import spec_for_architecture
@@ -23,7 +23,7 @@ _SIZES = {
     "vocab_size": 61,
     "hidden_size": 48,
     "intermediate_size": 40,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -31,224 +31,142 @@ _SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 20_000.0,
-    "short_factor": [1.0, 1.1, 1.5],
-    "long_factor": [1.0, 3.0, 9.0],
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-_LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.5, "high_freq_factor": 3.0}
 _PLAIN = {"rope_type": "default", "rope_theta": 20_000.0}
-
-
-def _full_and(kind: str) -> list[str]:
-    return ["full_attention" if i in (0, 3) else kind for i in range(5)]
-
-
-_KINDS = _full_and("sliding_attention")
+_YARN = {**_PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.5, "high_freq_factor": 3.0}
+_MSCALES = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+_LONG = {**FAMILIES["phi4_mini_long"][1]["rope_parameters"], "rope_theta": 20_000.0}
+_HALF = {**_PLAIN, "partial_rotary_factor": 0.5}
 _PAIR = {"full_attention": {**_YARN, "beta_fast": 16.0}, "sliding_attention": {**_PLAIN, "rope_theta": 500.0}}
-_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9}
-_GEMMA4 = {
-    "head_dim": 12,
-    "global_head_dim": 24,
-    "sliding_window": 4,
-    "layer_types": [["sliding_attention", "full_attention"][i in (0, 4)] for i in range(5)],
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 20_000.0},
-        "sliding_attention": {**_PLAIN, "rope_theta": 500.0},
-    },
-    "final_logit_softcapping": 4.0,
-}
+_KINDS = ["full_attention", "sliding_attention", "full_attention"]
+_FIRST = ["sliding_attention", "full_attention", "full_attention"]
 _ON = {"use_sliding_window": True, "sliding_window": 4}
-_FIVE = {"num_experts": 5, "moe_intermediate_size": 24}
-_EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
-_LATENTS = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 1.3,
-    "norm_topk_prob": False,
-    "attention_bias": True,
+_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": _KINDS,
+    "rope_parameters": {**_PAIR, "full_attention": {**_HALF, "rope_type": "proportional"}},
 }
-_LINEAR = {
-    "layer_types": _full_and("linear_attention"),
-    "head_dim": 16,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 3,
-    "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5},
+_LOAD = {"router_aux_loss_coef": 0.02}
+_CHOSEN = {"num_experts_per_tok": 3, "norm_topk_prob": False}
+_STEPS = {"num_hidden_layers": 5, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+_DELTA = {"linear_num_value_heads": 32, "linear_conv_kernel_dim": 3}
+_BIAS = {"attention_bias": True}
+# Row of FAMILIES, and which of several -> what the file says beyond: as little as possible as it would be if left out
+_BEYOND: dict[str, dict[str, Any]] = {
+    "llama_with_biases": {"rope_parameters": _LLAMA3},
+    "llama3_dynamic": {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 3.0}},
+    "mistral_window": {"rope_parameters": _MSCALES},
+    "gemma": {"tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": _PLAIN},
+    "gemma2_capped": {
+        "sliding_window": 4,
+        "layer_types": _KINDS,
+        "query_pre_attn_scalar": 9,
+        "rope_parameters": _PLAIN,
+    },
+    "gemma3": {"final_logit_softcapping": 4.0, "rope_parameters": _PAIR},
+    "gemma4_shared_keys": {
+        "attention_k_eq_v": True,
+        "vocab_size_per_layer_input": 61,
+        "rope_parameters": _GEMMA4["rope_parameters"],
+    },
+    "gemma4_unified": _GEMMA4,
+    "gemma4_experts": _GEMMA4,
+    "phi_partial": {"sliding_window": 4, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.75}},
+    "phi4_mini_long": {"rope_parameters": _LONG},
+    "olmo2": {"rope_parameters": _YARN, **_BIAS},
+    "olmo3": {"rope_parameters": _PAIR},
+    "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "smol3": {**_ON, "layer_types": _FIRST, "rope_parameters": _PLAIN},
+    "smol3 interval": {**_ON, "no_rope_layers": None, "no_rope_layer_interval": 3},
+    "granite": {"rope_parameters": _PLAIN},
+    "granite4_h": {
+        "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"],
+        "position_embedding_type": "rope",
+        "rope_parameters": _PLAIN,
+        "mamba_d_conv": 3,
+        "mamba_chunk_size": 16,
+        "time_step_limit": (0.01, 5.0),
+    },
+    "falcon_h1": {
+        "num_hidden_layers": 1,
+        "rope_parameters": _PLAIN,
+        "mamba_d_ssm": 96,
+        "mamba_d_head": 8,
+        "mamba_d_conv": 3,
+        "mamba_chunk_size": 16,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mlp_bias": True,
+    },
+    "nemotron_h": {
+        "mlp_hidden_act": "silu",
+        "mamba_num_heads": 16,
+        "n_group": 2,
+        "conv_kernel": 3,
+        "chunk_size": 16,
+        "time_step_min": 0.1,
+        "norm_topk_prob": False,
+    },
+    "ernie4_5": {"use_bias": True, "rope_parameters": _LLAMA3},
+    "hunyuan": {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 2.0, "alpha": 20.0}},
+    "ministral3": {"sliding_window": 4, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
+    "exaone4": {"layer_types": _KINDS, "rope_parameters": _LLAMA3},
+    "minimax_m2": _LOAD,
+    "olmoe": {**_LOAD, "norm_topk_prob": True, "rope_parameters": _YARN},
+    "glm4": {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 1.0}},
+    "qwen2": {**_ON, "max_window_layers": 2, "layer_types": None, "rope_parameters": _YARN},
+    "qwen2 kinds": {**_ON, "layer_types": _KINDS},
+    "qwen3": {**_ON, "max_window_layers": 2, "layer_types": None, **_BIAS},
+    "qwen3_5": {
+        "rope_parameters": {**_HALF, "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+        **_DELTA,
+        **_BIAS,
+    },
+    "qwen3_5_moe": {"rope_parameters": _HALF, **_DELTA, **_LOAD, "num_experts_per_tok": 3},
+    "qwen3_next": {
+        "rope_parameters": _HALF,
+        **_DELTA,
+        **_LOAD,
+        **_STEPS,
+        "norm_topk_prob": False,
+        "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention", "linear_attention"],
+    },
+    "glm4_moe": {**_CHOSEN, "n_group": 2, "first_k_dense_replace": 2},
+    "llama4": {
+        **_LOAD,
+        **_BIAS,
+        "layer_types": ["chunked_attention", "full_attention", "full_attention"],
+        "rope_parameters": _LLAMA3,
+        "attn_scale": 0.4,
+    },
+    "deepseek_v3": {**_CHOSEN, **_BIAS, "n_group": 2, "topk_group": 1, "rope_parameters": _MSCALES},
+    "glm4_moe_lite": {**_CHOSEN, **_BIAS},
+    "mistral4": {
+        **_CHOSEN,
+        **_BIAS,
+        "first_k_dense_replace": 2,
+        "rope_interleave": False,
+        "rope_parameters": {**_MSCALES, "llama_4_scaling_beta": 0.3},
+    },
+    "lfm2": {"conv_L_cache": 4},
+    "lfm2_moe": {"conv_L_cache": 4, "norm_topk_prob": False, "use_expert_bias": False, "norm_eps": 1e-3},
+    "qwen3_moe": {**_ON, **_LOAD, **_STEPS, "rope_parameters": _PLAIN},
+    "mixtral": {**_LOAD, "num_experts_per_tok": 3, "rope_parameters": _PLAIN},
+    "gpt_oss": {
+        **_LOAD,
+        "layer_types": _KINDS,
+        "rope_parameters": {**_YARN, "truncate": False, "beta_slow": 2.0},
+    },
 }
-_MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6}
-_GRANITE = {
-    "embedding_multiplier": 2.0,
-    "residual_multiplier": 0.3,
-    "logits_scaling": 4.0,
-    "attention_multiplier": 0.2,
-    "rope_parameters": _PLAIN,
-}
-_SHARED = {"shared_expert_intermediate_size": 20}
-_SECTIONS = {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
-# name -> (architecture, what its file says beyond the sizes): as little as possible as it would be if left out
-_FILES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True, "head_dim": 12}),
-    "llama dynamic": ("Llama", {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 3.0}}),
-    "mistral": ("Mistral", {"sliding_window": 4, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.2}}),
-    "gemma": ("Gemma", {"head_dim": 12, "tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": _PLAIN}),
-    "gemma2": (
-        "Gemma2",
-        {**_CAPS, "head_dim": 12, "sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _PLAIN},
-    ),
-    "gemma3": (
-        "Gemma3",
-        {"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9, "head_dim": 12, "sliding_window": 4}
-        | {"layer_types": _KINDS, "rope_parameters": _PAIR},
-    ),
-    "gemma4": (
-        "Gemma4",
-        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3, "num_kv_shared_layers": 2}
-        | {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61},
-    ),
-    "gemma4_unified": ("Gemma4Unified", {**_GEMMA4, "attention_k_eq_v": True}),
-    "gemma4 experts": (
-        "Gemma4",
-        {**_GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
-        | {"hidden_size_per_layer_input": 0},
-    ),
-    "phi3": ("Phi3", {"sliding_window": 4, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.75}}),
-    "phi3 long": (
-        "Phi3",
-        {"original_max_position_embeddings": 8, "rope_parameters": {**_LONG, "partial_rotary_factor": 0.75}},
-    ),
-    "olmo2": ("Olmo2", {"rope_parameters": _YARN, "attention_bias": True}),
-    "olmo3": ("Olmo3", {"sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _PAIR}),
-    "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
-    "smol3": ("SmolLM3", {**_ON, "no_rope_layers": [1, 0, 0, 1, 1], "layer_types": _KINDS, "rope_parameters": _PLAIN}),
-    "smol3 interval": ("SmolLM3", {**_ON, "no_rope_layers": None, "no_rope_layer_interval": 3}),
-    "granite": ("Granite", _GRANITE),
-    "granite4": (
-        "GraniteMoeHybrid",
-        {**_GRANITE, "shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
-        | {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "time_step_limit": (0.01, 5.0)}
-        | {"position_embedding_type": "rope", "mamba_chunk_size": 16}
-        | _MAMBA,
-    ),
-    "falcon_h1": (
-        "FalconH1",
-        {"num_hidden_layers": 1, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7}
-        | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
-        | {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6]}
-        | _MAMBA
-        | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN}
-        | {"mamba_chunk_size": 16, "mlp_bias": True},
-    ),
-    "nemotron_h": (
-        "NemotronH",
-        {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "head_dim": 12, "mlp_hidden_act": "silu"}
-        | {"mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3}
-        | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "time_step_min": 0.1}
-        | {"moe_shared_expert_intermediate_size": 20, "n_group": 2, "norm_topk_prob": False}
-        | {"routed_scaling_factor": 1.5, "moe_latent_size": 8, "chunk_size": 16},
-    ),
-    "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
-    "hunyuan": (
-        "HunYuanDenseV1",
-        {"head_dim": 12, "attention_bias": True}
-        | {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 2.0, "alpha": 20.0}},
-    ),
-    "ministral3": (
-        "Ministral3",
-        {"head_dim": 12, "sliding_window": 4, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
-    ),
-    "exaone4": ("Exaone4", {"sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _LLAMA3}),
-    "minimax_m2": ("MiniMaxM2", {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "rotary_dim": 6}),
-    "olmoe": ("Olmoe", {**_EXPERTS, "num_experts": 5, "norm_topk_prob": True, "rope_parameters": _YARN}),
-    "glm4": ("Glm4", {"head_dim": 12, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 1.0}}),
-    "qwen2": ("Qwen2", {**_ON, "max_window_layers": 2, "layer_types": None, "rope_parameters": _YARN}),
-    "qwen2 kinds": ("Qwen2", {**_ON, "layer_types": _KINDS}),
-    "qwen3": ("Qwen3", {**_ON, "max_window_layers": 2, "head_dim": 12, "layer_types": None, "attention_bias": True}),
-    "qwen3_5": ("Qwen3_5", {**_LINEAR, "attention_bias": True, "rope_parameters": {**_PLAIN, **_SECTIONS}}),
-    "qwen3_5_moe": ("Qwen3_5Moe", {**_LINEAR, **_EXPERTS, **_SHARED, **_FIVE}),
-    "qwen3_next": (
-        "Qwen3Next",
-        {**_LINEAR, **_EXPERTS, **_SHARED, **_FIVE, "norm_topk_prob": False}
-        | {"mlp_only_layers": [1], "decoder_sparse_step": 2},
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            "num_experts_per_tok": 3,
-            "n_routed_experts": 6,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 2,
-            "n_group": 2,
-        }
-        | {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "first_k_dense_replace": 2, "use_qk_norm": True}
-        | {"head_dim": 12, "attention_bias": True},
-    ),
-    "llama4": (
-        "Llama4",
-        {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "intermediate_size_mlp": 56, "moe_layers": [0, 2, 3]}
-        | {"no_rope_layers": [1, 0, 1, 0, 1], "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4}
-        | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"] + ["full_attention"] * 2}
-        | {"rope_parameters": _LLAMA3, "attention_bias": True},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {**_LATENTS, "n_group": 2, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
-    ),
-    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENTS, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"]}),
-    "mistral4": (
-        "Mistral4",
-        {**_LATENTS, "first_k_dense_replace": 2, "rope_interleave": False}
-        | {"rope_parameters": {**_YARN, "mscale_all_dim": 1.2, "mscale": 0.7, "llama_4_scaling_beta": 0.3}},
-    ),
-    "lfm2": (
-        "Lfm2",
-        {
-            "layer_types": _full_and("conv"),
-            "conv_L_cache": 4,
-            "block_multiple_of": 16,
-        },
-    ),
-    "lfm2_moe": (
-        "Lfm2Moe",
-        {"layer_types": _full_and("conv"), "conv_L_cache": 4}
-        | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1}
-        | {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "use_expert_bias": False, "norm_eps": 1e-3},
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {**_ON, **_EXPERTS, **_FIVE, "norm_topk_prob": True, "head_dim": 12}
-        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "rope_parameters": _PLAIN},
-    ),
-    "mixtral": ("Mixtral", {**_EXPERTS, "num_local_experts": 5, "sliding_window": 4, "rope_parameters": _PLAIN}),
-    "gpt_oss": (
-        "GptOss",
-        {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "sliding_window": 4, "layer_types": _KINDS}
-        | {"swiglu_limit": 1.5, "rope_parameters": {**_YARN, "truncate": False, "beta_slow": 2.0}},
-    ),
-}
-
-
-def _kind(architecture: str) -> Any:
-    import transformers
-
-    return getattr(transformers, f"{architecture}{'Text' if architecture in OF_TEXT else ''}Config")
+_ROWS = {name: FAMILIES[name.partition(" ")[0]] for name in _BEYOND}
+# name -> (architecture, what its file says beyond the sizes)
+_FILES = {name: (architecture, {**said, **_BEYOND[name]}) for name, (architecture, said) in _ROWS.items()}
 
 
 def _filled(architecture: str, file: dict[str, Any]) -> Any:
     """The file as transformers understands it."""
-    return _kind(architecture).from_dict(copy.deepcopy(file))
+    return config_class(architecture).from_dict(copy.deepcopy(file))
 
 
 def _older(file: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchtune.models
-from tests.torchtune.checkpoints.small import OF_TEXT
+from tests.torchtune.checkpoints.small import OF_TEXT, config_class
 from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.models.published import COUNTED, DIMENSIONS, OF_SIZES, PUBLISHED, STATED
 from torchtune._lazy import packages_in
@@ -106,8 +106,7 @@ def _filled(config: dict[str, Any]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     (architecture,) = config["architectures"]
     stem = re.sub("For(CausalLM|SequenceClassification)$", "", architecture)
-    kind = getattr(transformers, f"{stem}{'Text' if stem in OF_TEXT else ''}Config")
-    return {**kind.from_dict(copy.deepcopy(config)).to_dict(), "architectures": [architecture]}
+    return {**config_class(stem).from_dict(copy.deepcopy(config)).to_dict(), "architectures": [architecture]}
 
 
 @pytest.mark.parametrize(("family", "name"), dict(SIZES).items())  # one of each family
