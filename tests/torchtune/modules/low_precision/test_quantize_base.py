@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -121,36 +122,23 @@ def resumed_from(model: nn.Module, folder: Path, adapter: LoRA) -> nn.Module:
     ("shape", "option"), [("qwen2_tied", "use_rslora"), ("qwen2_tied", "use_dora"), ("qwen3_moe", "")]
 )
 def test_training_is_lora_on_the_rounded_base(base, shape, option, tmp_path):
-    """Exactly; and what is saved is what `transformers` and `peft` know as LoRA on that base."""
+    """Exactly, and so are the files."""
     options = {option: True} if option else {}
     quantize = nf4 if base == "nf4" else lambda: QuantizeBase(base)
     write_folder(tmp_path / "in", shape, **SIZES)
     rounded = saved(load(tmp_path / "in", quantize()), tmp_path, "rounded")
     model, plain = load(tmp_path / "in", quantize(), lora(**options)), load(rounded, lora(**options))
-    randomize_adapter(model)
-    randomize_adapter(plain)
+    both = {"quantized": model, "plain": plain}
+    for one in both.values():
+        randomize_adapter(one)
     trained = losses(model)
     assert trained == losses(plain)
     assert trained[-1] < trained[0]
-    merged = saved(model, tmp_path, "merged", contents=("adapter", "merged"))
-    assert same_bits(stored(merged), stored(saved(plain, tmp_path, "merged_plain", contents=("adapter", "merged"))))
+    folders = [saved(one, tmp_path, name, contents=("adapter", "merged")) for name, one in both.items()]
+    assert same_bits(*map(stored, folders))
+    assert same_bits(*(load_file(folder / "adapter" / "adapter_model.safetensors") for folder in folders))
     if base != "nf4" or shape == "qwen3_moe":
         return
-    adapter = saved(model, tmp_path, "adapter", contents="adapter")
-    assert sum(path.stat().st_size for path in adapter.glob("*.safetensors")) < 100_000
-    theirs = hf_model(shape, **SIZES)
-    theirs.load_state_dict(stored(rounded), strict=False)
-    theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
-    torch.testing.assert_close(logits(model.eval()), logits(theirs), rtol=1e-4, atol=1e-4)
-    model(some_tokens()).square().mean().backward()
-    theirs(some_tokens()).logits.square().mean().backward()
-    found = dict(theirs.named_parameters())
-    for number, layer in enumerate(model.layers):
-        for side in "ab":
-            gradient = found[f"base_model.model.model.layers.{number}.mlp.down_proj.lora_{side.upper()}.default.weight"]
-            ours = getattr(layer.mlp.w2, f"lora_{side}").weight.grad
-            torch.testing.assert_close(ours, gradient.grad, rtol=1e-3, atol=1e-5)
-    model.zero_grad()
     resumed = resumed_from(model, tmp_path, lora(**options))
     assert losses(resumed, 1) == losses(model, 1)
 
