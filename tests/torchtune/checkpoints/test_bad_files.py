@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.torchtune.checkpoints.small import SIZES, build, load, read, stored, write_folder, write_weights
+from tests.torchtune.checkpoints.small import SIZES, build, load, read, write_folder
 from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
@@ -84,17 +83,6 @@ def test_missing_shard(sharded, copy, listed):
     assert ("check checkpoint_dir" if listed else "download the checkpoint again") in text
 
 
-def test_missing_shard_without_index(sharded, copy):
-    folder = copy(sharded)
-    shard = some_shard(folder)
-    lost = set(load_file(shard))
-    shard.unlink()
-    (folder / INDEX).unlink()
-    text = refusal(folder)
-    assert "lacks the tensor" in text
-    assert any(f"'{name}'" in text for name in lost)
-
-
 @pytest.mark.parametrize("left", [0, 4, 100, 0.5, 0.999])
 def test_truncated_shard(sharded, copy, left):
     folder = copy(sharded)
@@ -104,21 +92,6 @@ def test_truncated_shard(sharded, copy, left):
     text = refusal(folder)
     assert str(shard) in text
     assert "again" in text
-
-
-def test_lacking_and_unknown_tensors(source, copy):
-    folder = copy(source)
-    tensors = stored(folder)
-    removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
-    write_weights(folder, tensors)
-    text = refusal(folder)
-    assert "lacks the tensor 'model.layers.1.mlp.up_proj.weight'" in text
-    assert str(folder) in text
-    save_file(
-        {**tensors, "model.layers.1.mlp.up_proj.weight": removed, "model.layers.1.extra": removed.clone()},
-        folder / "model.safetensors",
-    )
-    assert "'model.layers.1.extra' has no place" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +110,7 @@ def test_other_sizes(source, tmp_path, sizes, words):
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = refusal(source, build(tmp_path))
+    assert str(source) in text
     assert [word for word in words if word not in text] == [], text
 
 

@@ -175,7 +175,11 @@ def test_meta(tied, tmp_path):
     }
     theirs["output.weight"] = theirs.get("output.weight", theirs["tok_embeddings.weight"])
     (tmp_path / "meta").mkdir()
-    torch.save(theirs, tmp_path / "meta" / "consolidated.00.pth")
+    torch.save({**theirs, "rope.freqs": torch.ones(4)}, tmp_path / "meta" / "consolidated.00.pth")
+    for checkpointer_class in (FullModelMetaCheckpointer, FullModelHFCheckpointer):
+        again = build(tmp_path / "hf")
+        checkpointer_class(tmp_path / "meta", ["consolidated.00.pth"]).load_model(again)
+        assert same_bits(again.state_dict(), ours)
     store = FullModelMetaCheckpointer(
         tmp_path / "meta", ["consolidated.00.pth"], "LLAMA3_2" if tied else "LLAMA3", tmp_path / "output"
     )

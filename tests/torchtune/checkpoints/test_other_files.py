@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.torchtune.checkpoints.small import build, load, same_bits, stored, write_folder
+from tests.torchtune.checkpoints.small import load, same_bits, stored, write_folder
 from torchtune.checkpoints import CheckpointError
-from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer
 
 
 @pytest.fixture
@@ -28,20 +27,6 @@ def test_torch_files(folder, shards, zipped):
         name = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin"
         torch.save(dict(tensors[number::shards]), folder / name, _use_new_zipfile_serialization=zipped)
     assert same_bits(load(folder).state_dict(), expected)
-
-
-@pytest.mark.parametrize("checkpointer", [FullModelMetaCheckpointer, FullModelHFCheckpointer])
-def test_meta_file(folder, checkpointer):
-    model = load(folder)
-    meta = model.spec.weight_map("meta").to_external(model.state_dict().items(), model.description)
-    tensors = dict(meta)
-    assert torch.equal(tensors["output.weight"], tensors["tok_embeddings.weight"])  # Meta writes both
-    tensors["rope.freqs"] = torch.ones(4)
-    torch.save(tensors, folder / "consolidated.00.pth")
-    (folder / "model.safetensors").unlink()
-    again = build(folder)
-    checkpointer(str(folder), ["consolidated.00.pth"]).load_model(again)
-    assert same_bits(again.state_dict(), model.state_dict())
 
 
 class _RunsCode:

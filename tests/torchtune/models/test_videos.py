@@ -14,7 +14,6 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 import torchtune
-from tests.recipes.runs import start
 from tests.tiny_images import (
     CONFIGS,
     GEMMA,
@@ -246,31 +245,6 @@ def test_packed_rows_are_the_rows_alone(theirs, folder, rows):
         together = model(**collate_documents(documents).model_inputs())
         alone = torch.cat([model(**collate_documents([one]).model_inputs()) for one in documents], dim=1)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-
-
-def test_a_recipe_trains_on_videos(theirs, folder, rows, tmp_path):
-    if theirs.config.model_type != "qwen3_vl":
-        pytest.skip("the recipe is the same")
-    done = start(
-        "lora_finetune_single_device",
-        tmp_path,
-        model={
-            "_component_": "torchtune.models.lora_image_text_model",
-            "checkpoint_dir": str(folder),
-            "vision_tower": "lora",
-            "lora_attn_modules": ["q_proj"],
-        },
-        model_converters=[],
-        checkpointer__checkpoint_dir=str(folder),
-        tokenizer={"_component_": "torchtune.models.image_text_transform", "path": str(folder), "max_seq_len": 300},
-        dataset={"_component_": "torchtune.datasets.chat_dataset", "source": str(rows), "packed": True, **SETTINGS},
-        collate_fn="torchtune.data.collate_documents",
-        batch_size=1,
-        epochs=1,
-        max_steps_per_epoch=1,
-        lr_scheduler=None,
-    )
-    assert len(done.losses) == 1
 
 
 WRONG = {

@@ -145,43 +145,6 @@ def test_rows_of_no_whole_heads_are_refused():
         WeightMap((Row("a", "x"), Row("a", "y"))).groups(_description())
 
 
-@pytest.mark.parametrize("name", ["llama3", "phi3"])
-def test_two_stages_load_and_save_together_what_the_whole_does(name):
-    weight_map, description = get_spec(name).weight_map("hf"), _description(num_layers=3)
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        key: torch.randn(value.shape, generator=generator) for key, value in build(description).state_dict().items()
-    }
-    checkpoint = dict(weight_map.to_external(state.items(), description))
-
-    def is_first(key: str) -> bool:
-        return key.startswith(("tok_embeddings.", "layers.0.", "layers.1."))
-
-    loaded, saved = [], []
-    for owns in (is_first, lambda key: not is_first(key)):
-        groups = weight_map.select(checkpoint, description, owns)
-        stage = {
-            key: tensor
-            for group in groups
-            for key, tensor in zip(group.tune, group.to_tune([checkpoint[e] for e in group.external]), strict=True)
-        }
-        assert stage.keys() == {key for key in state if owns(key)}
-        loaded.append(stage)
-        saved.append(dict(weight_map.to_external(stage.items(), description, partial=True)))
-    for union, whole in ((loaded[0] | loaded[1], state), (saved[0] | saved[1], checkpoint)):
-        assert union.keys() == whole.keys()
-        assert all(torch.equal(union[key], whole[key]) for key in whole)
-    assert not saved[0].keys() & saved[1].keys()
-
-    last = [key for key in checkpoint if ".layers.2." in key][-1]
-    lacking = checkpoint.keys() - {last}
-    assert weight_map.select(lacking, description, is_first)  # not a tensor of this stage
-    with pytest.raises(WeightMapError, match=last):
-        weight_map.select(lacking, description, lambda key: not is_first(key))
-    with pytest.raises(WeightMapError, match=r"'model\.stranger' has no place in this model"):
-        weight_map.select([*checkpoint, "model.stranger"], description, is_first)
-
-
 def test_a_part_of_a_whole_checkpoint_has_other_prefixes():
     llama, description = get_spec("llama3"), _description(tie_word_embeddings=True)
     alone = llama.weight_map("hf")

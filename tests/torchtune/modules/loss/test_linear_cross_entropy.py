@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules import TiedLinear
+from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
 from torchtune.modules.loss import cross_entropy_loss as implementation
@@ -102,13 +103,15 @@ def test_tied_projection_adds_to_the_embeddings_gradient():
     torch.testing.assert_close(embedding.weight.grad, exact.grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "bias"])
+@pytest.mark.parametrize("kind", ["adapter", "bias", "capped"])
 def test_other_projections_are_recomputed_with_the_same_result(kind):
     hidden, weight, labels = inputs()
     head = make_head(weight)
     if kind == "adapter":
         apply_conversions(head, [LoRA(3, 6, target_modules=["output"])])
         nn.init.normal_(head.output.lora_b.weight)
+    elif kind == "capped":
+        head.output = CappedLinear(DIM, VOCAB, softcap=3.0).double()
     else:
         head.output.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
