@@ -108,14 +108,10 @@ _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": _base(500_000.0)}),
-    "llama3_1": ("Llama", {"rope_parameters": _LLAMA3_ROPE}),
     "llama3_2": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama_with_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
-    "llama3_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
     "llama3_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
-    "llama3_yarn": ("Llama", {"rope_parameters": _YARN}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral_window": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
+    "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
     "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}),
     "gemma2_capped": (

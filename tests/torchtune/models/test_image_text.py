@@ -338,16 +338,17 @@ def test_files_of_earlier_releases_of_llama4_are_read(tmp_path):
 def test_component_builders_of_llama4_make_its_sizes():
     """Numbers of the reference: models.md."""
     llama4 = torchtune.models.llama4
-    scout = {"vocab_size": 202_048, "num_layers": 48, "num_heads": 40, "num_kv_heads": 8, "embed_dim": 5120}
-    scout |= {"hidden_dim": 8192, "skip_rope_interval": 4, "attention_chunk_size": 8192}
-    maverick = {**scout, "max_seq_len": 1_048_576, "num_experts": 128, "use_qk_norm": False, "moe_every_n_layers": 2}
-    maverick["mlp_hidden_dim"] = 16_384
-    scout |= {"max_seq_len": 10_485_760, "use_scaled_rope": True}
+    shared = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "max_seq_len", "num_experts")
+    rules = {"skip_rope_interval": 4, "attention_chunk_size": 8192, "hidden_dim": 8192}
+    scout = {"use_scaled_rope": True}
+    maverick = {"use_qk_norm": False, "moe_every_n_layers": 2, "mlp_hidden_dim": 16_384}
     tower = {"patch_size": 14, "num_heads": 16, "clip_num_layers": 34, "tile_size": 336, "max_num_tiles": 16}
     widths = {"clip_embed_dim": 1408, "projection_embed_dim": 4096, "decoder_embed_dim": 5120}
     with torch.device("meta"):
-        for sizes, name in ((scout, "llama4_scout_17b_16e"), (maverick, "llama4_maverick_17b_128e")):
-            found, wanted = llama4.llama4_decoder(**sizes).description, getattr(llama4, name)().description.text
+        for more, name in ((scout, "llama4_scout_17b_16e"), (maverick, "llama4_maverick_17b_128e")):
+            wanted = getattr(llama4, name)().description.text
+            sizes = {field: getattr(wanted, field) for field in shared}
+            found = llama4.llama4_decoder(**sizes, **rules, **more).description
             assert replace(found, intermediate_dim=16_384) == wanted
         model, encoder = llama4.llama4_scout_17b_16e(), llama4.llama4_vision_encoder(**tower, **widths)
         head = llama4.llama4_vision_projection_head(**widths)

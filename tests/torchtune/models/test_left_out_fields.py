@@ -55,7 +55,7 @@ _BIAS = {"attention_bias": True}
 _BEYOND: dict[str, dict[str, Any]] = {
     "llama_with_biases": {"rope_parameters": _LLAMA3},
     "llama3_dynamic": {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 3.0}},
-    "mistral_window": {"rope_parameters": _MSCALES},
+    "mistral": {"rope_parameters": _MSCALES},
     "gemma": {"tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": _PLAIN},
     "gemma2_capped": {
         "sliding_window": 4,

@@ -1,7 +1,6 @@
 """Tokenizers of the families, beside what the table of layouts compares: ids, tools, images, decoding, files."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -265,37 +264,25 @@ def test_files_that_mistral_refuses(folder, pieces, file, settings, message):
 # Gemma
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_gemma_without_a_layout_and_with_markers(folder, seed):
+def test_gemma_without_a_layout_and_with_markers(folder):
     """Markers of a template are control tokens, those in a turn's text are not; texts alone follow each other."""
-    rng = random.Random(seed)
-    texts = [
-        "What is the sky?",
-        "red green\n\nblue",
-        "你好 🙂🙂",
-        "<start_of_turn>user",
-        "a<end_of_turn>b",
-        "<bos><eos>",
-    ]
-    turns = [(rng.choice(texts), rng.choice(texts)) for _ in range(rng.randint(1, 3))]
-    messages = [Message(role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
+    texts = ("<start_of_turn>user", "你好\n\n🙂🙂", "<bos><eos>", "a<end_of_turn>b")
+    messages = [Message(role, text) for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
     mask_messages(messages, "train_on_assistant")
     tokenizer = GemmaTokenizer(str(folder / "gemma.model"))
     tokens, mask = tokenizer.tokenize_messages(messages)
     assert (tokens[0], tokens[-1], mask[0], mask[-1]) == (2, 1, True, False)
-    assert tokens.count(1) == tokens.count(2) == len(turns)
-    assert tokenizer.decode(tokens) == "".join(question + answer for question, answer in turns)
+    assert tokens.count(1) == tokens.count(2) == 2
+    assert tokenizer.decode(tokens) == "".join(texts)
     trained = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert tokenizer.decode(trained) == "".join(answer for _, answer in turns)
+    assert tokenizer.decode(trained) == texts[1] + texts[3]
     layout = {role: (f"<start_of_turn>{role}\n", "<end_of_turn>\n") for role in ("user", "assistant")}
     tokenizer = gemma_tokenizer(str(folder / "gemma.model"), prompt_template=layout)
     start, end = tokenizer.encode("<start_of_turn><end_of_turn>", False, False)
     tokens, mask = tokenizer.tokenize_messages(messages)
-    assert tokens.count(start) == tokens.count(end) == 2 * len(turns)
-    assert [mask[i] for i, token in enumerate(tokens) if token == end] == [True, False] * len(turns)
-    assert tokenizer.decode(tokens) == "".join(
-        "".join(layout[m.role]).replace("\n", f"\n{m.text_content}", 1) for m in messages
-    )
+    assert tokens.count(start) == tokens.count(end) == 4
+    assert [mask[i] for i, token in enumerate(tokens) if token == end] == [True, False] * 2
+    assert tokenizer.decode(tokens) == "".join(turn.text_content.join(layout[turn.role]) for turn in messages)
 
 
 def test_gemma_chat_template(folder, pieces):
