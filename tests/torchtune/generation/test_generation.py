@@ -112,6 +112,19 @@ def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model: TransformerD
     assert model.skip_output_layer is True  # the older recipe goes on training
 
 
+def test_a_stream_ends_before_a_stop_token_and_takes_its_caches_away(model: TransformerDecoder) -> None:
+    prompt = _prompt(5)
+    tokens = list(stream(model, prompt, max_generated_tokens=20, temperature=0.0, use_cache=False))
+    stop = next(token for index, token in enumerate(tokens) if index and token not in tokens[:index])
+    stopped = list(stream(model, prompt, max_generated_tokens=20, temperature=0.0, stop_tokens=[stop]))
+    assert stopped == tokens[: tokens.index(stop)]
+    running = stream(model, prompt, max_generated_tokens=10)
+    next(running)
+    assert model.caches_are_setup()
+    running.close()
+    assert not model.caches_are_setup()
+
+
 def test_modes_are_those_of_before(model: TransformerDecoder) -> None:
     model.train()
     model.layers[1].eval()

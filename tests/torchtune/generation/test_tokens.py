@@ -139,15 +139,6 @@ def test_modes_caches_and_flags_are_those_of_before(model: TransformerDecoder) -
     assert model.skip_output_layer is True
 
 
-def test_a_seed_repeats_it(model: TransformerDecoder) -> None:
-    first, again, other = (
-        generate_tokens(model, PROMPTS, max_new_tokens=9, num_samples=2, rng=torch.Generator().manual_seed(seed))
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(torch.cat(first.tokens), torch.cat(again.tokens))
-    assert not torch.equal(torch.cat(first.tokens), torch.cat(other.tokens))
-
-
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
