@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -88,7 +87,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache_of_rows(tmp_path_factory):
     """Rows that tests prepare do not go to the user's cache, nor come from it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHTUNE_CACHE", str(tmp_path_factory.mktemp("torchtune_cache")))
@@ -96,7 +95,7 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(scope="session", autouse=True)
-def files_without_sync() -> Iterator[None]:
+def files_without_sync():
     """No test loses power: to wait for the disk would take half of the time of a short run that saves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
@@ -104,7 +103,7 @@ def files_without_sync() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def imported_aside() -> None:
+def imported_aside():
     """Children of ``tune export`` and ``tune selfcheck`` fork from a process that has imported what most need."""
     from tests.recipes.killing import import_aside
 
@@ -112,7 +111,7 @@ def imported_aside() -> None:
 
 
 @pytest.fixture(autouse=True)
-def logger_as_it_was() -> None:
+def logger_as_it_was():
     """A recipe that runs in the test process, or in a fixture of a file before, sets the level and the handlers."""
     logger = logging.getLogger("torchtune")
     logger.setLevel(logging.NOTSET)
@@ -129,7 +128,7 @@ class Result:
 
 
 @pytest.fixture
-def tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def tune(capsys, monkeypatch):
     """``tune("ls")`` runs the command line and returns its exit code and output."""
     from torchtune._cli.tune import main
 

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module("bench_gpu")
 

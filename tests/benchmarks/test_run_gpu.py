@@ -9,7 +9,6 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ CASE = "qwen3-0.6b-full"
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+def driver(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("run_gpu")
 

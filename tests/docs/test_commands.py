@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -101,7 +100,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     tiny_models.make_outline(tmp_path_factory.mktemp("outline") / "SmolLM2-135M-Instruct")
     write_gguf(folder / "SmolLM2-135M-Instruct.gguf", "llama_tied", "Q8_0")
@@ -210,12 +209,12 @@ class Page:
 
 @pytest.fixture
 def page_folder(
-    imported_aside: None,
-    checkpoint: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Page]:
+    imported_aside,
+    checkpoint,
+    tmp_path,
+    tmp_path_factory,
+    monkeypatch,
+):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets_cache"))

@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +143,7 @@ def test_ray_train(tmp_path):
 
 
 @pytest.fixture
-def namespaces() -> Iterator[list[str] | str]:
+def namespaces():
     """Two network namespaces that a cable connects; or why there are none."""
     names = [f"tune{os.getpid()}{node}" for node in "ab"]
     lines = [f"ip netns add {name}" for name in names]

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -12,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
 @pytest.fixture(scope="module")
-def maker() -> ModuleType:
+def maker():
     spec = importlib.util.spec_from_file_location("quickstart_make_data", FOLDER / "make_data.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

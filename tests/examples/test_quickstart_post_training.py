@@ -2,9 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ TINY = [
 
 
 @pytest.fixture
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+def examples(tmp_path, monkeypatch):
     """The scripts, with few short orders, a tiny model in the place of the real one, and runs in this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
     modules = {name: __import__(name) for name in NAMES}

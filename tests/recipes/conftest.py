@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.recipes.killing import Forker, shared_forker
+from tests.recipes.killing import shared_forker
 
 
 @pytest.fixture(scope="session")
-def forker() -> Forker:
+def forker():
     """A process that has imported everything, and forks recipes."""
     return shared_forker()

@@ -13,7 +13,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 
 @pytest.fixture(scope="module", params=TRAINING)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     return request.param
 
 

@@ -22,7 +22,7 @@ TASKS = ["tune_facts", "tune_arithmetic", "tune_texts"]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("eleuther") / "checkpoint")
 
 

@@ -47,7 +47,7 @@ def on_two(case: Callable[..., None], *arguments: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def interrupted(tmp_path_factory):
     """A run with a checkpoint after steps 2 and 4: its config, and where it wrote."""
     folder = tmp_path_factory.mktemp("interrupted")
     config = write_config(NAME, folder, folder / "output", batch_size=2, save_every_n_steps=2)

@@ -21,7 +21,7 @@ COMPONENTS = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("methods")
     for name, seed in (("checkpoint", 0), ("teacher", 1)):
         torch.manual_seed(seed)

@@ -3,7 +3,6 @@
 import io
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "l
 
 
 @pytest.fixture(scope="module")
-def base(request, tmp_path_factory) -> Path:
+def base(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(getattr(request, "param", "qwen3_vl"))
     config = CONFIGS[getattr(request, "param", "qwen3_vl")]()
     write_image_checkpoint(image_text_model(config), path / "checkpoint")
@@ -49,7 +48,7 @@ every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
 
 
 @pytest.fixture
-def folder(base: Path, tmp_path: Path) -> Path:
+def folder(base, tmp_path):
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -179,7 +178,7 @@ CACHED = {
 
 
 @pytest.fixture
-def encoded() -> Iterator[list[int]]:
+def encoded():
     """The numbers of patches that towers encode."""
     found = []
 

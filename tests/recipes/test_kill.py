@@ -19,7 +19,7 @@ STEPS = 36
 
 
 @pytest.fixture(scope="module", params=ALONE)
-def whole(request: pytest.FixtureRequest, forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+def whole(request, forker, tmp_path_factory):
     """An uninterrupted run: recipe, folder of its inputs, losses."""
     folder = tmp_path_factory.mktemp("whole")
     config = write_config(request.param, folder, folder / "whole", **SETTINGS)
@@ -94,7 +94,7 @@ def test_asked_to_stop_saves_and_says_how_to_go_on(forker, whole, number):
 
 
 @pytest.fixture(scope="module", params=SEVERAL[:1])
-def whole_on_two(request: pytest.FixtureRequest, forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+def whole_on_two(request, forker, tmp_path_factory):
     """An uninterrupted run on two ranks: recipe, folder of its inputs, losses."""
     folder = tmp_path_factory.mktemp("two")
     expected = killing.uninterrupted(forker, request.param, folder, ranks=2)

@@ -1,6 +1,5 @@
 """A run on a mixture: losses by dataset, and a resume that is the run."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ NAME = "full_finetune_single_device"
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> dict[str, dict[str, Any]]:
+def parts(tmp_path):
     counts = {"many": 16, "few": 5}
     paths = {name: write_conversations(tmp_path / f"{name}.jsonl", count=count) for name, count in counts.items()}
     return {name: {**CHATS, "source": str(path)} for name, path in paths.items()}

@@ -53,7 +53,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("older")
     write_checkpoint(folder / "checkpoint", tied=False)
     write_conversations(folder / "data.jsonl")
@@ -158,7 +158,7 @@ SPLITS = {
 
 
 @pytest.fixture(scope="module")
-def alone(forker: Forker, folder: Path) -> Path:
+def alone(forker, folder):
     run(forker, write_yaml(folder, folder / "alone", batch_size=4, epochs=1))
     return folder / "alone"
 

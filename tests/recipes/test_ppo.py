@@ -116,7 +116,7 @@ class PlainPPO:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], list[float]]:
+def plain(tmp_path_factory):
     """A folder with its models, the weights after a step, and the rewards of its answers."""
     folder = tmp_path_factory.mktemp("ppo")
     recipe = start(PPO, folder, train=False, **STEP, ref_policy_checkpointer=other_reference(folder)).recipe

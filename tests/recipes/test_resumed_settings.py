@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -31,7 +30,7 @@ def test_every_setting_of_every_training_recipe_is_classified(tmp_path):
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def said():
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

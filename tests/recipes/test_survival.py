@@ -17,7 +17,7 @@ FAULTY = "tests.recipes.faulty.FaultyLoss"
 
 
 @pytest.fixture(params=TRAINING)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     return request.param
 
 

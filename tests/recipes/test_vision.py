@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     tiny_vision.write_vision_checkpoint(tmp_path / "checkpoint")
     return tmp_path
 

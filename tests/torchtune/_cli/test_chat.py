@@ -12,12 +12,12 @@ from torchtune.modules import TransformerDecoder
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("chat") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def adapter(checkpoint: Path) -> Path:
+def adapter(checkpoint):
     return write_adapter(checkpoint.parent / "adapter", checkpoint)
 
 

@@ -48,7 +48,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tokenizer(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     (tmp_path / "tokenizer").mkdir()

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 
@@ -30,7 +29,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+def hub(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.is_portal = False
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -44,7 +43,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 

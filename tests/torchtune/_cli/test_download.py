@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -95,7 +94,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub() -> Iterator[ThreadingHTTPServer]:
+def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked, server.ranges, server.out_of_order, server.cut = [], [], None, None
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -16,7 +16,7 @@ COMMON = ["--device", "cpu", "--dtype", "fp32", "--max-new-tokens", "6"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     write_checkpoint(folder / "base")
     write_checkpoint(folder / "trained", seed=1)

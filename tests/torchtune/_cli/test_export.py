@@ -40,7 +40,7 @@ def train(base: Path, folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """Runs that train all weights (``full``) and an adapter (``lora``), and a mixture with adapted experts."""
     folder = tmp_path_factory.mktemp("runs")
     base = write_checkpoint(folder / "base")

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A directory with a recipe of the user's, a module that it imports and a config for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN_RECIPE)

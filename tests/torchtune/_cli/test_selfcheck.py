@@ -73,7 +73,7 @@ class OtherPrompt(HuggingFaceModelTokenizer):
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory):
     """Folder with the checkpoint and the data of all runs."""
     folder = tmp_path_factory.mktemp("selfcheck")
     write_config(LORA, folder, folder / "output")

@@ -62,14 +62,14 @@ def running(models: dict[str, nn.Module], tokenizer: Any, **options: Any) -> Ite
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def loaded(tmp_path_factory):
     import torchtune
 
     return torchtune.load(write_checkpoint(tmp_path_factory.mktemp("served") / "tiny"), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def server(loaded: tuple[Any, Any]) -> Iterator[ChatServer]:
+def server(loaded):
     with running({"tiny": loaded[0]}, loaded[1]) as found:
         yield found
 

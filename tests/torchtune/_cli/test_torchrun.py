@@ -220,7 +220,7 @@ class Launched:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "own.py").write_text(RECIPE)
     (tmp_path / "neighbour.py").write_text('WORD = "hello"\n')
     (tmp_path / "own.yaml").write_text("todo: wait\n")

@@ -21,12 +21,12 @@ CPU = {"dtype": "fp32", "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("facade") / "base")
 
 
 @pytest.fixture(scope="module")
-def adapter(base: Path) -> Path:
+def adapter(base):
     return write_adapter(base.parent / "adapter", base)
 
 

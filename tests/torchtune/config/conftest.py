@@ -1,6 +1,5 @@
 """Checking a YAML text against the typed fixture recipe."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., typed_recipe.Settings]:
+def check(tmp_path, monkeypatch):
     """Check the typed fixture, with overrides and with pieces of its text replaced, as the file ``c.yaml``."""
     monkeypatch.chdir(tmp_path)
 
@@ -29,7 +28,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., type
 
 
 @pytest.fixture
-def mistakes(check: Callable[..., typed_recipe.Settings]) -> Callable[..., list[str]]:
+def mistakes(check):
     """The mistakes that ``check`` finds, as lines of text."""
 
     def mistakes(*overrides: str, replace: dict[str, str] | None = None) -> list[str]:

@@ -20,7 +20,7 @@ VALUE = "s3cr3t \"value\" of '97\\' bytes"
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     monkeypatch.setenv("MY_VALUE", VALUE)
 
 

@@ -36,7 +36,7 @@ PAIRS = [
 
 
 @pytest.fixture
-def model() -> torch.nn.Module:
+def model():
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 16}
     return build(Description(vocab_size=16, max_seq_len=32, **sizes)).double()

@@ -1,27 +1,25 @@
 """A small tokenizer, and a cache of its own for every run of the tests."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.tiny import write_tokenizer
-from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers import hf_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     return folder
 
 
 @pytest.fixture
-def tokenizer(tokenizer_folder: Path) -> HuggingFaceModelTokenizer:
+def tokenizer(tokenizer_folder):
     return hf_tokenizer(str(tokenizer_folder), max_seq_len=128)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def own_cache(monkeypatch, tmp_path_factory):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets_cache"))

@@ -33,13 +33,13 @@ SIZES = [(28, 28), (20, 60), (90, 30)]
 
 
 @pytest.fixture(scope="module")
-def transform(tmp_path_factory: pytest.TempPathFactory) -> Llama3VisionTransform:
+def transform(tmp_path_factory):
     ranks = write_ranks(tmp_path_factory.mktemp("llama3") / "tokenizer.model")
     return Llama3VisionTransform(ranks, tile_size=28, patch_size=14, max_seq_len=60, dtype=torch.float32)
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def pictures(tmp_path):
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i, size in enumerate(SIZES):

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def two_cores() -> Iterator[None]:
+def two_cores():
     with workers(2):
         yield
 

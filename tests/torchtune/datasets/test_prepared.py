@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from torchtune.utils import UserError
 
 
 @pytest.fixture
-def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def chats(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     return write_conversations(tmp_path / "chats.jsonl", 40)
 

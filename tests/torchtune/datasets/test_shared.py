@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def forker() -> Iterator[subprocess.Popen[str]]:
+def forker():
     server = subprocess.Popen([sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdin
     assert server.stdout
@@ -101,7 +100,7 @@ class Rank:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
     write_lines(tmp_path / "rows.jsonl", [{"n": n, "text": "red " * n} for n in range(1, 9)])
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))

@@ -1,7 +1,6 @@
 """Comparisons of two models: formulas in float64 by hand, and which layer differs."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torchtune.evaluation import EvaluationError, compare_layers, compare_models
 from torchtune.modules.peft import LoRA
 
 
-def test_the_numbers_are_those_of_the_formulas() -> None:
+def test_the_numbers_are_those_of_the_formulas():
     generator = torch.Generator().manual_seed(0)
     first = [torch.randn(length, 7, generator=generator) for length in (3, 2)]
     second = [logits + torch.randn(logits.shape, generator=generator) for logits in first]
@@ -41,13 +40,13 @@ def test_the_numbers_are_those_of_the_formulas() -> None:
         compare_models(first, [logits[:, :6] for logits in first])
 
 
-def test_logits_of_a_classifier_are_those_after_the_last_token(tmp_path: Path) -> None:
+def test_logits_of_a_classifier_are_those_after_the_last_token(tmp_path):
     judge, _ = torchtune.load(write_checkpoint(tmp_path / "judge", is_reward=True), device="cpu")
     (logits,) = logits_of(judge, [torch.tensor([5, 6, 7, 8])])
     assert logits.shape == (1, 1)
 
 
-def test_layers_with_an_adapter_equal_merged_ones_and_the_changed_one_is_named(tmp_path: Path) -> None:
+def test_layers_with_an_adapter_equal_merged_ones_and_the_changed_one_is_named(tmp_path):
     base = write_folder(tmp_path / "base", "qwen3_moe")
     model, _ = torchtune.load(base, adapter=LoRA(rank=2, alpha=6, apply_to_mlp=True), device="cpu")
     randomize_adapter(model)

@@ -57,7 +57,7 @@ def _model(**options: Any) -> TransformerDecoder:
 
 
 @pytest.fixture
-def model() -> TransformerDecoder:
+def model():
     return _model()
 
 
@@ -77,7 +77,7 @@ def _answers_as_alone(model: TransformerDecoder, prompts: list[list[int]] = _PRO
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_rows_join_and_leave(kind: str) -> None:
+def test_rows_join_and_leave(kind):
     model = _model(**_KINDS[kind])
     limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
     shapes: list[tuple[int, ...]] = []
@@ -100,7 +100,7 @@ def test_rows_join_and_leave(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind: str) -> None:
+def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind):
     """Ended sequences get further tokens, some at once and some later, beside those that are under way."""
     model, (stop, limit) = _model(**_KINDS[kind]), (11, 6)
     tokens, log_probs = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}, {}
@@ -143,7 +143,7 @@ def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind: str) -> None:
     assert (ran < 350) == (kind != "mixers"), ran
 
 
-def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:
+def test_samples_of_a_prompt_join_together(model):
     draws = torch.rand(14, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     options = {"max_new_tokens": 20, "num_samples": 2, "stop_tokens": [11, 12], "draws": draws}
     together = generate_tokens(model, _PROMPTS, **options)
@@ -154,7 +154,7 @@ def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
+def test_weights_return_from_their_fast_layout(dtype):
     model = _model(q_bias=True, v_bias=True)
     apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True)])
     for parameter in model.parameters():
@@ -186,9 +186,7 @@ def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("missing", [torch.float32, torch.bfloat16])
-def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(
-    pack: bool, missing: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, monkeypatch):
     monkeypatch.setattr(_fast_linear, "onednn_computes", lambda dtype: dtype != missing and onednn_computes(dtype))
     model = _model().to(missing)
     with torch.no_grad():
@@ -198,7 +196,7 @@ def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(
             assert torch.equal(model(torch.tensor([_PROMPTS[0]])), expected)
 
 
-def test_weights_are_never_there_twice(model: TransformerDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_never_there_twice(model, monkeypatch):
     packs: list[weakref.ref] = []
     restore = _fast_linear._Packed.restore
 
@@ -213,7 +211,7 @@ def test_weights_are_never_there_twice(model: TransformerDecoder, monkeypatch: p
     assert len(packs) == 2 * 7 + 1
 
 
-def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_input() -> None:
+def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_input():
     model, tokens = _model(), torch.tensor([_PROMPTS[0]])
     apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj"])])
     model.layers[0].attn.k_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
@@ -229,7 +227,7 @@ def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_i
 
 
 @pytest.mark.parametrize("kind", ["attention", "latents"])
-def test_prompts_of_several_lengths_in_a_row_under_autocast(kind: str) -> None:
+def test_prompts_of_several_lengths_in_a_row_under_autocast(kind):
     model = _model(**_KINDS[kind])
     with torch.autocast("cpu", torch.bfloat16):
         together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
@@ -238,7 +236,7 @@ def test_prompts_of_several_lengths_in_a_row_under_autocast(kind: str) -> None:
             torch.testing.assert_close(log_probs, alone.log_probs[0], rtol=0, atol=0.1)
 
 
-def test_a_step_under_autocast_inside_of_packed_layers(model: TransformerDecoder) -> None:
+def test_a_step_under_autocast_inside_of_packed_layers(model):
     with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
         found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
     with torch.no_grad():
@@ -247,13 +245,13 @@ def test_a_step_under_autocast_inside_of_packed_layers(model: TransformerDecoder
     torch.testing.assert_close(found.log_probs[0], wanted, rtol=0, atol=0.1)
 
 
-def test_a_module_in_two_places_of_a_layer_is_packed_once(model: TransformerDecoder) -> None:
+def test_a_module_in_two_places_of_a_layer_is_packed_once(model):
     model.layers[1].mlp.w3 = model.layers[1].mlp.w1
     _answers_as_alone(model)
 
 
 @pytest.mark.parametrize("what", ["hook", "bias"])
-def test_a_step_of_latents_runs_more_than_a_matrix(what: str) -> None:
+def test_a_step_of_latents_runs_more_than_a_matrix(what):
     model = _model(**_KINDS["latents"])
     attn = model.layers[1].attn
     if what == "hook":
@@ -264,7 +262,7 @@ def test_a_step_of_latents_runs_more_than_a_matrix(what: str) -> None:
     _answers_as_alone(model, _PROMPTS[:2], 9)
 
 
-def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:
+def test_a_loop_that_would_train_nothing_is_refused(model):
     with fast_linears(model, pack=True), pytest.raises(GenerationError, match="have no gradients inside"):
         model(torch.tensor([_PROMPTS[0]]))
     with fast_linears(model, pack=False):

@@ -14,7 +14,7 @@ from torchtune.generation import (
     stream,
 )
 from torchtune.models import Description, build
-from torchtune.modules import TransformerDecoder, local_kv_cache
+from torchtune.modules import local_kv_cache
 from torchtune.modules.loss import LinearCrossEntropyLoss
 
 _TINY = Description(
@@ -23,7 +23,7 @@ _TINY = Description(
 
 
 @pytest.fixture
-def model() -> TransformerDecoder:
+def model():
     torch.manual_seed(0)
     model = build(_TINY).eval()
     for parameter in model.parameters():
@@ -35,7 +35,7 @@ def _prompt(*shape: int) -> torch.Tensor:
     return torch.randint(1, 29, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_sample_follows_the_distribution() -> None:
+def test_sample_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(20_000, 4)
     torch.manual_seed(0)
     for temperature in (1.0, 0.5):
@@ -54,7 +54,7 @@ def test_sample_follows_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_rows_of_different_length_equal_themselves_alone(model: TransformerDecoder, cached: bool) -> None:
+def test_rows_of_different_length_equal_themselves_alone(model, cached):
     long, short = _prompt(7), _prompt(9)[5:]
     batch = torch.stack([long, torch.cat([torch.zeros(3, dtype=torch.int64), short])])
     alone = [generate(model, p, max_generated_tokens=8, temperature=0.0)[0][0, len(p) :] for p in (long, short)]
@@ -66,7 +66,7 @@ def test_rows_of_different_length_equal_themselves_alone(model: TransformerDecod
     assert torch.equal(out[:, 7:], torch.stack(alone))
 
 
-def test_lengths_tell_padding_from_a_token_that_looks_like_it(model: TransformerDecoder) -> None:
+def test_lengths_tell_padding_from_a_token_that_looks_like_it(model):
     prompt = torch.tensor([3, 0, 5, 0])
     real, _ = generate(model, prompt, max_generated_tokens=5, temperature=0.0, prompt_lengths=[4])
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_lengths_tell_padding_from_a_token_that_looks_like_it(model: Transformer
     assert torch.equal(again[:, 2:], real)
 
 
-def test_no_token_is_padding_unless_it_is_said(model: TransformerDecoder) -> None:
+def test_no_token_is_padding_unless_it_is_said(model):
     for prompt in (torch.tensor([0, 3, 0, 5]), torch.tensor([[0, 3, 0, 5], [0, 0, 4, 2]])):
         out, _ = generate(model, prompt, max_generated_tokens=1, temperature=0.0)
         with torch.no_grad():
@@ -89,7 +89,7 @@ def test_no_token_is_padding_unless_it_is_said(model: TransformerDecoder) -> Non
         generate(model, torch.tensor([[0, 3], [4, 5]]), max_generated_tokens=1)
 
 
-def test_without_a_pad_id_a_stop_token_is_followed_by_itself(model: TransformerDecoder) -> None:
+def test_without_a_pad_id_a_stop_token_is_followed_by_itself(model):
     prompts = _prompt(3, 5)
     free, _ = generate(model, prompts, max_generated_tokens=12, temperature=0.0)
     stop = free[0, 6].item()
@@ -98,7 +98,7 @@ def test_without_a_pad_id_a_stop_token_is_followed_by_itself(model: TransformerD
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model: TransformerDecoder, cached: bool) -> None:
+def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model, cached):
     prompts = _prompt(2, 5)
     arguments = {"max_generated_tokens": 6, "temperature": 0.0}
     expected, expected_logits = generate(model, prompts, **arguments)
@@ -112,7 +112,7 @@ def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model: TransformerD
     assert model.skip_output_layer is True  # the older recipe goes on training
 
 
-def test_a_stream_ends_before_a_stop_token_and_takes_its_caches_away(model: TransformerDecoder) -> None:
+def test_a_stream_ends_before_a_stop_token_and_takes_its_caches_away(model):
     prompt = _prompt(5)
     tokens = list(stream(model, prompt, max_generated_tokens=20, temperature=0.0, use_cache=False))
     stop = next(token for index, token in enumerate(tokens) if index and token not in tokens[:index])
@@ -125,7 +125,7 @@ def test_a_stream_ends_before_a_stop_token_and_takes_its_caches_away(model: Tran
     assert not model.caches_are_setup()
 
 
-def test_modes_are_those_of_before(model: TransformerDecoder) -> None:
+def test_modes_are_those_of_before(model):
     model.train()
     model.layers[1].eval()
     modes = [module.training for module in model.modules()]
@@ -136,7 +136,7 @@ def test_modes_are_those_of_before(model: TransformerDecoder) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_stop_tokens_end_rows_and_then_generation(model: TransformerDecoder) -> None:
+def test_stop_tokens_end_rows_and_then_generation(model):
     prompts = _prompt(2, 5)
     free, free_logits = generate(model, prompts, max_generated_tokens=12, temperature=0.0, pad_id=28)
     stop = free[0, 7].item()
@@ -153,7 +153,7 @@ def test_stop_tokens_end_rows_and_then_generation(model: TransformerDecoder) -> 
     assert out.shape[1] == 5 + max(ends)
 
 
-def test_a_generator_makes_it_repeatable(model: TransformerDecoder) -> None:
+def test_a_generator_makes_it_repeatable(model):
     def run(seed: int) -> torch.Tensor:
         rng = torch.Generator().manual_seed(seed)
         return generate(model, _prompt(3, 4), max_generated_tokens=10, temperature=1.5, top_k=20, rng=rng)[0]
@@ -162,7 +162,7 @@ def test_a_generator_makes_it_repeatable(model: TransformerDecoder) -> None:
     assert not torch.equal(run(0), run(1))
 
 
-def test_another_step_function_takes_over_after_the_first_token(model: TransformerDecoder) -> None:
+def test_another_step_function_takes_over_after_the_first_token(model):
     calls = []
 
     def step(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +175,7 @@ def test_another_step_function_takes_over_after_the_first_token(model: Transform
     assert torch.equal(out, generate(model, _prompt(4), max_generated_tokens=5, temperature=0.0)[0])
 
 
-def test_refusals(model: TransformerDecoder) -> None:
+def test_refusals(model):
     with pytest.raises(ValueError, match="at least 1"):
         generate(model, _prompt(4), max_generated_tokens=0)
     with (
@@ -185,7 +185,7 @@ def test_refusals(model: TransformerDecoder) -> None:
         generate(model, _prompt(4), max_generated_tokens=6)
 
 
-def test_masks_and_positions_of_padding() -> None:
+def test_masks_and_positions_of_padding():
     real = torch.tensor([[False, True, True], [True, True, True]])
     mask = get_causal_mask_from_padding_mask(real, target_seq_len=4)
     assert mask.int().tolist() == [

@@ -1,12 +1,10 @@
 """Sharded models generate, and compute losses of logits, as one process does."""
 
-from pathlib import Path
-
 from tests.tiny import write_checkpoint
 from tests.torchtune.training.parallel.test_compositions import launch
 
 
-def test_sharded_models_do_what_one_process_does(tmp_path: Path) -> None:
+def test_sharded_models_do_what_one_process_does(tmp_path):
     for tied in (True, False):
         write_checkpoint(tmp_path / f"tied_{tied}", tied=tied)
     launch("generation.ranks", 2, tmp_path)

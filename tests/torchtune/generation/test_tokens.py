@@ -1,7 +1,5 @@
 """Tokens and log-probabilities: those of ``transformers`` and of a forward pass over what was generated."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8]]
 
 
 @pytest.fixture
-def model() -> TransformerDecoder:
+def model():
     torch.manual_seed(0)
     model = build(_TINY)
     for parameter in model.parameters():
@@ -39,7 +37,7 @@ def teacher_forced(
     return torch.log_softmax(logits / temperature, -1).gather(1, tokens[:, None])[:, 0]
 
 
-def test_greedy_equals_transformers(tmp_path: Path) -> None:
+def test_greedy_equals_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = write_checkpoint(tmp_path / "checkpoint")
@@ -58,9 +56,7 @@ def test_greedy_equals_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, 5), (1.3, 0), (0.0, None)])
-def test_log_probs_are_those_of_a_forward_pass(
-    model: TransformerDecoder, use_cache: bool, temperature: float, top_k: int | None
-) -> None:
+def test_log_probs_are_those_of_a_forward_pass(model, use_cache, temperature, top_k):
     rng = torch.Generator().manual_seed(0)
     found = generate_tokens(
         model,
@@ -84,7 +80,7 @@ def test_log_probs_are_those_of_a_forward_pass(
         torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
 
 
-def test_samples_of_a_prompt_follow_its_distribution(model: TransformerDecoder) -> None:
+def test_samples_of_a_prompt_follow_its_distribution(model):
     found = generate_tokens(
         model, PROMPTS[:2], max_new_tokens=1, num_samples=8000, rng=torch.Generator().manual_seed(0)
     )
@@ -94,7 +90,7 @@ def test_samples_of_a_prompt_follow_its_distribution(model: TransformerDecoder) 
             assert (drawn - model(torch.tensor([prompt]))[0, -1].softmax(-1)).abs().max() < 0.02
 
 
-def test_prompts_go_through_once_and_ended_rows_leave(model: TransformerDecoder) -> None:
+def test_prompts_go_through_once_and_ended_rows_leave(model):
     shapes = []
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     steps = list(stream_tokens(model, PROMPTS, max_new_tokens=15, num_samples=4, stop_tokens=[7, 11, 2, 3]))
@@ -110,7 +106,7 @@ def test_prompts_go_through_once_and_ended_rows_leave(model: TransformerDecoder)
     assert len(ended) == len(set(ended))
 
 
-def test_modes_caches_and_flags_are_those_of_before(model: TransformerDecoder) -> None:
+def test_modes_caches_and_flags_are_those_of_before(model):
     apply_conversions(model, [LoRA(2, 4, dropout=0.5)])
     model.train()
     model.skip_output_layer = True  # by an older recipe
@@ -155,6 +151,6 @@ def test_modes_caches_and_flags_are_those_of_before(model: TransformerDecoder) -
         ([[1]], {"temperature": -0.5}, "temperature is -0.5 and top_k None"),
     ],
 )
-def test_refusals(model: TransformerDecoder, prompts: list[list[int]], options: dict[str, int], message: str) -> None:
+def test_refusals(model, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate_tokens(model, prompts, **{"max_new_tokens": 3, **options})

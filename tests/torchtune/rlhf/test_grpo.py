@@ -5,7 +5,6 @@ import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any
 
 import pytest
 import torch
@@ -246,7 +245,7 @@ def test_an_answer_in_the_log_moves_no_cursor():
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
+def tiny(tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("model"))
     model, tokenizer = torchtune.load(folder, adapter=LoRA(rank=4, alpha=6, apply_to_mlp=True), device="cpu")
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ import json
 import math
 import socketserver
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -61,7 +60,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Replies]:
+def server():
     with Replies(("127.0.0.1", 0), _Handler) as found, serving(found):
         yield found
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ PROMPTS = [[1, 65, 66, 67], [1, 70, 71]]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("served") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def make(checkpoint: Path) -> Callable[..., ServerSampler]:
+def make(checkpoint):
     def build(server: TinyServer, kind: str = "vllm", adapters: bool = False, **arguments: Any) -> ServerSampler:
         adapter = LoRA(rank=4, alpha=8) if adapters else None
         model, tokenizer = torchtune.load(checkpoint, adapter=adapter, device="cpu")
@@ -212,7 +211,7 @@ def test_a_server_that_fails_is_one_sentence(
 
 
 @pytest.fixture
-def transformers_serve(tmp_path: Path) -> Iterator[str]:
+def transformers_serve(tmp_path):
     """Url of a process of ``transformers serve``."""
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package, reason="the extra serving is not installed")

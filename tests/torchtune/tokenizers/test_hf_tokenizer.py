@@ -22,7 +22,7 @@ mask_messages(CHAT, "train_on_assistant")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     write_tokenizer(tmp_path)
     return tmp_path
 

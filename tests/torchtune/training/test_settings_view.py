@@ -23,7 +23,7 @@ SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("settings")
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +30,7 @@ HOLD = """if True:
 
 
 @pytest.fixture
-def hold(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+def hold(tmp_path):
     """Starts a process that holds the folder ``run``."""
     started = []
 
@@ -50,7 +49,7 @@ def hold(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def said():
     lines: list[str] = []
     handler = type("Handler", (), {"level": 0, "handle": lambda self, record: lines.append(record.getMessage())})()
     get_logger().addHandler(handler)

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ RANK = """if True:
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed():
     yield
     close_run_logger()
 

@@ -1,8 +1,6 @@
 """Folders of other users under a folder like /tmp: refused for reading and for writing."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ OTHER, ME = 54321, 54322
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def shared(tmp_path):
     """A folder like /tmp, with one folder of somebody else's."""
     if os.geteuid() != 0:
         pytest.skip("only root can give files to another user")
@@ -32,7 +30,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=[0, ME], ids=["root", "a user"])
-def me(request: pytest.FixtureRequest) -> Iterator[int]:
+def me(request):
     """Run as root, which reads everybody's files, and as a user."""
     before = os.geteuid()
     if before == 0:

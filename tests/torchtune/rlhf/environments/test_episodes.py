@@ -31,7 +31,7 @@ SEEDS = [11, 22, 33]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any, str]:
+def tiny(tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("model"))
     return *torchtune.load(folder, device="cpu"), str(folder)
 
@@ -48,7 +48,7 @@ def make(tiny):
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny) -> list[Prompt]:
+def prompts(tiny):
     found = []
     for number, text in enumerate(("the cat", "a dog runs", "why")):
         messages = [Message(role="user", content=text)]

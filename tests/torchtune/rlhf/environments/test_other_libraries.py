@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +48,7 @@ class _Handler(JSONHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
+def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as found:
         found.counters, found.has_room = {}, True
         with serving(found):

@@ -8,7 +8,7 @@ from tests.torchtune.training.matrix.checks import Runs
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
+def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("matrix")
     write_checkpoint(folder / "model")
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]

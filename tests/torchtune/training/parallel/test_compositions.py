@@ -46,7 +46,7 @@ WHOLE_EPOCH = ("fsdp", "fsdp x cp packed", "tp", "ep", "fsdp accumulates")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compositions")
     for tied in (True, False):
         write_checkpoint(folder / f"tied_{tied}", tied=tied)
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, dict[str, float]]:
+def outcomes(folder):
     """Largest relative differences of every case, and the traffic of some."""
     for processes in (2, 4):
         mine = {}

@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[str, list[Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     write_folder(folder / "qwen3_moe", "qwen3_moe", num_hidden_layers=LAYERS)
     small = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}

@@ -82,7 +82,7 @@ TRAINED = [("Llama", "dora"), *((name, way) for name in SPLIT for way in ("full"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
+def outcomes(tmp_path_factory, request):
     """Largest relative differences to one process, in a step of two processes, of the rows that are tried."""
     folder = tmp_path_factory.mktemp("families")
     cases = {}

@@ -15,7 +15,7 @@ HOST = "allreduce_ torch.float64 all"
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
+def counted(tmp_path_factory):
     """What every process of a run counted, by (number of processes, rank)."""
     folder = tmp_path_factory.mktemp("messages")
     write_config(NAME, folder, folder / "output", batch_size=1, max_steps_per_epoch=3, clip_grad_norm=1.0)

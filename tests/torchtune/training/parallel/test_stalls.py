@@ -11,7 +11,7 @@ from torchtune.utils import Activity, doing, sign_of_life, watch_activity
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stalls")
     launch("training.parallel.stalls", 1, folder, RES_OPTIONS="timeout:1 attempts:1")
     return json.loads((folder / "ended.json").read_text())

@@ -16,7 +16,7 @@ from torchtune.utils import Activity
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hangs")
     # torch's store looks up the name of everybody who connects; where names are served badly, not for long here.
     launch("training.parallel.hangs", 1, folder, RES_OPTIONS="timeout:1 attempts:1")
