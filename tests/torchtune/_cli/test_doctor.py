@@ -1,45 +1,34 @@
 """``tune doctor`` says whether training can run here, and what will be slow."""
 
-import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from importlib import metadata
 
 import pytest
 import torch
 from huggingface_hub import constants
 
+from tests.serving import JSONHandler, serving
 from torchtune._cli import _machine
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(JSONHandler):
     """Knows the token ``hf_right``; a hub in the way of the real one answers with a page."""
 
     def do_GET(self) -> None:
-        token = self.headers.get("Authorization")
-        body = b"<html>" if self.server.is_portal else json.dumps({"name": "somebody"}).encode()
-        self.send_response(200 if token == "Bearer hf_right" or self.server.is_portal else 401)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
+        if self.server.is_portal:
+            self.reply("<html>")
+        else:
+            self.reply({"name": "somebody"}, 200 if self.headers.get("Authorization") == "Bearer hf_right" else 401)
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.is_portal = False
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server, serving(server):
+        server.is_portal = False
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.serving import serving
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -95,16 +96,10 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.ranges, server.out_of_order, server.cut = [], [], None, None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def download(endpoint: str, cache: Path, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess:
-    return ask(endpoint, cache, "-m", "torchtune._cli.tune", "download", *arguments, token=token)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server, serving(server):
+        server.asked, server.ranges, server.out_of_order, server.cut = [], [], None, None
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        yield server
 
 
 def ask(endpoint: str, cache: Path, *arguments: str, token: str | None) -> subprocess.CompletedProcess:
@@ -116,71 +111,73 @@ def ask(endpoint: str, cache: Path, *arguments: str, token: str | None) -> subpr
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment)
 
 
-def url(hub: ThreadingHTTPServer) -> str:
-    return f"http://127.0.0.1:{hub.server_port}"
+@pytest.fixture
+def folder(tmp_path):
+    """Where downloads go."""
+    return tmp_path / "here"
 
 
-def test_a_model_arrives_whole(hub, tmp_path):
-    folder = tmp_path / "here"
-    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder))
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def download(hub, folder):
+    """``tune download`` into the folder."""
+
+    def run(repo: str, *options: str, code: int = 0, endpoint: str = hub.url, token: str | None = None):
+        command = ["-m", "torchtune._cli.tune", "download", repo, "--output-dir", str(folder), *options]
+        done = ask(endpoint, folder.parent / "cache", *command, token=token)
+        assert done.returncode == code, done.stderr
+        return done
+
+    return run
+
+
+def fetched(hub: ThreadingHTTPServer) -> set[str]:
+    """Names of the files that were asked for."""
+    return {path.partition(f"{COMMIT}/")[2] for verb, path in hub.asked if verb == "GET" and "/resolve/" in path}
+
+
+def test_a_model_arrives_whole(hub, folder, download):
+    done = download("own/model")
     for name, body in FILES.items():
         assert (folder / name).read_bytes() == body
     assert json.loads((folder / "original_repo_id.json").read_text()) == {"repo_id": "own/model"}
     said = "Successfully downloaded model repo and wrote to the following locations:\n"
-    assert said in done.stdout
     assert str(folder / "model.safetensors") in done.stdout.partition(said)[2].splitlines()
-
     hub.asked.clear()
-    again = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder))
-    assert again.returncode == 0
-    assert not [path for verb, path in hub.asked if verb == "GET" and "/resolve/" in path], "fetched twice"
+    download("own/model")
+    assert not fetched(hub), "fetched twice"
 
 
-def test_a_second_try_fetches_only_what_is_missing(hub, tmp_path):
-    where = ("own/model", "--output-dir", str(tmp_path / "here"))
+def test_a_second_try_fetches_only_what_is_missing(hub, folder, download):
     hub.out_of_order = "original/params.json"
-    broken = download(url(hub), tmp_path / "cache", *where)
-    assert broken.returncode == 2
+    broken = download("own/model", code=2)
     assert "status 500: run the same command again later, it fetches only what is missing." in broken.stderr
-    assert not (tmp_path / "here" / "original_repo_id.json").exists()
-    there = {path.name for path in (tmp_path / "here").rglob("*") if path.name in FILES}
+    assert not (folder / "original_repo_id.json").exists()
+    there = {path.name for path in folder.rglob("*") if path.name in FILES}
     hub.out_of_order = None
     hub.asked.clear()
-    again = download(url(hub), tmp_path / "cache", *where)
-    assert again.returncode == 0, again.stderr
-    fetched = [path.partition(f"{COMMIT}/")[2] for verb, path in hub.asked if verb == "GET" and "/resolve/" in path]
-    assert set(fetched) == set(FILES) - there
+    download("own/model")
+    assert fetched(hub) == set(FILES) - there
 
 
-def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub, tmp_path):
+def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub, folder, download):
     hub.cut = "model.safetensors"
-    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "here"))
-    assert done.returncode == 0, done.stderr
+    download("own/model")
     assert hub.ranges == [10 * 2**20]
-    assert (tmp_path / "here" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_patterns_leave_files_out(hub, tmp_path):
-    folder = tmp_path / "here"
-    patterns = ("--ignore-patterns", "original/*", "--ignore-patterns", "*.safetensors")
-    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder), *patterns)
-    assert done.returncode == 0, done.stderr
+def test_patterns_leave_files_out(folder, download):
+    done = download("own/model", "--ignore-patterns", "original/*", "--ignore-patterns", "*.safetensors")
     assert "Ignoring files matching the following patterns: original/*, *.safetensors" in done.stdout
     visible = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert visible == {"config.json", "original_repo_id.json"}
 
 
-def test_a_gated_model_needs_the_right_token(hub, tmp_path):
-    where = ("own/gated", "--output-dir", str(tmp_path / "here"))
-    without = download(url(hub), tmp_path / "cache", *where)
-    assert without.returncode == 2
+def test_a_gated_model_needs_the_right_token(download):
+    without = download("own/gated", code=2)
     assert without.stderr.splitlines()[-1].startswith("error: Repository 'own/gated' is gated, and a token")
-    wrong = download(url(hub), tmp_path / "cache", *where, "--hf-token", "wrong")
-    assert wrong.returncode == 2
-    assert "the account of your token has no access" in wrong.stderr
-    right = download(url(hub), tmp_path / "cache", *where, token="right")
-    assert right.returncode == 0, right.stderr
+    assert "the account of your token has no access" in download("own/gated", "--hf-token", "wrong", code=2).stderr
+    download("own/gated", token="right")
 
 
 @pytest.mark.parametrize(
@@ -191,38 +188,37 @@ def test_a_gated_model_needs_the_right_token(hub, tmp_path):
         ("a/b/c", "'a/b/c' is not the name of a repository"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(hub, tmp_path, repo, said):
-    done = download(url(hub), tmp_path / "cache", repo, "--output-dir", str(tmp_path / "here"))
-    assert done.returncode == 2
+def test_what_is_not_there_is_one_sentence(repo, said, folder, download):
+    done = download(repo, code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "here" / "original_repo_id.json").exists()
+    assert not (folder / "original_repo_id.json").exists()
 
 
-def test_no_network_is_not_mistaken_for_success(tmp_path):
+@pytest.fixture
+def closed():
+    """A url at which nobody listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    folder = tmp_path / "here"
+        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+
+def test_no_network_is_not_mistaken_for_success(folder, download, closed):
     folder.mkdir()
     (folder / "config.json").write_text("{}")  # what a download that broke off may leave
-    done = download(f"http://127.0.0.1:{port}", tmp_path / "cache", "own/model", "--output-dir", str(folder))
-    assert done.returncode == 2
+    done = download("own/model", code=2, endpoint=closed)
     assert done.stderr.startswith("error: Failed to download 'own/model': no connection to")
     assert "Successfully" not in done.stdout
 
 
-def test_a_folder_that_cannot_be_written(hub, tmp_path):
-    (tmp_path / "file").write_text("")
-    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "file" / "here"))
-    assert done.returncode == 2
-    assert f"{tmp_path / 'file' / 'here'} cannot be written (Not a directory): choose another path." in done.stderr
+def test_a_folder_that_cannot_be_written(folder, download):
+    folder.write_text("")
+    done = download("own/model", code=2)
+    assert f"{folder} cannot be written (" in done.stderr
 
 
-def test_kaggle_is_refused_by_name(tmp_path):
-    done = download("http://127.0.0.1:9", tmp_path, "owner/model", "--source", "kaggle")
-    assert done.returncode == 2
-    assert "Kaggle is not supported" in done.stderr
+def test_kaggle_is_refused_by_name(download):
+    assert "Kaggle is not supported" in download("owner/model", "--source", "kaggle", code=2).stderr
 
 
 def upload(endpoint: str, folder: Path, repo_id: str, token: str | None) -> subprocess.CompletedProcess:
@@ -239,8 +235,8 @@ def test_an_export_is_uploaded_to_a_private_repository_without_hidden_files(hub,
     folder.mkdir()
     for name in ("config.json", ".complete"):
         (folder / name).write_text("{}")
-    done = upload(url(hub), folder, "own/new", "right")
-    assert (done.returncode, done.stdout) == (0, f"{url(hub)}/own/new/commit/1\n"), done.stderr
+    done = upload(hub.url, folder, "own/new", "right")
+    assert (done.returncode, done.stdout) == (0, f"{hub.url}/own/new/commit/1\n"), done.stderr
     created = dict(hub.asked)["/api/repos/create"]
     committed = next(body for path, body in hub.asked if "/commit/" in path)
     assert {("name", "new"), ("organization", "own"), ("visibility", "private")} == json.loads(created).items()
@@ -249,14 +245,11 @@ def test_an_export_is_uploaded_to_a_private_repository_without_hidden_files(hub,
     ]
 
 
-def test_a_hub_that_refuses_an_upload_is_one_sentence(hub, tmp_path):
+def test_a_hub_that_refuses_an_upload_is_one_sentence(hub, closed, tmp_path):
     (tmp_path / "export").mkdir()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
     for endpoint, repo_id, token in (
-        (url(hub), "own/new", "wrong"),
-        (url(hub), "own/n/ew", "right"),
+        (hub.url, "own/new", "wrong"),
+        (hub.url, "own/n/ew", "right"),
         (closed, "a/b", "x"),
     ):
         done = upload(endpoint, tmp_path / "export", repo_id, token)
