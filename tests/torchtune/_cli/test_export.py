@@ -24,7 +24,7 @@ from tests.work import largest_file
 from torchtune.checkpoints import _export
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
 from torchtune.checkpoints._save_view import SaveView
-from torchtune.modules.peft import LoRA, lora, lora_experts
+from torchtune.modules.peft import LoRA, lora_experts
 
 pytestmark = [
     pytest.mark.usefixtures("imported_aside"),
@@ -181,14 +181,6 @@ def with_names_without_prefix(patch: pytest.MonkeyPatch) -> str:
     return "model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def with_the_delta_unscaled(patch: pytest.MonkeyPatch) -> str:
-    def merged(self: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.lora_b.weight @ self.lora_a.weight
-
-    patch.setattr(lora.LoRALinear, "merged_weight", merged)
-    return "model.layers.0.self_attn.q_proj.weight"
-
-
 def with_the_untrained_base(patch: pytest.MonkeyPatch) -> str:
     patch.setattr(SaveView, "_merged_into", lambda self, name: set())
     return "model.layers.0.mlp."
@@ -198,7 +190,6 @@ FAULTS = [
     ("experts", "adapter", with_the_next_experts_b),
     ("experts", "merged", with_half_of_the_deltas),
     ("lora", "adapter", with_names_without_prefix),
-    ("lora", "merged", with_the_delta_unscaled),
     ("lora", "merged", with_the_untrained_base),
 ]
 

@@ -72,7 +72,6 @@ def note(folder: Path) -> str:
         ("own.py", "--config", "own.yaml"),
         ("own", "--config=own.yaml"),
         ("--config", "own.yaml"),
-        ("--config=own.yaml",),
         ("./own.py", "--config", "own.yaml"),
     ],
 )
@@ -125,7 +124,6 @@ def test_an_error_of_the_user_has_no_traceback(tune, folder):
         ((), "the following arguments are required: recipe, --config"),
         (("own.py",), "The '--config' argument is required."),
         (("own.py", "--config"), "--config needs a value"),
-        (("own.py", "--config="), "--config needs a value"),
         (("own.py", "--config", "own.yaml", "--config", "own.yaml"), "--config is given twice"),
         (("own.py", "--config", "own.yaml", "--epochs=3"), "--epochs=3: unknown option"),
         (("own.py", "--config", "own.yaml", "epochs"), "epochs: write settings as key=value"),
@@ -144,11 +142,9 @@ def test_an_error_of_the_user_has_no_traceback(tune, folder):
             ("--nproc-per-node", "2", "lora_finetune_single_device", "--config", "own.yaml"),
             "distributed training: run lora_finetune_distributed, or remove torchrun's options",
         ),
-        (("--config", "text.yaml"), "text.yaml: must hold settings (key: value), not plain text or a list"),
         (("own.py", "--config", "text.yaml"), "the config has 1 mistake:\n  text.yaml: must hold settings"),
         (("own.py", "--config", "mapped.yaml"), "mapped.yaml:2: recipe: must be the name or the path of a recipe"),
         (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "--nproc-per-nodes: unknown option"),
-        (("--config", "own.yaml", "--times", "3"), "--times: unknown option: settings are key=value"),
         (("own.yaml",), "tune run --config own.yaml"),
     ],
 )
@@ -185,9 +181,6 @@ def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune, tmp
     assert "no_model" in result.err
     assert "no_tokenizer" in result.err
     assert not output.exists()
-    wrong = tune("run", "--config", "smol/135M_lora_single_device", "--dry-run", "epochs=-1")
-    assert wrong.code == 2
-    assert "epochs" in wrong.err
 
 
 def test_dry_run_of_a_run_that_can_start(tune, tmp_path):
