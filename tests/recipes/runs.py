@@ -187,6 +187,10 @@ class Run:
         """The values that were logged under a name."""
         return [record[name] for record in self.records if name in record]
 
+    def lines(self, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
+        """The rows of a file of the output folder."""
+        return read_lines(self.output_dir / name)
+
     @property
     def lrs(self) -> dict[int, float]:
         """Step -> learning rate."""
@@ -244,6 +248,13 @@ def start(
     finally:
         recipe.cleanup()
     return Run(recipe, output_dir)
+
+
+def run_main(name: str, folder: Path, changes: dict[str, str] | None = None, **settings: Any) -> tuple[int, Path]:
+    """Run a recipe by its ``recipe_main``; returns its exit code and where it wrote."""
+    module, output_dir = load_recipe(name, folder, changes), folder / f"run_{next(_count)}"
+    config = write_config(name, folder, output_dir, **settings)
+    return module.recipe_main(load_and_check(config, [], module.recipe_main)), output_dir
 
 
 def resume(name: str, folder: Path, whole: Run, step: int, kept: dict[str, str] | None = None, **settings: Any) -> Run:

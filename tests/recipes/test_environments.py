@@ -1,12 +1,9 @@
 """GRPO over several turns with tools: it learns to call them, comes back after a kill, and is the same on two ranks."""
 
-from typing import Any
-
 import pytest
 
 from tests.recipes.noting import STOP
 from tests.recipes.runs import Run, resume, start, write_config
-from tests.tiny import read_lines
 from torchtune.rlhf import RolloutError
 
 FULL = "full_grpo_single_device"
@@ -21,10 +18,6 @@ EPISODES = {
 }
 
 
-def lines(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
-    return read_lines(run.output_dir / name)
-
-
 def test_calls_become_more_frequent_and_are_written_down(tmp_path):
     settings = {"num_samples": 8, "batch_size": 6, "epochs": 3, "optimizer__lr": 0.01, "lr_scheduler": None}
     run = start(FULL, tmp_path, **EPISODES, **settings, dataset_val="${dataset}", run_val_every_n_steps=12)
@@ -36,7 +29,7 @@ def test_calls_become_more_frequent_and_are_written_down(tmp_path):
     assert {"seconds/generate", "seconds/tools", "seconds/idle", "seconds/score"} <= record.keys()
     assert max(record["policy/sampler_difference"] for record in run.records if "loss" in record) < 1e-4
     assert any("val_tools/turns" in record for record in run.records)
-    found = lines(run)
+    found = run.lines()
     assert all(line["reward"] == 1 + line["calls"] for line in found)
     assert all("Begin with nothing." in line["prompt"] for line in found), "what the model has read"
     assert any("<|im_start|>tool" in line["episode"] and "2 notes" in line["episode"] for line in found)
@@ -50,7 +43,7 @@ def test_a_killed_run_draws_the_same_episodes_and_ends_bit_equal(tmp_path):
     rows = (whole.output_dir / "rollouts.jsonl").read_text()
     settings["environment"] = {**EPISODES["environment"], "pause": 0.002}
     resumed = resume(FULL, tmp_path, whole, 2, {"rollouts.jsonl": rows}, **EPISODES | settings)
-    assert lines(resumed) == lines(whole)
+    assert resumed.lines() == whole.lines()
 
 
 def test_two_processes_train_as_one(forker, tmp_path):
@@ -63,8 +56,8 @@ def test_two_processes_train_as_one(forker, tmp_path):
     whole, run = start(FULL, tmp_path, **settings, batch_size=4), Run(None, output_dir)
     for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
         assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3), name
-    found = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in lines(run, name)]
-    assert sorted(found) == sorted(line["episode"] for line in lines(whole))
+    found = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in run.lines(name)]
+    assert sorted(found) == sorted(line["episode"] for line in whole.lines())
 
 
 class Unrewarded:

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
-from tests.recipes.noting import STOP, Notes
 from tests.recipes.runs import Run, read_log, start, write_config
 from tests.recipes.test_distributed import close
 from tests.tiny import write_lines
@@ -72,27 +70,6 @@ def test_the_projector_learns_which_only_images_can_teach(method, base):
         assert max(record["policy/sampler_difference"] for record in run.records) < 1e-4
     if method == "dpo":  # the reference sees the images, too
         assert run.losses[1] == pytest.approx(0.6931, abs=1e-4)
-
-
-@pytest.mark.parametrize("shows", [False, True])
-def test_episodes_of_an_environment_train_the_projector(shows, base):
-    settings = settings_of("grpo", base)
-    component = "tests.recipes.test_image_methods.Gallery" if shows else "tests.recipes.noting.Notes"
-    settings |= {"environment": {"_component_": component}, "tool_format": "by_length", "max_turns": 3}
-    settings |= {"sampler__stop_tokens": STOP, "sampler__max_new_tokens": 9}
-    before = start("grpo", base, **settings, train=False)
-    run = start("grpo", base, **settings)
-    assert moved(run, before) == list(before.trained)
-    assert max(record["policy/sampler_difference"] for record in run.records) < 1e-4
-    assert max(record["tools/turns"] for record in run.records if "tools/turns" in record) > 1
-
-
-class Gallery(Notes):
-    """Shows a picture of its own."""
-
-    def reset(self, seed: int) -> list[dict[str, Any]]:
-        super().reset(seed)
-        return [{"type": "image", "image": Image.new("RGB", (30, 20 + seed % 9), "red")}]
 
 
 @pytest.mark.parametrize("method", COMPONENTS)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
+from tests.recipes.runs import after_each_step, load_recipe, read_log, run_main, start, write_config
 from tests.tiny import write_lines
 from torchtune.config import load_and_check
 from torchtune.reports import RunFolder, judge, write_report
@@ -16,12 +16,9 @@ LORA = "lora_finetune_single_device"
 LABELLED = [{"prompt": "the cat", "completion": f"sees {i}", "label": i % 2 == 0} for i in range(8)]
 
 
-def run(name, folder, changes=None, **settings):
+def run(*how, **settings):
     """Run a recipe by its ``recipe_main``; returns its folder."""
-    module, output_dir = load_recipe(name, folder, changes), folder / f"run_{len(list(folder.iterdir()))}"
-    config = write_config(name, folder, output_dir, **settings)
-    module.recipe_main(load_and_check(config, [], module.recipe_main))
-    return RunFolder(output_dir)
+    return RunFolder(run_main(*how, **settings)[1])
 
 
 def test_measuring_draws_no_random_number_and_changes_no_loss(tmp_path):

@@ -1,13 +1,11 @@
 """What the recipes that sample have of their own: rollouts that come back, steps that teach nothing, shared work."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from tests.recipes.runs import Run, resume, start, write_config
-from tests.tiny import read_lines
 from torchtune.data import DataError
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import RolloutError, _experience
@@ -15,10 +13,6 @@ from torchtune.utils import UserError
 
 FULL, LORA = "full_grpo_single_device", "lora_grpo_single_device"
 SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "lr_scheduler": None, "shuffle": False}
-
-
-def rollouts(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
-    return read_lines(run.output_dir / name)
 
 
 def words(rows: list, texts: list) -> list:
@@ -36,7 +30,7 @@ def test_rewards_rise_and_everything_is_written_down(tmp_path):
     assert sum(found[-3:]) > sum(found[:3]) + 0.2
     val = run.figure("val_rewards/words")
     assert len(val) == 1
-    lines = rollouts(run)
+    lines = run.lines()
     assert len(lines) == 3 * 24 * 8
     group = lines[:8]
     assert {line["row"] for line in group} == {group[0]["row"]}
@@ -51,7 +45,7 @@ def test_rewards_rise_and_everything_is_written_down(tmp_path):
 def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     settings = {**SGD, "batch_size": 2, "tokens_per_batch": 150, "num_iterations": 2, "max_steps_per_epoch": 2}
     shared, apart = (start(LORA, tmp_path, **settings, rewards=WORDS, share_prefix=share) for share in (None, False))
-    assert rollouts(shared) == rollouts(apart)
+    assert shared.lines() == apart.lines()
     assert shared.losses == pytest.approx(apart.losses, abs=1e-6)
     assert shared.figure("grad_norm") == pytest.approx(apart.figure("grad_norm"), rel=1e-4)
     for name, value in apart.trained.items():
@@ -72,7 +66,7 @@ def test_compiled_layers_train_and_do_not_sample(tmp_path, monkeypatch):
         counters.clear()
         compiled = start(FULL, tmp_path, **settings, compile=True, enable_activation_checkpointing=recomputed)
         assert counters["stats"]["unique_graphs"] == 1, "one length"
-        assert rollouts(compiled) == rollouts(plain)
+        assert compiled.lines() == plain.lines()
         assert compiled.losses == pytest.approx(plain.losses, abs=1e-6)
 
 
@@ -116,7 +110,7 @@ def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(tmp_pa
 
 def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path):
     run = start(FULL, tmp_path, rewards=NONE, max_steps_per_epoch=1, num_samples=6, batch_size=4)
-    lines = rollouts(run)
+    lines = run.lines()
     unknown = [line for line in lines if line["reward"] is None]
     assert 0 < len(unknown) < len(lines)
     assert run.figure("answers/dropped") == [pytest.approx(len(unknown) / len(lines))]
@@ -186,5 +180,5 @@ def test_two_processes_train_as_one(forker, tmp_path):
             assert run.figure(value) == pytest.approx(whole.figure(value), rel=1e-3), (split, value)
         files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
         assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
-        found = [(line["row"], line["answer"]) for file in files for line in rollouts(run, file)]
-        assert sorted(found) == sorted((line["row"], line["answer"]) for line in rollouts(whole))
+        found = [(line["row"], line["answer"]) for file in files for line in run.lines(file)]
+        assert sorted(found) == sorted((line["row"], line["answer"]) for line in whole.lines())

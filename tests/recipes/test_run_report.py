@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
+from tests.recipes.runs import after_each_step, read_log, run_main, start
 from torchtune.config import load_and_check
 from torchtune.supervision import explain_no_validation, explain_short_epoch
 from torchtune.training import RecipeSettingsError, RunReport, SettingsView, checksum_trained
@@ -22,11 +22,9 @@ def run(
     name: str, folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, str] | None = None, **settings: Any
 ) -> tuple[int, str, Path]:
     """Run a recipe by its ``recipe_main``; returns its exit code, what it said and where it wrote."""
-    module, output_dir = load_recipe(name, folder, changes), folder / f"run_{len(list(folder.iterdir()))}"
-    config = write_config(name, folder, output_dir, log_level="INFO", **settings)
     caplog.clear()
     with caplog.at_level("INFO", logger="torchtune"):
-        code = module.recipe_main(load_and_check(config, [], module.recipe_main))
+        code, output_dir = run_main(name, folder, changes, log_level="INFO", **settings)
     return code, "\n".join(caplog.messages), output_dir
 
 
