@@ -259,8 +259,3 @@ def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path)
 
 def test_num_steps_counts_answers(tmp_path):
     assert start(PPO, tmp_path, num_steps=11, batch_size=4).recipe.global_step == 2
-
-
-def test_other_recipes_refuse_its_loss(tmp_path):
-    with pytest.raises(UserError, match="PPOLoss trains a policy and a value model: run the recipe ppo"):
-        start("full_dpo_single_device", tmp_path, train=False, loss={"_component_": "torchtune.rlhf.loss.PPOLoss"})
