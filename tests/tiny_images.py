@@ -1,12 +1,13 @@
 """Random models of ``transformers`` with image tokens, small enough to compare in a moment."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny import write_tokenizer
+from tests.tiny import write_lines, write_tokenizer
 
 IMAGE, VIDEO, START, END = 316, 317, 318, 319  # after the tokens of the text
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -437,22 +438,26 @@ def write_image_checkpoint(model: Any, folder: Path) -> Path:
     return folder
 
 
-def write_pictures(folder: Path, count: int = 12, times: int = 1) -> dict[str, Any]:
-    """Write pictures of one color and questions about it; return the settings of a recipe that reads them."""
+def write_questions(folder: Path, sizes: Iterable[tuple[int, int]], times: int = 1) -> Path:
+    """Write pictures of one color and questions about it, ``times`` each."""
     from PIL import Image
 
     rows = []
-    for i in range(count):
+    for i, size in enumerate(sizes):
         answer, color = [("r", "red"), ("g", "lime"), ("b", "blue")][i % 3]
-        Image.new("RGB", (20 + 3 * i, 50 - 3 * i), color).save(folder / f"{i}.png")
+        Image.new("RGB", size, color).save(folder / f"{i}.png")
         turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": f"{i}.png", "conversations": turns})
-    (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * times))
+    return write_lines(folder / "pictures.jsonl", rows * times)
+
+
+def write_pictures(folder: Path, count: int = 12) -> dict[str, Any]:
+    """Write questions about pictures; return the settings of a recipe that reads them."""
     return {
         "tokenizer": {"_component_": "torchtune.models.image_text_transform", "path": str(folder / "checkpoint")},
         "dataset": {
             "_component_": "torchtune.datasets.multimodal.multimodal_chat_dataset",
-            "source": str(folder / "pictures.jsonl"),
+            "source": str(write_questions(folder, ((20 + 3 * i, 50 - 3 * i) for i in range(count)))),
             "image_dir": str(folder),
             "image_tag": "<image>",
         },

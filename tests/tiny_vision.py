@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.tiny import write_tokenizer
+from tests.tiny_images import write_questions
 
 TILE, PATCH, TILES, TOKENS = 28, 14, 4, 5  # tokens: patches of a tile, and the learned one
 IMAGE_TOKEN = 316  # the first one after the vocabulary
@@ -203,21 +204,12 @@ def with_parts(checkpoint_dir: str, **trainable: bool) -> Any:
 
 def write_pictures(folder: Path, count: int = 12, times: int = 1) -> dict[str, Any]:
     """Pictures of one colour and questions for it, ``times`` each, in files; settings of a recipe that reads them."""
-    from PIL import Image
-
     names = "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag".split()
     special = [{"content": f"<|{name}|>", "id": 256 + i} for i, name in enumerate(names)]
     special.append({"content": "<|image|>", "id": IMAGE_TOKEN})
     (folder / "special.json").write_text(json.dumps({"added_tokens": special}))
     ranks = (b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
     (folder / "tokenizer.model").write_bytes(b"".join(ranks))
-    rows = []
-    for i in range(count):
-        answer, colour = [("r", "red"), ("g", "lime"), ("b", "blue")][i % 3]
-        Image.new("RGB", (20 + 9 * i, 90 - 5 * i), colour).save(folder / f"{i}.png")
-        turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": answer}]
-        rows.append({"image": f"{i}.png", "conversations": turns})
-    (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * times))
     return {
         "tokenizer": {
             "_component_": "torchtune.models.llama3_2_vision.Llama3VisionTransform",
@@ -229,7 +221,7 @@ def write_pictures(folder: Path, count: int = 12, times: int = 1) -> dict[str, A
         },
         "dataset": {
             "_component_": "torchtune.datasets.multimodal.llava_instruct_dataset",
-            "source": str(folder / "pictures.jsonl"),
+            "source": str(write_questions(folder, ((20 + 9 * i, 90 - 5 * i) for i in range(count)), times)),
             "image_dir": str(folder),
         },
     }

@@ -66,15 +66,27 @@ def run(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> Run:
     return start(f"{kind}_finetune_single_device", folder, **full_settings(kind, folder, parts, **settings))
 
 
+def their_inputs(reference: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """What ``transformers`` takes for a row."""
+    images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
+    return {"input_ids": tokens, **inputs_of(reference, tokens, images.patches, images.grids)}
+
+
+def their_answer(reference: Any, row: dict[str, Any], **settings: Any) -> list[int]:
+    """Six greedy tokens of ``transformers``."""
+    given = their_inputs(reference, row) | {"attention_mask": torch.ones(1, len(row["tokens"]), dtype=torch.int64)}
+    found = reference.generate(**given, max_new_tokens=6, do_sample=False, eos_token_id=-1, **settings)
+    return found[0, len(row["tokens"]) :].tolist()
+
+
 def compare(model: Any, reference: Any, transform: Any, folder: Path) -> None:
     """Logits of a conversation about two pictures, against ``transformers``."""
     content = [{"type": "image", "content": str(folder / f"{i}.png")} for i in (1, 4)]
     messages = [Message("user", [*content, {"type": "text", "content": "?"}]), Message("assistant", "r")]
     row = transform({"messages": messages})
-    images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
     with torch.no_grad():
-        wanted = reference.eval()(input_ids=tokens, **inputs_of(reference, tokens, images.patches, images.grids)).logits
-        found = model.eval()(tokens, encoder_input=row["encoder_input"])
+        wanted = reference.eval()(**their_inputs(reference, row)).logits
+        found = model.eval()(torch.tensor([row["tokens"]]), encoder_input=row["encoder_input"])
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
 
 
@@ -262,16 +274,12 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(use_cache, ba
     Image.new("RGB", (30, 40), "red").save(tmp_path / "red.png")
     content = [{"type": "image", "content": str(tmp_path / "red.png")}, {"type": "text", "content": "What?"}]
     row = transform({"messages": [Message("user", content)]}, inference=True)
-    images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
     reference = AutoModelForImageTextToText.from_pretrained(base / "checkpoint").eval()
-    given = inputs_of(reference, tokens, images.patches, images.grids) | {"attention_mask": torch.ones_like(tokens)}
     cache = "static" if reference.config.model_type == "gemma4_unified" else None  # see masks_of
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "cache_implementation": cache}
-    wanted = reference.generate(input_ids=tokens, **given, **settings)
     more = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
     with torch.no_grad():
-        found = list(stream(model, tokens[0], **more, **images_of_row(row, torch.device("cpu"))))
-    assert found == wanted[0, tokens.shape[1] :].tolist()
+        found = list(stream(model, torch.tensor(row["tokens"]), **more, **images_of_row(row, torch.device("cpu"))))
+    assert found == their_answer(reference, row, cache_implementation=cache)
 
 
 def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune):
@@ -287,10 +295,7 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
         content = [{"type": "image", "content": file}, {"type": "text", "content": "What?"}]
         questions.append([Message("user", content)])
         row = transform({"messages": questions[-1]}, inference=True)
-        images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
-        given = inputs_of(reference, tokens, images.patches, images.grids) | {"attention_mask": torch.ones_like(tokens)}
-        found = reference.generate(input_ids=tokens, **given, max_new_tokens=6, do_sample=False, eos_token_id=-1)
-        wanted.append(transform.decode(found[0, tokens.shape[1] :].tolist()))
+        wanted.append(transform.decode(their_answer(reference, row)))
         rows.append({"prompt": "What?", "image": file, "answer": wanted[-1]})
     assert wanted[0] != wanted[1]
 
@@ -313,9 +318,8 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
     for row in rows:
         content = [{"type": "image", "content": row["image"]}, {"type": "text", "content": "What?"}]
         found = transform({"messages": [Message("user", content), Message("assistant", row["answer"])]})
-        images, tokens = found["encoder_input"]["images"], torch.tensor([found["tokens"]])
-        logits = reference(input_ids=tokens, **inputs_of(reference, tokens, images.patches, images.grids)).logits
-        chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        logits, tokens = reference(**their_inputs(reference, found)).logits, torch.tensor(found["tokens"])
+        chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         log_probs.append(chosen[~torch.tensor(found["mask"][1:], dtype=torch.bool)].detach())
     write_lines(data, [{**row, "question": row.pop("prompt")} for row in rows])
     assert f"  {(-torch.cat(log_probs).mean()).exp():.4g}\n" in tune(*evaluate, "--perplexity").out
