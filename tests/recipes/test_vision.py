@@ -182,20 +182,14 @@ def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):
     lines += [[{"role": "user", "content": parts}], {"prompt": "?", "image": None}]
     file, output = folder / "prompts.jsonl", folder / "answers.jsonl"
 
-    def answers(lines: list[Any], **settings: Any) -> list[str]:
+    def answers(lines: list[Any]) -> list[str]:
         write_lines(file, lines)
         cfg.prompts, cfg.output = str(file), str(output)
         recipe.prompts = read_prompts(file)
-        for name, value in settings.items():
-            setattr(cfg, name, value)
         recipe.answer_file(cfg)
         return [row["answer"] for row in read_lines(output)]
 
     assert answers(lines) == [*texts, texts[2], texts[1]]
-    output.unlink()
-    sampled = answers(lines, temperature=1.0, top_k=2, seed=3)
-    output.unlink()
-    assert answers(lines[:1]) == sampled[:1]  # which depends on seed and line alone
     shutil.copy(seven, zero)
     with pytest.raises(UserError, match=r"output: .* the answer of another model or of other settings"):
         answers(lines[:1])

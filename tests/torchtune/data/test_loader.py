@@ -155,14 +155,6 @@ def test_changed_content_is_refused():
         BatchLoader(Data([1, 2]), **settings).load_state_dict(state)
 
 
-def test_the_same_steps_may_be_split_among_other_ranks():
-    one = loader(batch_size=2, accumulation_steps=2)
-    next(iter(one))
-    other = loader(batch_size=1, accumulation_steps=2, world_size=2, rank=0)
-    other.load_state_dict(one.state_dict())
-    assert set(flat([next(iter(other))])) < set(flat([next(iter(one))]))
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -65,17 +65,9 @@ def test_labels_are_shifted_once(tokenizer, tmp_path):
         dataset[1]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "trained"),
-    [
-        ("train_on_assistant", "blue<|im_end|>two<|im_end|>"),
-        ("train_on_last", "two<|im_end|>"),
-        ("train_on_all", "red<|im_end|>blue<|im_end|>one<|im_end|>two<|im_end|>"),
-    ],
-)
-def test_masking_strategies(tokenizer, tmp_path, strategy, trained):
+def test_masking_strategies(tokenizer, tmp_path):
     path = str(write_lines(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")]))
-    assert trained_text(tokenizer, chat(tokenizer, path, masking_strategy=strategy)[0]) == trained
+    assert trained_text(tokenizer, chat(tokenizer, path, masking_strategy="train_on_last")[0]) == "two<|im_end|>"
     with pytest.raises(DataError, match="masking_strategy must be one of"):
         chat(tokenizer, path, masking_strategy="all")
 

@@ -79,15 +79,12 @@ def test_a_conversation_without_a_question(tmp_path):
     ("name", "right", "answer", "value"),
     [
         ("exact", "4", " 4\n", 1.0),
-        (r"exact:= (\d+)", "4", "2 + 2 = 4, or = 5", 0.0),
         (r"exact:= (\d+)", "4", "1 = 1, so 2 + 2 = 4.", 1.0),
         ("number", "4.0", "It is 4", 1.0),
         ("number", str(1e-05), "so 10e-6", 1.0),  # what a row of JSON has
         ("number", "5", "from 3-5", 1.0),
         ("number", "-5", "3 - 8 = -5.", 1.0),
-        ("regex:^It is", "5", "It is 4", 1.0),
         ("json", '{"a": 1, "b": null}', '{"a": 1, "b": 2}', 0.5),
-        ("torchtune.rlhf.reward_functions.ExactMatch", "4", "4", 1.0),
         ("tests.torchtune.evaluation.scores.half", "4", "4", 0.5),
     ],
 )
@@ -105,7 +102,6 @@ def test_a_score_with_several_patterns_has_several_names():
     ("names", "message"),
     [
         (["exat"], "there is no score 'exat'; did you mean 'exact'"),
-        (["json:x"], "json takes no pattern"),
         (["regex"], "lacks its pattern"),
         (["regex:("], "is no regular expression"),
         (["exact", "exact:a", "exact"], "'exact' is given twice"),

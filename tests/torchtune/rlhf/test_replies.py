@@ -93,15 +93,11 @@ def test_a_right_reply_is_an_answer(server):
         ("", "is no JSON"),
         (None, "without choices"),
         ({"model": "m", "choices": None}, "without choices"),
-        ({"model": "m", "choices": [None]}, "without choices"),
         ({"model": "m", "choices": []}, "gave 0 answers in the place of 1"),
         ({"model": 7, "choices": [choice()]}, "answers with the model 7, not with 'm'"),
-        ({"model": ["m"], "choices": [choice()]}, "answers with the model a list"),
         (choice(index="0"), "does not number its answers"),
-        (choice(index=1), "does not number its answers"),
         (choice(token_ids="52"), "without token ids and a log-prob for each"),
         (choice(token_ids=[5]), "without token ids and a log-prob for each"),
-        (choice(token_ids=["5", "2"]), "'5' is no token id below 300"),
         (choice(token_ids=[True, 2]), "True is no token id below 300"),
         (choice(token_ids=[-100, 2]), "-100 is no token id below 300"),
         (choice(token_ids=[10**30, 2]), "1000000000000000000000000000000 is no token id"),
@@ -114,7 +110,6 @@ def test_a_right_reply_is_an_answer(server):
         (choice(log_probs=[-9999.0, -1.0]), "the log-prob -9999.0, which is no number"),
         (choice(log_probs=[-(10**400), -1.0]), "which is no number"),
         (choice(log_probs=[0.7, -1.0]), "the log-prob 0.7, which is no number"),
-        (choice(prompt_token_ids=3), "other tokens than this model"),
         (choice(prompt_token_ids=[9]), "other tokens than this model"),
     ],
 )
@@ -139,14 +134,12 @@ def test_a_list_of_models_that_is_none(server, data):
     ("text", "usage", "said"),
     [
         ("a", None, "does not say how many tokens"),
-        ("a", [], "does not say how many tokens"),
         ("a", ["2", 1], "does not say how many tokens"),
         ("a", [2, 1.5], "does not say how many tokens"),
         ("a", [2, -1], "does not say how many tokens"),
         ("a", [2, 9], "an answer of 9 tokens, and max_new_tokens is 4"),
         ("a", [3, 1], "reads 3 tokens in the place of the prompt's 2"),
         (None, [2, 1], "without a text, its text is None"),
-        (["a"], [2, 1], "without a text, its text is a list"),
     ],
 )
 def test_a_wrong_text_is_one_sentence(server, text, usage, said, tmp_path):

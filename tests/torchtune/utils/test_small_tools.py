@@ -116,12 +116,7 @@ def test_a_deprecated_function_and_parameter():
         g(2, 3)
 
 
-def test_documents():
-    documents = Documents.from_lengths([3, 1, 2])
-    assert documents.cu_seqlens.tolist() == [0, 3, 4, 6]
-    assert documents.cu_seqlens.dtype == torch.int32
-    assert (documents.max_length, documents.num_tokens) == (3, 6)
-    assert documents.positions().tolist() == [0, 1, 2, 0, 0, 1]
+def test_documents_have_tokens():
     for wrong in ([], [2, 0]):
         with pytest.raises(ValueError, match="at least one token"):
             Documents.from_lengths(wrong)
