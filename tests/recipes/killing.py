@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.recipes import forker
-from tests.recipes.runs import RECIPES, read_log, write_config
+from tests.recipes.runs import RECIPES, Run, read_log, write_config
 from torchtune._cli import tune
 from torchtune._recipe_registry import current_name
 
@@ -103,14 +103,14 @@ class Forker:
         (code,) = self.wait()
         return code
 
-    def run_on_two(self, config: Path, *overrides: str, recipe: Path | None = None) -> str:
-        """Run a recipe on two ranks, neither of which may fail; return what they said."""
-        self.start(recipe or config.stem.rpartition("_")[0], config, *overrides, ranks=2)
-        codes, output = self.wait(), config.with_suffix(".out")
-        text = output.read_text()
+    def run_on_two(self, name: str, folder: Path, *, recipe: Path | None = None, **settings: Any) -> Run:
+        """Run a recipe, or a changed one, on two ranks, neither of which may fail."""
+        output_dir = Path(settings.pop("output_dir", folder / f"two_{len(list(folder.glob('two_*')))}"))
+        config = write_config(name, folder, output_dir, **settings)
+        self.start(recipe or name, config, ranks=2)
+        codes, text = self.wait(), config.with_suffix(".out").read_text()
         assert codes == [0, 0], text[-4000:]
-        output.unlink()
-        return text
+        return Run(None, output_dir, text)
 
     def close(self) -> None:
         """End the parent of all ranks."""

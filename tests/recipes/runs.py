@@ -168,10 +168,11 @@ def read_log(output_dir: Path) -> list[dict[str, float]]:
 
 @dataclass
 class Run:
-    """A finished run: its recipe object, its log and where it wrote."""
+    """A finished run: its recipe object, its log, where it wrote and what it said in a process of its own."""
 
     recipe: Any
     output_dir: Path
+    said: str = ""
 
     @property
     def records(self) -> list[dict[str, float]]:

@@ -182,13 +182,11 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2, "kd_loss": KD}
     whole = start(ONE, tmp_path, **settings, batch_size=6)
     for split in ("data_parallel_shard_dim", "tensor_parallel_dim", "context_parallel_dim"):
-        output_dir, batch_size = tmp_path / split, 3 if split == "data_parallel_shard_dim" else 6
+        batch_size = 3 if split == "data_parallel_shard_dim" else 6
         if split != "tensor_parallel_dim":
             settings["teacher_cache"] = str(tmp_path / f"kept_{split}")
-        config = write_config(MANY, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-        forker.run_on_two(config)
-        run = Run(None, output_dir)
+        run = forker.run_on_two(MANY, tmp_path, **settings, **{split: 2, "batch_size": batch_size})
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
         for figure in ("class_loss", "kd_loss", "grad_norm"):
             assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-4), (split, figure)
-        assert judge(RunFolder(output_dir)).interval.pairs == 8, split
+        assert judge(RunFolder(run.output_dir)).interval.pairs == 8, split

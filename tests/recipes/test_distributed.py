@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -23,10 +22,6 @@ from tests.tiny_vision import write_vision_checkpoint
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
 
 
-def losses(output_dir: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_log(output_dir) if "loss" in record}
-
-
 def close(found: dict[int, float], wanted: dict[int, float], steps: set[int]) -> None:
     assert found.keys() == steps
     assert {step: found[step] for step in steps} == pytest.approx({s: wanted[s] for s in steps}, rel=1e-5)
@@ -36,57 +31,45 @@ def close(found: dict[int, float], wanted: dict[int, float], steps: set[int]) ->
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind, forker, tmp_path):
     alone = start(f"{kind}_finetune_single_device", tmp_path, clip_grad_norm=1.0, batch_size=4).losses
-    output_dir = tmp_path / "output"
-    config = write_config(
-        f"{kind}_finetune_distributed",
-        tmp_path,
-        output_dir,
-        **SETTINGS,
-        batch_size=2,
-        save_every_n_steps=2,
-        dataset_val="${dataset}",  # a save that follows a forward pass alone
-        run_val_every_n_steps=2,
-    )
-    said = forker.run_on_two(config)
-    close(losses(output_dir), alone, set(range(1, 7)))
-    assert said.count("Metrics are written to") == 1, "one process speaks"
-    assert said.count("2 processes =") == 1
+    settings = {**SETTINGS, "batch_size": 2, "save_every_n_steps": 2}
+    settings |= {"dataset_val": "${dataset}", "run_val_every_n_steps": 2}  # a save that follows a forward pass alone
+    run = forker.run_on_two(f"{kind}_finetune_distributed", tmp_path, **settings)
+    close(run.losses, alone, set(range(1, 7)))
+    assert run.said.count("Metrics are written to") == 1, "one process speaks"
+    assert run.said.count("2 processes =") == 1
 
     for name in ("step_6", "step_4"):
-        shutil.rmtree(output_dir / name)
-    forker.run_on_two(config, "resume_from_checkpoint=True", "tensor_parallel_dim=2", "batch_size=4")
-    close({step: loss for step, loss in losses(output_dir).items() if step > 2}, alone, {3, 4, 5, 6})
+        shutil.rmtree(run.output_dir / name)
+    settings |= {"resume_from_checkpoint": True, "tensor_parallel_dim": 2, "batch_size": 4}
+    forker.run_on_two(f"{kind}_finetune_distributed", tmp_path, **settings, output_dir=run.output_dir)
+    close({step: loss for step, loss in run.losses.items() if step > 2}, alone, {3, 4, 5, 6})
 
 
 def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker, tmp_path):
     """Each parameter steps when its gradient is reduced; a step that is not finite on one rank is left out on both."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [3]}
-    settings = {"optimizer_in_bwd": True, "log_level": "INFO"}
-    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, loss=loss)
-    forker.run_on_two(config)
+    run = forker.run_on_two("full_finetune_distributed", tmp_path, optimizer_in_bwd=True, loss=loss)
     alone = start(
         "full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, optimizer_in_bwd=True
     ).losses
-    found = losses(tmp_path / "output")
-    close({step: loss for step, loss in found.items() if step != 3}, alone, {1, 2, 4, 5, 6})
+    close({step: loss for step, loss in run.losses.items() if step != 3}, alone, {1, 2, 4, 5, 6})
 
 
 def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker, tmp_path):
     """A NaN, then an infinite gradient, on rank 1: both processes leave the step out, and name its rows."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
-    output_dir = tmp_path / "output"
     settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}
     settings["checkpointer__keep_last_n_checkpoints"] = 20
-    said = forker.run_on_two(write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
+    run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, loss=loss)
     alone = start("full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, clip_grad_norm=1.0)
-    close({step: loss for step, loss in losses(output_dir).items() if step != 2}, alone.losses, {1, 3, 4, 5, 6})
-    found, expected = (read_lines(folder / "skipped_steps.jsonl") for folder in (output_dir, alone.output_dir))
+    close({step: loss for step, loss in run.losses.items() if step != 2}, alone.losses, {1, 3, 4, 5, 6})
+    found, expected = (each.lines("skipped_steps.jsonl") for each in (run, alone))
     assert [record["step"] for record in found] == [record["step"] for record in expected] == [2, 4]
     assert found[0]["rows"] == expected[0]["rows"][2:], "rank 1 has the second half of the NaN's step"
     assert found[1]["rows"] == expected[1]["rows"], "an infinite gradient could be anyone's"
-    assert said.count("Step 2 was skipped because its loss is nan") == 1
-    assert said.count("held training up") == 5
-    assert len(list(output_dir.glob("step_*/.complete"))) == 5
+    assert run.said.count("Step 2 was skipped because its loss is nan") == 1
+    assert run.said.count("held training up") == 5
+    assert len(list(run.output_dir.glob("step_*/.complete"))) == 5
 
 
 def test_a_signal_to_one_process_stops_all_after_a_save(forker, tmp_path):
@@ -114,9 +97,8 @@ def test_two_processes_train_on_images_as_one(forker, tmp_path):
         "clip_grad_norm": 1.0,
     }
     alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=2).losses
-    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, batch_size=1)
-    forker.run_on_two(config, "enable_activation_checkpointing=True")
-    close(losses(tmp_path / "output"), alone, {1, 2, 3})
+    settings |= {"batch_size": 1, "enable_activation_checkpointing": True}
+    close(forker.run_on_two("full_finetune_distributed", tmp_path, **settings).losses, alone, {1, 2, 3})
 
 
 @pytest.mark.parametrize(
@@ -149,11 +131,9 @@ def test_two_processes_train_on_image_tokens_as_one(config, way, forker, tmp_pat
     settings |= {"collate_fn": "torchtune.data.collate_documents", "clip_grad_norm": 1.0, "epochs": 1}
     alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=2).losses
     settings["image_cache"] = str(tmp_path / "features") if way == "cached" else None
+    settings |= {"batch_size": 1, "enable_activation_checkpointing": True}
     for _ in range(2 if way == "cached" else 1):
-        output = tmp_path / f"output_{len(list(tmp_path.glob('output_*')))}"
-        config = write_config("full_finetune_distributed", tmp_path, output, **settings, batch_size=1)
-        forker.run_on_two(config, "enable_activation_checkpointing=True")
-        close(losses(output), alone, set(alone))
+        close(forker.run_on_two("full_finetune_distributed", tmp_path, **settings).losses, alone, set(alone))
     assert len(list(tmp_path.glob("features/*/*"))) == (6 if way == "cached" else 0)
     assert len(alone) >= 2
 
@@ -161,7 +141,6 @@ def test_two_processes_train_on_image_tokens_as_one(config, way, forker, tmp_pat
 def test_ranks_may_log_other_names_in_another_order(forker, tmp_path):
     """By name they are added up, not by place; what one rank logs in some steps alone is a mean over these."""
     name = "full_finetune_distributed"
-    config = write_config(name, tmp_path, tmp_path / "output", epochs=1, batch_size=2)
     source = (RECIPES / f"{name}.py").read_text()
     place = "        batch = batch.to(self.device, non_blocking=True)\n"
     assert source.count(place) == 1
@@ -171,7 +150,6 @@ def test_ranks_may_log_other_names_in_another_order(forker, tmp_path):
     more = f"{rank} == 1 and self.global_step % 2 and self.step_metrics.log_mean({{'seldom': (6.0, 2)}})"
     recipe = tmp_path / "mine.py"
     recipe.write_text(source.replace(place, f"{place}        {log}\n        {more}\n"))
-    forker.run_on_two(config, recipe=recipe)
-    records = read_log(tmp_path / "output")
+    records = forker.run_on_two(name, tmp_path, recipe=recipe).records
     assert [(record["one"], record["two"]) for record in records] == [(1.0, 2.0)] * len(records)
     assert [record.get("seldom") for record in records[:4]] == [None, 3.0, None, 3.0]

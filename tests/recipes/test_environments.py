@@ -3,7 +3,7 @@
 import pytest
 
 from tests.recipes.noting import STOP
-from tests.recipes.runs import Run, resume, start, write_config
+from tests.recipes.runs import resume, start
 from torchtune.rlhf import RolloutError
 
 FULL = "full_grpo_single_device"
@@ -48,12 +48,9 @@ def test_a_killed_run_draws_the_same_episodes_and_ends_bit_equal(tmp_path):
 
 def test_two_processes_train_as_one(forker, tmp_path):
     settings = {**EPISODES, **SGD, "clip_grad_norm": 1.0, "max_steps_per_epoch": 2, "num_samples": 4}
-    output_dir = tmp_path / "two"
-    config = write_config(
-        "full_grpo_distributed", tmp_path, output_dir, **settings, data_parallel_shard_dim=2, batch_size=2
-    )
-    forker.run_on_two(config)
-    whole, run = start(FULL, tmp_path, **settings, batch_size=4), Run(None, output_dir)
+    split = {"data_parallel_shard_dim": 2, "batch_size": 2}
+    run = forker.run_on_two("full_grpo_distributed", tmp_path, **settings, **split)
+    whole = start(FULL, tmp_path, **settings, batch_size=4)
     for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
         assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3), name
     found = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in run.lines(name)]

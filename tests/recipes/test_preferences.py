@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.recipes.runs import PREFERENCE, Run, resume, start, write_config
+from tests.recipes.runs import PREFERENCE, resume, start
 from tests.tiny import write_checkpoint
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss import LossError
@@ -186,10 +186,9 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
     runs = [("full", "data_parallel_shard_dim"), ("full", "context_parallel_dim"), ("lora", "tensor_parallel_dim")]
     for kind, split in runs:
         batch_size = 3 if split == "data_parallel_shard_dim" else 6
-        name, output_dir = f"{kind}_dpo_distributed", tmp_path / split
-        config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-        forker.run_on_two(config)
-        whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
+        how = {**settings, split: 2, "batch_size": batch_size}
+        run = forker.run_on_two(f"{kind}_dpo_distributed", tmp_path, **how)
+        whole = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
             assert run.figure(figure) == pytest.approx(whole.figure(figure), abs=1e-4), (kind, split)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.recipes.runs import Run, resume, start, write_config
+from tests.recipes.runs import resume, start
 from torchtune.data import DataError
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import RolloutError, _experience
@@ -171,14 +171,12 @@ def test_two_processes_train_as_one(forker, tmp_path):
         ("full", "data_parallel_shard_dim", 2),
         ("lora", "tensor_parallel_dim", 4),
     ):
-        name, output_dir = f"{kind}_grpo_distributed", tmp_path / split
-        config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-        forker.run_on_two(config)
+        how = {**settings, split: 2, "batch_size": batch_size}
+        run = forker.run_on_two(f"{kind}_grpo_distributed", tmp_path, **how)
         whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
-        run = Run(None, output_dir)
         for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
             assert run.figure(value) == pytest.approx(whole.figure(value), rel=1e-3), (split, value)
         files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
-        assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
+        assert sorted(path.name for path in run.output_dir.glob("rollouts*")) == sorted(files)
         found = [(line["row"], line["answer"]) for file in files for line in run.lines(file)]
         assert sorted(found) == sorted((line["row"], line["answer"]) for line in whole.lines())
