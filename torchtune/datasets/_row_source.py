@@ -337,9 +337,7 @@ def load_rows(
     try:
         with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
-            if _is_saved(where) and not streaming:
-                rows = _saved_rows(where, split)
-            elif names or Path(where).is_dir():
+            if names or Path(where).is_dir():
                 rows = datasets.load_dataset(where, **kwargs)
             else:
                 with without_waiting_for_the_hub():
@@ -420,19 +418,3 @@ def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
     thread.start()
     thread.join(seconds)
     return answers.is_set()
-
-
-def _is_saved(source: str) -> bool:
-    """Return whether ``source`` is a folder written by ``datasets.Dataset.save_to_disk``."""
-    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _saved_rows(folder: str, split: str | None) -> Any:
-    import datasets
-
-    rows = datasets.load_from_disk(folder)
-    if isinstance(rows, dict) and split is not None:
-        if split not in rows:
-            raise DataError(f"{folder} has the splits {', '.join(rows)}, not '{split}'.")
-        return rows[split]
-    return rows

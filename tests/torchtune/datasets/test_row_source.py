@@ -57,15 +57,12 @@ def test_splits_and_filters(tmp_path):
     assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
 
 
-def test_a_saved_dataset(tmp_path):
+def test_a_saved_dataset_is_handed_over(tmp_path):
     import datasets
 
-    rows = datasets.Dataset.from_list(ROWS)
-    rows.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(tmp_path / "two"))
-    assert list(load_rows(str(tmp_path / "one"), split="train")) == ROWS
-    assert list(load_rows(str(tmp_path / "two"), split="test")) == ROWS[:1]
-    assert "has the splits train, test, not 'valid'" in refused(tmp_path, source=str(tmp_path / "two"), split="valid")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "one"))
+    assert "Please use `load_from_disk` instead" in refused(tmp_path, source=str(tmp_path / "one"))
+    assert RowSource(datasets.load_from_disk(str(tmp_path / "one"))).rows().to_list() == ROWS
 
 
 def test_files_of_a_hub_dataset_stay_its_files():
