@@ -72,9 +72,6 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
         parent_of(document.data, path)[path[-1]] = value
         if from_environment and path not in failed:
             document.environment[path] = (written[path], value)
-        whole = _REFERENCE.fullmatch(written[path])
-        if whole and path not in failed and not whole[1].startswith("."):
-            document.copies[path] = tuple(int(part) if part.isdigit() else part for part in whole[1].split("."))
     return {name for text in written.values() for name in _REFERENCE.findall(text)}
 
 

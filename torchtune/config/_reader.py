@@ -59,7 +59,6 @@ class Document:
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     count: int = 0  # all mistakes, also those over the limit of ``mistakes``
-    copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # ${other} -> origin: a mistake is reported there
     # Values that depend on ${oc.env:…}, directly or through references: the text as written, and the value
     environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 
@@ -82,16 +81,8 @@ class Document:
 
     def check(self) -> None:
         """Raise ``ConfigError`` with every mistake, sorted by line."""
-        keys = {mistake.key for mistake in self.mistakes}
-        own = [mistake for mistake in self.mistakes if not self._is_copy_of_mistake(mistake.key, keys)]
-        if own:
-            raise ConfigError(sorted(own, key=lambda mistake: mistake.order))
-
-    def _is_copy_of_mistake(self, key: str, keys: set[str]) -> bool:
-        copied = [(join_key(copy), join_key(origin)) for copy, origin in self.copies.items()]
-        return any(
-            key == copy or key.startswith(f"{copy}.") for copy, origin in copied if origin + key[len(copy) :] in keys
-        )
+        if self.mistakes:
+            raise ConfigError(sorted(self.mistakes, key=lambda mistake: mistake.order))
 
     def set(self, path: KeyPath, value: Any, place: Place) -> None:
         """Set the value at ``path`` and drop the positions below it. The parent must exist."""

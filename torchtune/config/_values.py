@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin
 
 from torchtune.config._errors import KeyPath, did_you_mean, truncate_text
 from torchtune.config._interpolate import UNRESOLVED
-from torchtune.config._reader import Document, read_value
+from torchtune.config._reader import Document
 from torchtune.config._schema import (
     PLAIN_TYPES,
     Component,
@@ -164,7 +164,4 @@ def _add_type_mistake(document: Document, path: KeyPath, value: Any, annotation:
     base, _ = split_annotated(annotation)
     choices = [choice for member in union_members(base) if get_origin(member) is Literal for choice in get_args(member)]
     hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
-    plain = isinstance(value, str) and value.strip()[:1] not in ("", "[", "{")
-    if plain and any(_has_type(read_value(value), member) for member in union_members(base)):
-        hint = ": write it without quotation marks"
     document.add(path, f"must be {type_text(annotation)}, not {format_value(value, path)}{hint}")

@@ -25,7 +25,7 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("xyzzy=1", "xyzzy: there is no such setting"),
         ("optimzer.lr=1", "optimzer: there is no such setting; did you mean 'optimizer'?"),
         ("batch_size=two", "batch_size: must be int >= 1, not 'two' (str)"),
-        ("batch_size='4'", "batch_size: must be int >= 1, not '4' (str): write it without quotation marks"),
+        ("batch_size='4'", "batch_size: must be int >= 1, not '4' (str)"),
         ("batch_size=0", "batch_size: must be >= 1, not 0"),
         ("batch_size=1.5", "batch_size: must be int >= 1, not 1.5 (float)"),
         ("batch_size=true", "batch_size: must be int >= 1, not True (bool)"),
@@ -109,11 +109,6 @@ def test_a_component_that_does_not_take_what_it_is_handed(mistakes):
     assert found == [
         "command line: dataset: builtins.object takes no argument for the tokenizer that the recipe hands over"
     ]
-
-
-def test_a_mistake_is_not_repeated_where_it_is_referred_to(mistakes):
-    assert mistakes("batch_size=two") == ["command line: batch_size: must be int >= 1, not 'two' (str)"]
-    assert len(mistakes("dataset.0.split=3.5", "dataset.1.splt=x")) == 2
 
 
 def test_rules_across_settings(check, mistakes):
