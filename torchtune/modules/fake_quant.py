@@ -60,14 +60,9 @@ def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
     for path, layer in layers.items():
         width = layer.weight.shape[1]
         if size is not None and (size < 2 or width % size):
-            fitting = [
-                str(2**n)
-                for n in range(10, 3, -1)
-                if all(other.weight.shape[1] % 2**n == 0 for other in layers.values())
-            ]
             raise ConversionError(
-                f"quantizer: groupsize {size} does not divide the {width} inputs of '{path}': "
-                + (f"{', '.join(fitting[:3])} would." if fitting else "no power of two above 8 fits this model.")
+                f"quantizer: groupsize {size} does not divide the {width} inputs of '{path}': choose one that divides "
+                "them all."
             )
 
 
@@ -145,13 +140,6 @@ class FakeQuantize(Conversion):
 
     def _set_switch(self, *_: object) -> None:
         self._switch.on = self._step() >= self._after
-
-    def revert(self, model: nn.Module) -> None:
-        """Restore the original layer classes, with the same parameter objects."""
-        for path, layer in fake_quant_layers(model).items():
-            new = change_class(layer, LoRALinear if isinstance(layer, LoRALinear) else nn.Linear)
-            del new.activation_fake_quantizer, new.weight_fake_quantizer, new.fake_quant
-            model.set_submodule(path, new)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Raise for fake-quantized layers: a sharded input has no quantization range per token.

@@ -100,7 +100,7 @@ def test_autograd_keeps_no_quantised_copy_of_a_weight():
     assert not sizes
 
 
-def test_it_begins_after_some_steps_and_can_be_switched_and_undone():
+def test_it_begins_after_some_steps_and_can_be_switched():
     plain, step = make(), [0]
     model, config = copy.deepcopy(plain), QUANTIZERS[0].base_config
     conversion = FakeQuantize(config, after_n_steps=2, step=lambda: step[0], total_steps=3)
@@ -113,9 +113,6 @@ def test_it_begins_after_some_steps_and_can_be_switched_and_undone():
     assert torch.equal(always(TOKENS), plain(TOKENS))
     always.apply(q._get_enable_fake_quant("8da4w-qat"))
     assert torch.equal(always(TOKENS), model(TOKENS))
-    conversion.revert(model)
-    assert not fake_quant_layers(model)
-    assert torch.equal(model(TOKENS), plain(TOKENS))
 
 
 def test_lora_layers_of_a_copied_recipe_are_swapped():
@@ -137,7 +134,11 @@ def test_lora_layers_of_a_copied_recipe_are_swapped():
 @pytest.mark.parametrize(
     ("lora", "quantizer", "said"),
     [
-        (None, q.Int4WeightOnlyQATQuantizer(), "groupsize 256 does not divide the 32 inputs of 'layers.0.*: 16 would"),
+        (
+            None,
+            q.Int4WeightOnlyQATQuantizer(),
+            "groupsize 256 does not divide the 32 inputs of 'layers.0.*: choose one",
+        ),
         (
             LoRA(rank=2, use_dora=True),
             QUANTIZERS[0],
