@@ -23,13 +23,13 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     """
     from torchtune.modules.moe import MoE
     from torchtune.modules.parallel import (
-        ByColumns,
-        ByRows,
-        ByVocabulary,
+        ColwiseParallel,
         GatherInput,
         ParallelError,
         ReplicatedNorm,
-        SplitNorm,
+        RowwiseParallel,
+        ShardedNorm,
+        VocabParallel,
     )
 
     if any(isinstance(module, MoE) for module in model.modules()):
@@ -55,25 +55,25 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     layer = model.layers[0]
     block: dict[str, ParallelStyle] = {
         "attn": GatherInput(),
-        "attn.q_proj": ByColumns(),
-        "attn.k_proj": ByColumns(),
-        "attn.v_proj": ByColumns(),
-        "attn.output_proj": ByRows(),
+        "attn.q_proj": ColwiseParallel(),
+        "attn.k_proj": ColwiseParallel(),
+        "attn.v_proj": ColwiseParallel(),
+        "attn.output_proj": RowwiseParallel(),
         "mlp": GatherInput(),
-        "mlp.w1": ByColumns(),
-        "mlp.w2": ByRows(),
+        "mlp.w1": ColwiseParallel(),
+        "mlp.w2": RowwiseParallel(),
     }
     if layer.mlp.w3 is not None:
-        block["mlp.w3"] = ByColumns()
+        block["mlp.w3"] = ColwiseParallel()
     for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):  # not in all models
         module = getattr(layer, name, None)
         if module is not None and any(True for _ in module.parameters()):
             block[name] = ReplicatedNorm()
     if layer.attn.q_norm is not None:
-        style = SplitNorm if layer.attn.qk_norm_whole else ReplicatedNorm
+        style = ShardedNorm if layer.attn.qk_norm_whole else ReplicatedNorm
         block |= {"attn.q_norm": style(), "attn.k_norm": style()}
     plan = {f"layers.*.{name}": style for name, style in block.items()}
-    plan |= {"tok_embeddings": ByVocabulary(), "norm": ReplicatedNorm(gather=True)}
+    plan |= {"tok_embeddings": VocabParallel(), "norm": ReplicatedNorm(gather=True)}
     if isinstance(model.output, nn.Module):
-        plan["output"] = ByVocabulary()
+        plan["output"] = VocabParallel()
     return plan

@@ -3,24 +3,17 @@
 from torchtune.modules.parallel._collectives import sum_gradients
 from torchtune.modules.parallel._context import ContextParallelAttention
 from torchtune.modules.parallel._styles import (
-    ByColumns,
-    ByRows,
-    ByVocabulary,
     ColwiseParallel,
     GatherInput,
     ReplicatedNorm,
     RowwiseParallel,
     ShardedNorm,
-    SplitNorm,
     VocabParallel,
     vocabulary_parallel_linear,
 )
 from torchtune.modules.parallel.expert_parallel import ExpertParallel, check_experts, place_experts
 
 __all__ = [
-    "ByColumns",
-    "ByRows",
-    "ByVocabulary",
     "ColwiseParallel",
     "ContextParallelAttention",
     "ExpertParallel",
@@ -28,7 +21,6 @@ __all__ = [
     "ReplicatedNorm",
     "RowwiseParallel",
     "ShardedNorm",
-    "SplitNorm",
     "VocabParallel",
     "check_experts",
     "place_experts",

@@ -273,7 +273,3 @@ class GatherInput(ParallelStyle):
 
         module.register_forward_pre_hook(gather)
         return module
-
-
-# Older names.
-ByColumns, ByRows, ByVocabulary, SplitNorm = ColwiseParallel, RowwiseParallel, VocabParallel, ShardedNorm
