@@ -1,15 +1,10 @@
 """``tune estimate``."""
 
 import argparse
-import re
 
 from torchtune._cli._target import find_targets
 from torchtune._cli.run import Command, estimate, parse_command
 from torchtune._cli.subcommand import Subcommand
-from torchtune.utils import UserError
-
-# 2xA100, or a bare device name; no recipe's name matches.
-_DEVICES = re.compile(r"\d+[xX]\w+|[A-Za-z]+[ -]?\d{2,4}[A-Za-z]?")
 
 
 class Estimate(Subcommand):
@@ -34,10 +29,6 @@ class Estimate(Subcommand):
     takes_tokens = True
 
     def _run(self, args: argparse.Namespace) -> None:
-        before = ("", *args.tokens)
-        for flag, token in zip(before, args.tokens, strict=False):
-            if _DEVICES.fullmatch(token) and flag not in ("--simulate", "--fit", "--config"):
-                raise UserError(f"{token}: devices follow --simulate: tune estimate --config ... --simulate {token}.")
         command: Command = parse_command(args.tokens)
         if command.help or command.config is None:
             self._parser.print_help()

@@ -1,13 +1,11 @@
 """Devices by name, mistakes as one sentence, and what the ledger makes of allocations."""
 
-import argparse
 
 import pytest
 import torch
 
 from torchtune._cli._simulated_run import simulate_run
 from torchtune._cli._target import recipe_named_by, resolve_config
-from torchtune._cli.estimate import Estimate
 from torchtune.estimate import parse_cluster, parse_memory
 from torchtune.estimate._fake_distributed import FakeTensorMode
 from torchtune.estimate._fit import Candidate, Search, candidates
@@ -38,15 +36,6 @@ def test_a_mistake_is_one_sentence(config, cluster, overrides, said):
     path = resolve_config(config)
     with pytest.raises(UserError, match=said):
         simulate_run(recipe_named_by(path), path, overrides, cluster, None)
-
-
-@pytest.mark.parametrize("tokens", [["2xA100"], ["full_finetune_distributed", "H100"]])
-def test_devices_without_their_option(tokens):
-    parser = argparse.ArgumentParser()
-    Estimate(parser.add_subparsers())
-    args = parser.parse_args(["estimate", "--config", "llama3_1/8B_full", *tokens])
-    with pytest.raises(UserError, match=f"^{tokens[-1]}: devices follow --simulate: tune estimate"):
-        args.func(args)
 
 
 def test_a_peak_has_what_lives_then():
