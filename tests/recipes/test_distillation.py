@@ -189,4 +189,4 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
         for figure in ("class_loss", "kd_loss", "grad_norm"):
             assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-4), (split, figure)
-        assert judge(RunFolder(run.output_dir)).interval.pairs == 8, split
+        assert judge(RunFolder(run.output_dir)).interval.pairs == 2, split  # rows that a forked run measures
