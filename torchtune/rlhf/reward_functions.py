@@ -107,7 +107,6 @@ class ExactMatch(_ColumnReward):
 
     Args:
         column: column of the reference answer.
-        ignore_case: compare case-insensitively.
         pattern: regular expression; its last match in the answer is compared, the first group if there is one.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
@@ -116,21 +115,16 @@ class ExactMatch(_ColumnReward):
     def __init__(
         self,
         column: str = "answer",
-        ignore_case: bool = False,
         pattern: str | None = None,
         weight: float = 1.0,
         name: str | None = None,
     ) -> None:
         super().__init__(column, weight, name)
-        self.ignore_case = ignore_case
         self.pattern = None if pattern is None else _compile_pattern(pattern)
 
     def score(self, row: Row, text: str) -> float:
         """Return 1 or 0."""
-        given, right = _last_match(self.pattern, text.strip()), str(self.reference(row)).strip()
-        if given is None:
-            return 0.0
-        return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
+        return float(_last_match(self.pattern, text.strip()) == str(self.reference(row)).strip())
 
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # "3-5" ends in 5

@@ -335,8 +335,6 @@ def test_collation_by_name(tokenizer):
     pad = instantiate_collate("torchtune.data.padded_collate_sft", tokenizer)
     rows = [{"tokens": [5, 6], "labels": [6, IGNORE]}, {"tokens": [5], "labels": [IGNORE]}]
     assert pad(rows)["tokens"].tolist() == [[5, 6], [5, tokenizer.pad_id]]
-    with pytest.raises(DataError, match="left_pad_sequence"):
-        instantiate_collate("torchtune.data.left_pad_sequence", tokenizer)
 
 
 def test_transforms_that_give_more_than_tokens(tmp_path):

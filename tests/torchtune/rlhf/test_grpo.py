@@ -167,7 +167,6 @@ def nan_on_b(rows: list, texts: list) -> list:
         (rewards.ExactMatch(), "nora", 0.0),
         (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "<a>1</a> no: <a>2 + 2</a>", 1.0),
         (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "2 + 2", 0.0),
-        (rewards.ExactMatch("question", ignore_case=True), "2 + 2", 1.0),
         (rewards.NumberMatch("steps"), "So 1,200 and 3: it is -1200.50.", 1.0),
         (rewards.NumberMatch("steps"), "-1200.50 or 3", 0.0),
         (rewards.RegexMatch(r"\d"), "in 3\nlines", 1.0),
