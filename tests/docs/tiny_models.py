@@ -1,8 +1,6 @@
 """Builders with the signatures of those that the pages name, of a model that trains in seconds."""
 
 import json
-import os
-from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -17,6 +15,7 @@ from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.peft import LoRA
 
 FOLDER: list[Path] = []  # the folder of the tiny checkpoint, once there is one
+IN_PROCESSES_OF_COMMANDS = Path("..", "tmp", "SmolLM2-135M-Instruct")  # from the folder of a page
 OUTLINE: list[Path] = []  # that of a checkpoint that has the names and shapes of the real model, and no numbers
 
 
@@ -24,8 +23,6 @@ def make(folder: Path) -> Path:
     """Write the checkpoint that the builders describe."""
     write_checkpoint(folder)
     FOLDER[:] = [folder]
-    os.environ["TINY_MODEL"] = str(folder)  # of processes that commands start
-    forkserver._forkserver._stop()  # it starts again, with this environment
     return folder
 
 
@@ -55,7 +52,7 @@ def make_outline(folder: Path) -> None:
 def smollm2_135m(tie_word_embeddings: bool = True) -> TransformerDecoder:
     """The tiny model in the place of SmolLM2 135M."""
     assert tie_word_embeddings
-    return from_hf_config(str(FOLDER[0]) if FOLDER else os.environ["TINY_MODEL"])
+    return from_hf_config(str(FOLDER[0] if FOLDER else IN_PROCESSES_OF_COMMANDS))
 
 
 lora_smollm2_135m = lora_builder(smollm2_135m, "lora_smollm2_135m", __name__, "the tiny model with LoRA adapters")
