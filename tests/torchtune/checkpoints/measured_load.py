@@ -1,8 +1,9 @@
-"""Loads and saves a model and prints the peak of its resident memory at every stage, in MiB: run as a program.
+"""Loads and saves a model and prints the peak of its resident memory at every stage, in MiB.
 
-One process imports everything, and forks the ranks: their memory begins with what it has.
+The ranks are forked: their memory begins with what their parent has imported.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -19,6 +20,8 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.parallel._shards import my_shard
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def status(field: str) -> float:
@@ -58,8 +61,10 @@ def measure(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, s
         dist.destroy_process_group()
 
 
-def main(folder: Path, output: Path, shard_bytes: int, ways: dict[str, int]) -> None:
+def main(output: Path) -> None:
     """Measure each way, one after another, in as many ranks as it has."""
+    folder, shard_bytes, ways = json.loads((output / "measure.json").read_text())
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # glibc would keep up to 64 MiB of what was freed
     for how, size in ways.items():
         pids = []
         for rank in range(size):
@@ -67,7 +72,7 @@ def main(folder: Path, output: Path, shard_bytes: int, ways: dict[str, int]) -> 
             if pid == 0:
                 status = 1
                 try:
-                    measure(folder, output / how, shard_bytes, how, rank, size)
+                    measure(Path(folder), output / how, shard_bytes, how, rank, size)
                     status = 0
                 except BaseException:  # noqa: BLE001 - whatever it is, the child must end here and say so
                     traceback.print_exc()
@@ -76,7 +81,3 @@ def main(folder: Path, output: Path, shard_bytes: int, ways: dict[str, int]) -> 
             pids.append(pid)
         for pid in pids:
             assert os.waitpid(pid, 0)[1] == 0, how
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

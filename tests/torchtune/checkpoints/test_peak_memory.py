@@ -1,20 +1,18 @@
 """Host memory while loading and saving: the model and one shard, never the model twice."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.recipes.killing import launch
 from tests.torchtune.checkpoints.small import SIZES
 from torchtune.checkpoints._export import write_entries
 from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
 from torchtune.models import build, spec_for_architecture
 
-ROOT = Path(__file__).parents[3]
 MIB = 2**20
 SHARD = 40 * MIB
 TENSOR = 16 * MIB  # the largest
@@ -66,17 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What every rank of every way measured, a file each."""
     output = tmp_path_factory.mktemp("measured")
-    program = "tests.torchtune.checkpoints.measured_load"
-    done = subprocess.run(
-        [sys.executable, "-m", program, str(folder), str(output), str(SHARD), json.dumps(WAYS)],
-        cwd=ROOT,
-        # glibc would keep up to 64 MiB of what was freed
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    (output / "measure.json").write_text(json.dumps([str(folder), SHARD, WAYS]))
+    launch("checkpoints.measured_load", 1, output)
     return output
 
 

@@ -101,7 +101,7 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
 # Numbers of KINDS for each mesh: on two ranks every kind on every mesh that can have it.
 MESHES = {
     2: {"fsdp": range(11), "tp": (0, 1), "whole": range(5), "ours": (*range(5), 8, 9, 10)},
-    4: {"fsdp": (1, 3, 6), "hsdp": (2, 5), "tp": (1,), "fsdp_tp": (0,), "ours": (2, 4), "experts": (5, 6, 7)},
+    4: {"fsdp": (1, 6), "hsdp": (2, 5), "tp": (1,), "fsdp_tp": (0,), "ours": (3,), "experts": (6, 7)},
 }
 
 

@@ -30,10 +30,10 @@ def load(checkpoint: Path, dims: ParallelDims, **options: object) -> Transformer
 def generates_as_one(model: TransformerDecoder, alone: TransformerDecoder, *, shared: bool) -> None:
     """``shared``: both ranks have the same prompts; otherwise each its own, which end at different steps."""
     prompts = PROMPTS if shared or dist.get_rank() else PROMPTS[:1]
-    free = generate_tokens(alone, PROMPTS[:1], max_new_tokens=12, temperature=0.0)
+    free = generate_tokens(alone, PROMPTS[:1], max_new_tokens=6, temperature=0.0)
     stop = [free.tokens[0][2].item()]  # rank 0 ends at its third token
     for use_cache in (True, False):
-        arguments = {"max_new_tokens": 12, "temperature": 0.0, "stop_tokens": stop, "use_cache": use_cache}
+        arguments = {"max_new_tokens": 6, "temperature": 0.0, "stop_tokens": stop, "use_cache": use_cache}
         found, wanted = generate_tokens(model, prompts, **arguments), generate_tokens(alone, prompts, **arguments)
         for ours, theirs in zip(found.tokens, wanted.tokens, strict=True):
             assert torch.equal(ours, theirs), (ours, theirs)

@@ -279,7 +279,7 @@ def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts,
             return "word " * (longest // 4)
 
     environments = make(Long, max_turns=50)
-    episodes = environments(prompts, 8, SEEDS)
+    episodes = environments(prompts, 3, SEEDS)
     assert any(one.end == "context" for one in episodes)
     assert all(len(one.tokens) <= longest + 1 for one in episodes)
     long = [Message(role="user", content="word " * longest)]
