@@ -236,11 +236,10 @@ def test_two_processes_train_as_one(forker, tmp_path):
     """With as many answers on both, with one more on the first, and with none on the second."""
     settings = {"clip_grad_norm": 1.0, "dataset__split": "train[:17]", "ppo_epochs": 2, "whiten_rewards": True}
     whole = start(PPO, tmp_path, **settings, batch_size=8)
-    for split in ("data_parallel_shard_dim", "data_parallel_replicate_dim"):
-        run = forker.run_on_two(PPO, tmp_path, **settings, **{split: 2, "batch_size": 4})
-        assert len(run.losses) == 3
-        for name in ("loss", "grad_norm", "scores", "kl", "policy_loss", "value_loss", "num_stop_tokens"):
-            assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3, abs=1e-5), (split, name)
+    run = forker.run_on_two(PPO, tmp_path, **settings, data_parallel_shard_dim=2, batch_size=4)
+    assert len(run.losses) == 3
+    for name in ("loss", "grad_norm", "scores", "kl", "policy_loss", "value_loss", "num_stop_tokens"):
+        assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3, abs=1e-5), name
 
 
 def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path):

@@ -184,11 +184,14 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
     """Frozen copies of shards are the reference; log-probs of split sequences add up."""
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
     runs = [("full", "data_parallel_shard_dim"), ("full", "context_parallel_dim"), ("lora", "tensor_parallel_dim")]
+    wholes = {}
     for kind, split in runs:
         batch_size = 3 if split == "data_parallel_shard_dim" else 6
         how = {**settings, split: 2, "batch_size": batch_size}
         run = forker.run_on_two(f"{kind}_dpo_distributed", tmp_path, **how)
-        whole = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
+        if kind not in wholes:
+            wholes[kind] = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
+        whole = wholes[kind]
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
             assert run.figure(figure) == pytest.approx(whole.figure(figure), abs=1e-4), (kind, split)

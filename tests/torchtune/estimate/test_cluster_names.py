@@ -1,6 +1,5 @@
 """Devices by name, mistakes as one sentence, and what the ledger makes of allocations."""
 
-
 import pytest
 import torch
 
