@@ -2,10 +2,12 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 from safetensors import safe_open
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.tiny import write_tokenizer
+from torchtune.checkpoints import CheckpointError
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
@@ -247,6 +250,17 @@ def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
     parameter.copy_(value)
+
+
+def refusal(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The one sentence with which a call is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        function(*args, **options)
+    text = str(caught.value)
+    assert "\n" not in text, text
+    assert ". " not in text, text
+    assert text.endswith("."), text
+    return text
 
 
 def leave_free(disk: Path, free: int) -> Path:

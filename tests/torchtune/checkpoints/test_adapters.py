@@ -20,6 +20,7 @@ from tests.torchtune.checkpoints.small import (
     logits,
     randomize_adapter,
     read,
+    refusal,
     resume,
     same_bits,
     some_tokens,
@@ -245,12 +246,8 @@ def adapted(source: Path, tmp_path: Path) -> Path:
     ids=["rank", "alpha", "too few layers", "other layers", "dora"],
 )
 def test_adapter_that_does_not_fit(conversion, words, adapted):
-    with pytest.raises(CheckpointError) as caught:
-        load(adapted, conversion)
-    message = str(caught.value)
+    message = refusal(load, adapted, conversion)
     assert all(word in message for word in words), message
-    assert message.count(". ") == 0
-    assert message.endswith(".")
 
 
 def test_cut_or_foreign_adapter(adapted):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from torchtune.checkpoints import CheckpointError
+from tests.torchtune.checkpoints.small import refusal
 from torchtune.training import FullModelHFCheckpointer
 
 
@@ -23,15 +23,6 @@ def store(source: Path, tmp_path: Path) -> FullModelHFCheckpointer:
 def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, *, resumable: bool = True) -> Path:
     step = int(name.partition("_")[2])
     return store.save(name, model, state={"progress": {"seed": 1, "global_step": step}} if resumable else None)
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        function(*args, **kwargs)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.endswith(".")
-    return text
 
 
 def test_a_new_folder_may_be_used(source, tmp_path):

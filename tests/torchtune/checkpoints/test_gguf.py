@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.torchtune.checkpoints.gguf_files import write_gguf
-from tests.torchtune.checkpoints.small import close, in_transformers, logits, read, same_bits, stored
+from tests.torchtune.checkpoints.small import close, in_transformers, logits, read, refusal, same_bits, stored
 from torchtune.checkpoints import CheckpointError, GGUFFile, gguf_to_hf
 from torchtune.models import build
 from torchtune.modules import TransformerDecoder
@@ -109,12 +109,11 @@ def test_llama3_scaling(tmp_path):
 
 def refused(path: Path, output: Path) -> str:
     """The message with which a file is refused, both ways of reading it."""
-    with pytest.raises(CheckpointError) as caught:
-        gguf_to_hf(path, output)
+    message = refusal(gguf_to_hf, path, output)
     assert not output.exists()
     with pytest.raises(CheckpointError, match=path.name):
         FullModelHFCheckpointer(path.parent, [path.name]).load_model(on_meta(path))
-    return str(caught.value)
+    return message
 
 
 def test_cut_anywhere(tmp_path):
@@ -125,9 +124,7 @@ def test_cut_anywhere(tmp_path):
     path = tmp_path / "cut.gguf"
     for cut in cuts:
         path.write_bytes(content[:cut])
-        message = refused(path, tmp_path / "hf")
-        assert "cut.gguf" in message
-        assert "\n" not in message
+        assert "cut.gguf" in refused(path, tmp_path / "hf")
 
 
 def test_flipped_bytes(tmp_path):

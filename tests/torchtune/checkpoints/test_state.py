@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.torchtune.checkpoints.small import resume, same_bits, started, write_folder
+from tests.torchtune.checkpoints.small import refusal, resume, same_bits, started, write_folder
 from torchtune.checkpoints import CheckpointError
 from torchtune.data import BatchLoader
 from torchtune.training import (
@@ -179,24 +179,14 @@ def loader(length: int) -> BatchLoader:
     return BatchLoader(data, batch_size=2, collate_fn=list, shuffle=True, seed=1)
 
 
-def refused(resume: Callable[[], Any], *words: str) -> None:
-    """One sentence that holds these words."""
-    with pytest.raises(CheckpointError) as caught:
-        resume()
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert message.endswith("."), message
-    assert ". " not in message, message
-    assert "\n" not in message, message
-
-
 def test_other_run(saved):
     """The numbers of another optimizer would be missing, at the first step or, worse, never noticed."""
     checkpointer, model, state, _ = saved
     point = checkpointer.find_resume_point()
 
     def refused_with(other: dict[str, Any], *words: str) -> None:
-        refused(lambda: checkpointer.resume(point, model, other), "step_2", *words)
+        text = refusal(checkpointer.resume, point, model, other)
+        assert all(word in text for word in ("step_2", *words)), text
 
     refused_with(state | {"lr_scheduler": {}}, "lr_scheduler", "torchtune_config.yaml")
     refused_with({key: state[key] for key in ("progress", "optimizer")}, "loader")
@@ -219,5 +209,7 @@ def test_corrupt_structure(saved, content):
     checkpointer, model, state, folder = saved
     point = checkpointer.find_resume_point()  # who looks for it later finds that it was changed
     (folder / "state" / "state.json").write_text(content)
-    refused(lambda: checkpointer.resume(point, model, state), "step_2", "resume")
-    refused(lambda: point.progress, "state.json", "resume")
+    text = refusal(checkpointer.resume, point, model, state)
+    assert "step_2" in text
+    assert "resume" in text
+    assert "state.json" in refusal(lambda: point.progress)
