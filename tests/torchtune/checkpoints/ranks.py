@@ -22,6 +22,7 @@ from torchtune.training import ParallelDims, parallelize
 from torchtune.utils._torch_private import FrozenIntegers
 
 TIMEOUT = 600
+OURS: dict[str, dict[str, int]] = {"data": {}, "ours": {"tp": 2}, "experts": {"ep": 2}}
 
 
 def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:
@@ -71,14 +72,13 @@ def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
 def shard(model: nn.Module, how: str) -> nn.Module:
     """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``.
 
-    ``ours`` is tensor parallel in pairs by the library's plan, which knows adapters, and FSDP over the pairs.
-    ``experts`` is expert parallel in pairs, and FSDP.
+    ``data`` is the library's FSDP, ``ours`` is tensor parallel in pairs by the library's plan, which knows adapters,
+    and FSDP over the pairs, ``experts`` is expert parallel in pairs, and FSDP.
     """
     if how == "whole":
         return model
-    if how in ("ours", "experts"):
-        pairs = {"tp": 2} if how == "ours" else {"ep": 2}
-        dims = ParallelDims(dp_shard=-1, **pairs, world_size=dist.get_world_size())
+    if how in OURS:
+        dims = ParallelDims(dp_shard=-1, **OURS[how], world_size=dist.get_world_size())
         dims.build_mesh("cpu")
         parallelize(model, dims, device=torch.device("cpu"))
         return model

@@ -1,4 +1,4 @@
-"""GGUF files: as a folder that transformers loads, read directly, damaged."""
+"""GGUF files: as a folder that transformers loads, with its tokenizer, read directly, damaged."""
 
 import random
 from pathlib import Path
@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from tests.torchtune.checkpoints.gguf_files import write_gguf
+from tests.torchtune.checkpoints.gguf_files import OWN, SPECIAL, Vocabulary, texts, write_gguf
 from tests.torchtune.checkpoints.small import close, in_transformers, logits, read, refusal, same_bits, stored
 from torchtune.checkpoints import CheckpointError, GGUFFile, gguf_to_hf
 from torchtune.models import build
@@ -70,7 +73,7 @@ def test_read_directly(shape, tmp_path):
     close(logits(in_transformers(saved)), logits(made.hf))
 
 
-def test_llama3_scaling(tmp_path):
+def test_llama3_scaling(tmp_path, monkeypatch):
     """llama.cpp keeps Llama 3.1's scaling as one divisor a frequency."""
     import gguf
 
@@ -94,11 +97,8 @@ def test_llama3_scaling(tmp_path):
         self.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
         written(self)
 
-    gguf.GGUFWriter.write_header_to_file = with_frequencies
-    try:
-        made = write_gguf(tmp_path / "x.gguf", rope_parameters=scaling, max_position_embeddings=20_000)
-    finally:
-        gguf.GGUFWriter.write_header_to_file = written
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_frequencies)
+    made = write_gguf(tmp_path / "x.gguf", rope_parameters=scaling, max_position_embeddings=20_000)
     again = in_transformers(gguf_to_hf(made.path, tmp_path / "hf", torch.float32))
     assert again.config.rope_parameters["rope_type"] == "llama3"
     positions = torch.arange(19_000, 19_024).expand(2, -1)
@@ -184,3 +184,39 @@ def test_other_model_than_the_file(tmp_path):
     other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
     with pytest.raises(CheckpointError, match="layers"):
         FullModelHFCheckpointer(tmp_path / "in", ["x.gguf"]).load_model(on_meta(other.path))
+
+
+def reference_tokenizer(pre: str, vocabulary: Vocabulary) -> Tokenizer:
+    kind = Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer
+    made = kind(
+        vocab={token: index for index, token in enumerate(vocabulary.tokens)}, merges=vocabulary.merges
+    )._tokenizer
+    if pre == "llama-bpe":
+        cut = Split(Regex(TikTokenConverter().pattern), behavior="isolated")
+        made.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=False)])
+        made.model.ignore_merges = True
+    if pre == "smollm":  # as in SmolLM2's tokenizer.json
+        made.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    made.add_tokens([AddedToken(token, normalized=False) for token in (*SPECIAL, *OWN)])
+    return made
+
+
+@pytest.mark.parametrize("add_bos", [False, True], ids=["", "bos"])
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "default", "gpt-2"])
+def test_ids_of_tokenizers(pre, add_bos, tmp_path):
+    made = write_gguf(
+        tmp_path / "x.gguf", pre=pre, extra={"tokenizer.ggml.add_bos_token": add_bos}, num_hidden_layers=1
+    )
+    folder = gguf_to_hf(made.path, tmp_path / "hf")
+    plain, fast = Tokenizer.from_file(str(folder / "tokenizer.json")), AutoTokenizer.from_pretrained(folder)
+    examples = texts(600, [*SPECIAL, *OWN], seed=len(pre))
+    theirs, start = reference_tokenizer(pre, made.vocabulary), [1] if add_bos else []
+    expected = [start + theirs.encode(text, add_special_tokens=False).ids for text in examples]
+    assert sum(map(len, expected)) > 10_000
+    for text, ids in zip(examples, expected, strict=True):
+        assert plain.encode(text).ids == ids, text
+        assert fast(text).input_ids == ids, text
+        if pre != "qwen2":  # which composes characters first
+            assert fast.decode(ids[add_bos:], skip_special_tokens=False) == text
+    assert {fast.convert_ids_to_tokens(index) for index in fast.all_special_ids} <= set(SPECIAL)
+    assert (fast.bos_token, fast.eos_token, fast.pad_token) == (SPECIAL[1], SPECIAL[2], SPECIAL[0])

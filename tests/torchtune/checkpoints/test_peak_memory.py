@@ -5,13 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.recipes.killing import launch
-from tests.torchtune.checkpoints.small import SIZES
-from torchtune.checkpoints._export import write_entries
-from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
-from torchtune.models import build, spec_for_architecture
+from tests.torchtune.checkpoints.small import write_folder
 
 MIB = 2**20
 SHARD = 40 * MIB
@@ -25,37 +21,9 @@ WAYS = {"whole": 1, "fsdp": 2, "tp": 2}  # and their processes
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 170 MiB in float32, in shards of 40 MiB."""
-    config = {
-        **SIZES,
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 4096,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-    }
-    folder = tmp_path_factory.mktemp("source")
-    (folder / "config.json").write_text(json.dumps(config))
-    spec = spec_for_architecture("LlamaForCausalLM")
-    description = spec.from_hf_config(config)
-    with torch.device("meta"):
-        shapes = {name: parameter.detach() for name, parameter in build(description, spec).named_parameters()}
-    filling = torch.randn(4096, 1024)
-
-    def part(group):
-        meta = group.to_external([shapes[name] for name in group.tune])
-        specs = dict(zip(group.external, meta, strict=True))
-        return Entry(
-            specs,
-            lambda: [
-                TensorSlice.of(name, filling.reshape(-1)[: t.numel()].reshape(t.shape)) for name, t in specs.items()
-            ],
-            meta[0].itemsize,
-        )
-
-    write_entries([part(group) for group in spec.weight_map("hf").groups(description)], folder, SHARD)
+    widths = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    folder = write_folder(tmp_path_factory.mktemp("source"), max_shard_size="40MB", **widths, **heads)
     assert len(list(folder.glob("model-*.safetensors"))) >= 5
     return folder
 

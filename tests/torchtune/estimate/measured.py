@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.recipes.runs import load_recipe, write_config
 from tests.tiny_images import qwen3_vl_config
+from tests.torchtune.checkpoints.small import SIZES
 from torchtune.config import load_and_check
 from torchtune.estimate._ledger import highest_by_phase
 from torchtune.estimate._observer import Observer
@@ -43,17 +44,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "hsdp x tp": (4, FULL_MANY, {**BF16, "data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2}),
 }
 LLAMA = {
+    **SIZES,
     "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
 from torchtune.estimate import find_problems
-from torchtune.training import RunError, check_run, plan_data
+from torchtune.training import RunError, check_run, plan_data, plan_run
 
 LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
 MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}
@@ -193,6 +194,17 @@ def test_data_of_the_hub_are_not_fetched(folder):
     lines = dict(plan_data(cfg))
     assert "yahma/alpaca-cleaned is fetched from the hub when the run starts" in lines["data"]
     assert lines["steps"] == "unknown until the data are read"
+
+
+def test_the_plan_of_a_run(folder):
+    cfg = settings(LORA, folder, "tokenizer.max_seq_len=64")
+    text = plan_run(cfg)
+    assert "mesh        1 process, device cpu\n" in text
+    assert "converted   LoRA: " in text
+    assert text.endswith("micro-batch 2 x 64 = 128 tokens at most")
+    guessed = plan_run(settings(LORA, folder, "tokenizer.max_seq_len=null"))
+    assert guessed.endswith("tokens (tokenizer.max_seq_len is not set, so this is a guess)")
+    assert "of weights" in plan_run(SimpleNamespace(model=cfg.model, dtype="fp32"))
 
 
 def test_the_plan_says_that_the_warmup_is_too_long(folder, caplog):

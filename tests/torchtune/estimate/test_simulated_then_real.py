@@ -6,16 +6,12 @@ import torch
 
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, load, logits, write_folder
-from torchtune import training
 from torchtune.estimate._cluster import simulated_cluster
 from torchtune.training import FullModelHFCheckpointer
 
 
 def load_sharded(folder: Path) -> torch.nn.Module:
-    model = build(folder)
-    dims = training.ParallelDims(dp_shard=-1, world_size=2)
-    dims.build_mesh("cpu")
-    training.parallelize(model, dims, device=torch.device("cpu"))
+    model = ranks.shard(build(folder), "data")
     FullModelHFCheckpointer(str(folder)).load_model(model)
     return model.eval()
 

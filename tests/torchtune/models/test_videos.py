@@ -24,8 +24,8 @@ from tests.tiny_images import (
     inputs_of,
     write_image_checkpoint,
 )
+from tests.torchtune.models.test_image_processors import picture
 from tests.torchtune.models.test_image_text import compare_gradients
-from tests.torchtune.models.test_image_transform import picture
 from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.datasets import chat_dataset
 from torchtune.generation import generate_tokens, images_of_row, stream

@@ -5,7 +5,6 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from torchtune.modules._outside_graphs import outside_graphs
-from torchtune.modules.loss import LinearCrossEntropyLoss
 
 
 def test_it_runs_uncompiled_inside_what_is_compiled():
@@ -25,16 +24,3 @@ def test_it_runs_uncompiled_inside_what_is_compiled():
         torch.testing.assert_close(compiled(x), (x * 2 + 1).sin())
     assert compiling == [False] * 3
     assert backend.frame_count == 2  # before and after it, each compiled once
-
-
-def test_a_loss_compiled_as_a_whole_by_a_user_is_the_same():
-    torch.manual_seed(0)
-    projection = torch.nn.Linear(8, 16, bias=False)
-    model = torch.nn.Module()
-    model.output, model.skip_output_layer = projection, False
-    loss = LinearCrossEntropyLoss()
-    loss.set_model_output(model)
-    hidden, labels = torch.randn(2, 5, 8, requires_grad=True), torch.randint(0, 16, (2, 5))
-    expected = loss(hidden, labels)
-    compiled = torch.compile(loss, backend="aot_eager")
-    torch.testing.assert_close(compiled(hidden, labels), expected)

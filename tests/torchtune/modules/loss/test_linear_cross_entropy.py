@@ -199,6 +199,9 @@ def test_compiled_passes_give_the_same():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(loss(hidden, labels), plain[0].detach(), rtol=1e-6, atol=1e-6)
+    loss = LinearCrossEntropyLoss(3)
+    loss.set_model_output(make_head(weight))
+    torch.testing.assert_close(torch.compile(loss, backend="aot_eager")(hidden, labels), plain[0])  # by a user
 
 
 def test_the_older_name():

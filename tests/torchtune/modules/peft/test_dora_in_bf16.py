@@ -1,6 +1,5 @@
 """DoRA over bfloat16 weights changes nothing before its first step, and its small steps count."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,10 +60,7 @@ def one_step(model: nn.Module, share: int = 1) -> dict[str, torch.Tensor]:
 
 
 def sharded(folder: Path) -> None:
-    model = build(folder / "in", dora(), dtype=BF16)
-    dims = training.ParallelDims(dp_shard=-1, world_size=dist.get_world_size())
-    dims.build_mesh("cpu")
-    training.parallelize(model, dims, device=torch.device("cpu"))
+    model = ranks.shard(build(folder / "in", dora(), dtype=BF16), "data")
     FullModelHFCheckpointer(str(folder / "in")).load_model(model)
     alone = load(folder / "in", dora(), dtype=BF16)
     with torch.no_grad():  # drawn apart
@@ -78,5 +74,4 @@ def sharded(folder: Path) -> None:
 
 def test_sharded_it_starts_and_steps_as_alone(tmp_path):
     write_folder(tmp_path / "in", "llama", BF16)
-    cases: list[Callable[[Path], None]] = [sharded]
-    ranks.run(2, cases, tmp_path)
+    ranks.run(2, [sharded], tmp_path)

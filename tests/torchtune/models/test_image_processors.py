@@ -1,6 +1,7 @@
-"""Image processors of SmolVLM 2, Llama 4 and Mistral 3."""
+"""Image processors: sizes, patches and text are those of transformers."""
 
 import importlib
+import random
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -9,23 +10,141 @@ import pytest
 import torch
 from PIL import Image
 from transformers.image_utils import SizeDict
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.tiny_images import patches_by, pixels_of, squares
-from tests.torchtune.models.test_image_transform import picture, sizes
+from tests.tiny_images import PROCESSOR, patches_by, pixels_of, squares
 from tests.torchtune.models.tokenizer_files import write_ranks
-from torchtune.data import DataError, Message, collate_documents
+from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.models.clip import CLIPImageTransform
+from torchtune.models.gemma4_unified_vl._model_builders import UnifiedImages
+from torchtune.models.gemma4_vl._processor import GemmaImages
 from torchtune.models.llama4 import Llama4Transform, llama4_transform
 from torchtune.models.llama4._processor import LlamaImages
 from torchtune.models.mistral3._processor import PixtralImages
+from torchtune.models.qwen3_vl._processor import QwenImages
 from torchtune.models.smolvlm._processor import TiledImages
+from torchtune.modules.vision_tower import patch_places
+
+PROCESSORS = {
+    "qwen3_vl": {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}},
+    "qwen2_5_vl": {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}},
+    "small": PROCESSOR,
+}
+
+
+def sizes(factor: int, least: int, most: int) -> list[tuple[int, int]]:
+    """Random sizes, and those at limits: 1 x N, exact multiples and halves, areas and aspects at the limit."""
+    rng = random.Random(0)
+    found = [(1, side) for side in range(1, 205)] + [(side, 1) for side in range(1, 205)]
+    found += [
+        (side + off, other)
+        for side in (factor, 3 * factor // 2, 7 * factor)
+        for off in (-1, 0, 1)
+        for other in (factor, 5 * factor // 2, 9 * factor)
+    ]
+    for area in (least, most):
+        side = int(area**0.5)
+        found += [(side + a, side + b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+    found += [(7, 7 * 199), (7, 7 * 200), (7, 7 * 200 + 1), (7 * 201, 7)]
+    while len(found) < 10_000:
+        found.append((int(2 ** rng.uniform(0, 13.5)), int(2 ** rng.uniform(0, 13.5))))
+    return found
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def qwen(settings):
+    processor = QwenImages.from_config(settings, {})
+    side, limits = 2 * processor.patch_size, settings["size"].values()
+    return processor, side, limits, lambda height, width: smart_resize(height, width, side, *limits)
+
+
+def pixtral(longest):
+    processor = PixtralImages.from_config({"patch_size": 14, "size": {"longest_edge": longest}}, {})
+
+    def resized(height, width):
+        return get_resize_output_image_size(np.empty((3, height, width), np.uint8), longest, 28, "channels_first")
+
+    return processor, 28, (28 * 28, longest**2), resized
+
+
+def gemma(tokens):
+    def resized(height, width):
+        return get_aspect_ratio_preserving_size(height, width, 16, tokens * 9, 3)
+
+    return GemmaImages.from_config({"max_soft_tokens": tokens}, {}), 48, (48 * 48, tokens * 48 * 48), resized
+
+
+# name -> what makes a processor and the rule of transformers, and its setting
+PLANS = {
+    **{name: (qwen, settings) for name, settings in PROCESSORS.items()},
+    **{f"pixtral {longest}": (pixtral, longest) for longest in (1540, 64)},
+    **{f"gemma {tokens}": (gemma, tokens) for tokens in (70, 280, 1120)},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_is_that_of_transformers(name):
+    make, setting = PLANS[name]
+    processor, side, limits, resized = make(setting)
+    refused = 0
+    for height, width in sizes(side, *limits):
+        try:
+            wanted = resized(height, width)
+        except ValueError:
+            wanted = (0, 0)
+        if 0 in wanted:
+            refused += 1
+            with pytest.raises(DataError, match=r"too long|no pixel left"):
+                processor.plan((width, height))
+            continue
+        plan = processor.plan((width, height))
+        assert (plan.height, plan.width) == wanted, (height, width)
+        assert plan.tokens == wanted[0] * wanted[1] // side**2
+    assert bool(refused) == (make is not gemma)
+
+
+@pytest.mark.parametrize("size", [(37, 50), (64, 64), (9, 200), (300, 20), (1, 1)])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_patches_of_qwen_are_those_of_transformers(name, size):
+    image = picture(*size)
+    wanted = Qwen2VLImageProcessorPil(**{key: value for key, value in PROCESSORS[name].items() if "_type" not in key})(
+        [image], return_tensors="np"
+    )
+    processor = QwenImages.from_config(PROCESSORS[name], {})
+    assert [list(grid) for grid in processor.plan(size).grids] == wanted["image_grid_thw"].tolist()
+    found = patches_by(processor, image).numpy()
+    assert found.dtype == np.float32
+    assert np.abs((found - wanted["pixel_values"]) * min(processor.std)).max() <= 2 / 255
+
+
+SETTINGS = {
+    "do_resize": (False, "do_resize = False, which is not supported"),
+    "resample": (1, "only bicubic"),
+    "patch_size": (-4, "patch_size is -4"),
+}
+
+
+@pytest.mark.parametrize("field", SETTINGS)
+def test_settings_that_are_not_supported_are_refused(field):
+    value, message = SETTINGS[field]
+    with pytest.raises(DataError, match=message):
+        QwenImages.from_config({**PROCESSOR, field: value}, {})
+
 
 TILED = {
     "256M": ({"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}, 16, 4),
@@ -76,23 +195,6 @@ def test_patches_and_text_of_tiles_are_those_of_transformers(size):
     rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
     marks = ("<fake_token_around_image>", "<image>", "<global-img>")
     assert processor.layout(plan) == get_image_prompt_string(rows, columns, 4, *marks)
-
-
-@pytest.mark.parametrize("longest", [1540, 64])
-def test_plan_of_pixtral_is_that_of_transformers(longest):
-    processor = PixtralImages.from_config({"patch_size": 14, "size": {"longest_edge": longest}}, {})
-    refused = 0
-    for height, width in sizes(28, 28 * 28, longest**2):
-        wanted = get_resize_output_image_size(np.empty((3, height, width), np.uint8), longest, 28, "channels_first")
-        if 0 in wanted:
-            refused += 1
-            with pytest.raises(DataError, match="no pixel left"):
-                processor.plan((width, height))
-            continue
-        plan = processor.plan((width, height))
-        assert (plan.height, plan.width) == wanted, (height, width)
-        assert plan.tokens == wanted[0] * wanted[1] // 28**2
-    assert longest > 64 or refused
 
 
 @pytest.mark.parametrize("size", [(37, 50), (64, 64), (9, 200), (1, 1)])
@@ -225,3 +327,55 @@ def test_rows_of_llama4_are_never_cut_in_images(tmp_path):
     with pytest.raises(DataError, match=r"max_seq_len=100 would cut .* tokens of images"):
         transform({"messages": messages})
     assert (transform.processor.tile, transform.processor.patch_size, transform.processor.most) == (336, 14, 1)
+
+
+SIZES = [(37, 50), (480, 960), (9, 200), (1, 1)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_frames_of_gemma_are_planned_as_images(size):
+    settings = {"max_soft_tokens": 280}
+    processor = GemmaImages.from_config({**settings, "video_processor": settings}, {})
+    unified = UnifiedImages.from_config({"max_soft_tokens": 560, "video_processor": settings}, {})
+    plan = processor.plan(size)
+    for of_frames, side in ((processor, 16), (unified, 48)):
+        frames = of_frames.plan((*size, 3, 2.0))
+        assert (frames.height, frames.width, frames.tokens) == (plan.height, plan.width, 3 * plan.tokens)
+        assert frames.grids == ((3, plan.height // side, plan.width // side),)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_patches_of_gemma_are_those_of_transformers(size):
+    images = [picture(*size, seed=seed) for seed in range(2)]
+    wanted = Gemma4ImageProcessorPil(max_soft_tokens=70)(images, return_tensors="np")
+    processor = GemmaImages.from_config({"max_soft_tokens": 70}, {})
+    plan, found = processor.plan(size), patches_by(processor, images[0]).numpy()
+    assert plan.tokens == wanted["num_soft_tokens_per_image"][0]
+    columns = plan.grids[0][2]
+    row, column = patch_places(plan.grids, 3)[:2]
+    theirs = wanted["pixel_values"][:, (row * columns + column).numpy()]
+    assert np.abs((found + 1) / 2 - theirs[0]).max() <= 2 / 255
+    assert processor.layout(plan) == "<|image>" + "<|image|>" * plan.tokens + "<image|>"
+    frames = patches_by(processor, Video(tuple(images), 1.0)).numpy()  # 70 tokens a frame, too
+    assert np.abs((frames + 1) / 2 - np.concatenate(list(theirs))).max() <= 2 / 255
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_patches_of_a_token_are_merged_as_by_transformers(size, import_rules):
+    rules = import_rules("transformers.models.gemma4_unified.image_processing_gemma4_unified")
+    image, processor = picture(*size), UnifiedImages.from_config({"max_soft_tokens": 70}, {})
+    plan, found = processor.plan(size), patches_by(processor, image)
+    small = Gemma4ImageProcessorPil(max_soft_tokens=70)([image], return_tensors="pt")
+    patches, places = (small[name][:, : plan.tokens * 9] for name in ("pixel_values", "image_position_ids"))
+    wanted, where = rules.patches_merge(patches, places, plan.tokens)
+    assert (found - wanted[0]).abs().max() <= 2 / 255
+    assert torch.equal(patch_places(plan.grids, 1)[:2].flip(0).T, where[0])
+
+
+def test_other_colors_of_gemma_are_refused():
+    for config in (
+        {"do_normalize": True, "image_mean": [0.5] * 3},
+        {"video_processor": {"do_normalize": True, "image_std": [0.5] * 3}},
+    ):
+        with pytest.raises(DataError, match="do_normalize = True, which is not supported"):
+            GemmaImages.from_config(config, {})
