@@ -23,14 +23,11 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("lr=1", "lr: there is no such setting; did you mean 'optimizer.lr'?"),
         ("num_warmup_step=1", "num_warmup_step: there is no such setting; did you mean 'lr_scheduler.num_warmup_steps'?"),
         ("xyzzy=1", "xyzzy: there is no such setting"),
-        ("optimzer.lr=1", "optimzer: there is no such setting; did you mean 'optimizer'?"),
         ("batch_size=two", "batch_size: must be int >= 1, not 'two' (str)"),
         ("batch_size='4'", "batch_size: must be int >= 1, not '4' (str)"),
         ("batch_size=0", "batch_size: must be >= 1, not 0"),
         ("batch_size=1.5", "batch_size: must be int >= 1, not 1.5 (float)"),
         ("batch_size=true", "batch_size: must be int >= 1, not True (bool)"),
-        ("batch_size=[1, 2]", "batch_size: must be int >= 1, not a list"),
-        ("optimizer_in_bwd=3", "optimizer_in_bwd: must be bool, not 3 (int)"),
         ("clip_grad_norm=0", "clip_grad_norm: must be > 0, not 0.0"),
         ("clip_grad_norm=.nan", "clip_grad_norm: must be > 0, not nan"),
         ("dtype=bf17", "dtype: must be one of bf16, fp32, not 'bf17' (str); did you mean 'bf16'?"),
@@ -41,19 +38,16 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("model={width: 3}", "model: needs a _component_ key that names the class or function"),
         ("model_converters=[{_componet_: a.b}]", "model_converters.0: needs a _component_ key that names the class or function; rename '_componet_'"),
         ("optimizer.lr=-1e-3", "optimizer.lr: must be >= 0, not -0.001"),
-        ("optimizer.lr=fast", "optimizer.lr: must be float >= 0, not 'fast' (str)"),
         ("optimizer.betas=[1, 2, 3]", "optimizer.betas: must have 2 items, not 3"),
         ("optimizer.params=[1]", f"optimizer.params: is handed to {PARTS}.Optimizer by the recipe: remove it"),
         ("dataset.0={_component_: torch.nn.Linear, in_features: 3, out_features: 4}", "dataset.0.in_features: is where torch.nn.Linear gets the tokenizer of the recipe: let it take that first, or remove this"),
         ("optimizer.lrr=1", f"optimizer.lrr: {PARTS}.Optimizer takes no argument 'lrr'; did you mean 'lr'?"),
         ("optimizer.epochs=1", f"optimizer.epochs: {PARTS}.Optimizer takes no argument 'epochs'; did you mean 'epochs'?"),
-        ("dataset.1.pakced=1", f"dataset.1.pakced: {PARTS}.alpaca_like takes no argument 'pakced'; did you mean 'packed'?"),
         ("dataset.0.streming=1", f"dataset.0.streming: {PARTS}.chat_dataset takes no argument 'streming'; did you mean 'streaming'?"),
         ("dataset.0.streaming=1", "dataset.0.streaming: must be bool, not 1 (int)"),
         ("tokenizer.prompt_template.usr=x", f"tokenizer.prompt_template.usr: {PARTS}.Template takes no argument 'usr'; did you mean 'user'?"),
         ("model.activation=gleu", "model.activation: must be one of gelu, silu, not 'gleu' (str); did you mean 'gelu'?"),
         ("sampler.temprature=1", "sampler.temprature: there is no such setting; did you mean 'temperature'?"),
-        ("sampler.temperature=-1", "sampler.temperature: must be >= 0, not -1.0"),
         ("metric_logger.projct=a", f"metric_logger.projct: {PARTS}.Logger takes no argument 'projct'; did you mean 'project'?"),
         ("model=tests.torchtune.config.assets.parts.Modl", f"model._component_: '{PARTS}.Modl': module '{PARTS}' has no attribute 'Modl'; did you mean 'Model'?"),
         ("model=torhc.nn.Linear", "model._component_: 'torhc.nn.Linear': there is no module 'torhc' here; did you mean 'torch'?"),
@@ -234,13 +228,6 @@ def test_a_recipe_that_shifts_labels_again(tmp_path):
     with pytest.raises(ConfigError, match=f"line {number} of mine.py shifts them again: remove it"):
         config.load_and_check(config_path, [], _main_of(tmp_path, shifted))
     config.load_and_check(config_path, [f"dataset._component_={PARTS}.Model"], _main_of(tmp_path, shifted))
-
-
-def test_components_alone(tmp_path):
-    (tmp_path / "c.yaml").write_text(f"anything: 1\no:\n  _component_: {PARTS}.Optimizer\n  lrr: 2\n")
-    with pytest.raises(ConfigError) as caught:
-        config.load_and_check(tmp_path / "c.yaml", [], None)
-    assert [mistake.key for mistake in caught.value.errors] == ["o.lrr"]
 
 
 def test_validate_a_config_in_memory():

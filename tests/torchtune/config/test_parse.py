@@ -52,11 +52,6 @@ def test_help():
     assert "  seed: int or null >= 0 (default: null)" in done.stdout
 
 
-def test_an_untyped_recipe_runs():
-    done = run("untyped_recipe.py", "--config", str(ASSETS / "untyped.yaml"), "model.width=9")
-    assert (done.returncode, done.stdout) == (0, "width=9 steps=12\n")
-
-
 def test_too_many_open_files_end_a_run_with_one_line(monkeypatch, capsys):
     @parse
     def recipe_main(cfg: typed_recipe.Settings) -> None:

@@ -63,13 +63,6 @@ def test_texts_survive(text, check, tmp_path):
     assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).prompt == {"user": text}
 
 
-def test_values_changed_after_checking_are_saved(check, tmp_path):
-    settings = check("seed=null")
-    settings.seed = 11
-    save_config(settings, tmp_path / "saved.yaml")
-    assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).seed == 11
-
-
 def test_log_config(check, caplog):
     with caplog.at_level(logging.INFO, logger="torchtune"):
         log_config("typed_recipe", check("hub_token=hf_abc"))

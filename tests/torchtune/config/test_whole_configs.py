@@ -32,11 +32,6 @@ def _load(path: str) -> object:
     return module
 
 
-@pytest.mark.parametrize("path", [path for path, _ in FIXTURES], ids=lambda path: path.name)
-def test_an_untouched_fixture_is_accepted(path):
-    config.load_and_check(path, [], typed_recipe.recipe_main)
-
-
 @pytest.mark.parametrize(("path", "recipe"), _shipped(), ids=lambda value: Path(value).stem)
 def test_an_untouched_shipped_config_is_accepted(path, recipe):
     config.load_and_check(path, [], _load(recipe).recipe_main)

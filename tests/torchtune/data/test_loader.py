@@ -27,10 +27,6 @@ def test_an_epoch_holds_every_example_once():
     assert flat(steps) != list(range(23))
 
 
-def test_without_shuffling_the_order_is_that_of_the_data():
-    assert flat(loader(shuffle=False)) == list(range(23))
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     one = loader()
     first, second = flat(one), flat(one)
