@@ -58,6 +58,11 @@ def test_values_of_the_command_line_have_yaml_types(text, value):
     assert type(found) is type(value)
 
 
+def test_floats_and_dates_in_files(tmp_path):
+    data = parsed(tmp_path, "a: 2e-5\nb: [1e5, 1.5, 3]\nc: 2024-01-31\nd: 'None'\ne: 1.2.3\n").data
+    assert data == {"a": 2e-5, "b": [1e5, 1.5, 3], "c": "2024-01-31", "d": "None", "e": "1.2.3"}
+
+
 def test_every_key_has_its_line(tmp_path):
     document = parsed(tmp_path, "a: 1\nb:\n  c:\n  - x\n  - d: 2\n", "b.c.1.d=3")
     assert document.place(("b", "c", 0)).line == 4
