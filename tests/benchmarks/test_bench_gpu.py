@@ -5,7 +5,6 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ def bench(monkeypatch):
 def test_stages_of_a_case(bench, case, side, kinds, capsys):
     arguments = {"case": case, "side": side, "tiny": True, "compile": None, "steps": 1, "warmup": 1}
     bench.measure(argparse.Namespace(**arguments, precision="stochastic_rounding", peak_tflops=None))
-    found: dict[str, Any] = {}
+    found = {}
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("RESULT "):
             found |= json.loads(line.removeprefix("RESULT "))

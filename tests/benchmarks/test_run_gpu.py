@@ -41,7 +41,7 @@ def test_slices_go_on_where_they_stopped(tmp_path):
     code = CHEAP.format(folder=str(ROOT / "benchmarks"), slow=str(slow))
     command = [sys.executable, "-c", code, "--results", str(results), "--state", str(state)]
 
-    def call(*options: str) -> str:
+    def call(*options):
         done = subprocess.run([*command, *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -133,7 +133,7 @@ def test_ray_train(tmp_path):
     tree = ast.parse(source)
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {"ray.train.torch", "torchtune.config"} <= imported
-    names: dict[str, Any] = {"__name__": "ray_train"}
+    names = {"__name__": "ray_train"}
     exec(compile(source, "ray_train.py", "exec"), names)
     name, output_dir = "full_finetune_distributed", tmp_path / "output"
     config = write_config(name, tmp_path, output_dir)

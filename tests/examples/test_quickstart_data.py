@@ -35,7 +35,7 @@ def test_there_is_enough_and_nothing_occurs_twice():
 
 
 def test_no_word_of_an_open_class_is_on_both_sides(maker):
-    def words(side: dict[str, str]) -> set[str]:
+    def words(side):
         return set(re.findall(r"\w+", " ".join(side[key] for key in side if key != "patterns").lower()))
 
     assert len(words(maker.TRAIN)) > 300
@@ -44,7 +44,7 @@ def test_no_word_of_an_open_class_is_on_both_sides(maker):
 
 
 def test_no_sentence_pattern_is_on_both_sides(maker):
-    def patterns(side: dict[str, str]) -> set[str]:
+    def patterns(side):
         return {re.sub(r"\W+", " ", line).strip() for line in side["patterns"].strip().splitlines()}
 
     assert not patterns(maker.TRAIN) & patterns(maker.HELD_OUT)

@@ -43,7 +43,7 @@ def examples(tmp_path, monkeypatch):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 
-    def in_process(arguments: list[str]) -> int:
+    def in_process(arguments):
         more = ["run_val_every_n_steps=2"] if any("dataset_val" in word for word in arguments) else []
         steps = [] if any("max_steps" in word for word in arguments) else ["max_steps_per_epoch=1"]
         tiny = [word for word in TINY if not ("model." in word and any("image_text_model" in one for one in arguments))]
@@ -73,7 +73,7 @@ def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """End the next run that logs ``step`` as Ctrl-C does."""
     log = DiskLogger.log_dict
 
-    def log_dict(self: DiskLogger, payload: Any, **at: int) -> None:
+    def log_dict(self, payload, **at):
         if at["step"] == step:
             monkeypatch.setattr(DiskLogger, "log_dict", log)
             raise KeyboardInterrupt

@@ -76,7 +76,7 @@ def test_every_request_has_the_answer_of_the_harness(checkpoint):
     ours = HarnessModel(*torchtune.load(checkpoint, device="cpu", dtype="fp32"), batch_size=3, max_length=24)
     theirs = HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1, max_length=24)
 
-    def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    def requests(kind, *arguments):
         return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 
     pairs = [("the cat", " sees"), ("the cat", " finds a dog"), ("", "red"), ("a ", "b"), ("big " * 30, "dog")]
@@ -144,7 +144,7 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
     theirs.lm_head.weight.data[256:] = 0  # ids without a text are not answers
     theirs.save_pretrained(checkpoint)
 
-    def log_probs(image: str, answer: list[int]) -> torch.Tensor:
+    def log_probs(image, answer):
         """Of the tokens after the question, and after each of the answer."""
         question = [Message("user", [{"type": "image", "content": image}, {"type": "text", "content": "?"}])]
         row = tokenizer({"messages": [*question, Message("assistant", "")]}, inference=True)
@@ -159,7 +159,7 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
 
     rows, scores = [], {}
     for image in (str(tmp_path / "0.png"), str(tmp_path / "1.png")):
-        answer: list[int] = []
+        answer = []
         for _ in range(4):
             answer.append(int(log_probs(image, answer)[-1].argmax()))
         for choice in ("cat", "a dog"):

@@ -57,7 +57,7 @@ def interrupted(tmp_path_factory):
 
 
 def resumed(config: Path, output: Path, path: Path, folder: Path) -> None:
-    errors: list[str] = []
+    errors = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: errors.append(record.getMessage())
     get_logger().addHandler(handler)

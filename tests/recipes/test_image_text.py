@@ -194,7 +194,7 @@ def encoded():
     """The numbers of patches that towers encode."""
     found = []
 
-    def note(module: Any, inputs: Any, output: Any) -> None:
+    def note(module, inputs, output):
         if isinstance(module, torch.nn.ModuleList) or not hasattr(module, "attn") or module.attn.is_causal:
             return
         found.append(inputs[0].shape[1])

@@ -49,8 +49,8 @@ def kill_and_resume(forker: Forker, whole: tuple, label: str, kill_when: list[Ca
 def test_killed_at_random_steps(forker, whole):
     rng = random.Random(0)
 
-    def after_steps(extra: int) -> Callable[[Path], bool]:
-        seen: list[int] = []
+    def after_steps(extra):
+        seen = []
 
         return lambda output: killing.after(extra, seen, output)
 
@@ -61,10 +61,10 @@ def test_killed_at_random_steps(forker, whole):
 def test_killed_during_saves(forker, whole):
     rng = random.Random(1)
 
-    def during_save(delay: float, skip: int) -> Callable[[Path], bool]:
-        seen: set[str] = set()
+    def during_save(delay, skip):
+        seen = set()
 
-        def condition(output: Path) -> bool:
+        def condition(output):
             seen.update(path.name for path in output.glob(".step_*.tmp"))
             if len(seen) <= skip:
                 return False

@@ -65,7 +65,7 @@ def test_streams_are_trained_on_and_resumed(parts, tmp_path):
 
 
 def test_the_steps_of_mixtures_and_streams_are_known_before_a_run(parts, tmp_path):
-    def planned(**settings: Any) -> dict[str, str]:
+    def planned(**settings):
         module = load_recipe(NAME, tmp_path)
         path = write_config(NAME, tmp_path, tmp_path / "out", epochs=2, **settings)
         return dict(plan_data(load_and_check(path, [], module.recipe_main)))

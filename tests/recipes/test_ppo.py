@@ -51,7 +51,7 @@ class PlainPPO:
     def __init__(self, folder: Path, rollouts: list[Rollout]) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-        def load(kind: Any, name: str) -> torch.nn.Module:
+        def load(kind, name):
             return kind.from_pretrained(folder / name, dtype=torch.float64).eval()
 
         self.policy, self.reference = (load(AutoModelForCausalLM, name) for name in ("checkpoint", "reference"))

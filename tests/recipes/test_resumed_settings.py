@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import shutil
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -31,7 +30,7 @@ def test_every_setting_of_every_training_recipe_is_classified(tmp_path):
 
 @pytest.fixture
 def said():
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = get_logger()
@@ -52,12 +51,12 @@ def test_a_resume_with_other_settings(said, tmp_path):
     shutil.rmtree(first.output_dir / "step_12")
     resume = {**settings, "output_dir": first.output_dir, "resume_from_checkpoint": True}
 
-    def files() -> list[Path]:  # the lock goes when the process that was refused ends
+    def files():  # the lock goes when the process that was refused ends
         return sorted(path for path in first.output_dir.rglob("*") if path.name != ".run.lock")
 
     before = files()
 
-    def refused(**changes: Any) -> str:
+    def refused(**changes):
         with pytest.raises(CheckpointError) as caught:
             start(NAME, tmp_path, train=False, **{**resume, **changes})
         assert files() == before

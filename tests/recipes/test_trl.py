@@ -253,17 +253,17 @@ def test_answers_of_a_policy(has_replies, tmp_path):
     write_checkpoint(tmp_path / "checkpoint")
     rng, size = random.Random(0), 4
 
-    def tokens(longest: int) -> list[int]:
+    def tokens(longest):
         return [rng.randrange(20, 90) for _ in range(rng.randrange(3, longest))]
 
     prompts = [[tokens(8), tokens(8)] for _ in range(3)]
     steps = [[(prompt, tokens(12)) for prompt in step for _ in range(size)] for step in prompts]
     masks = [[[not has_replies or i % 3 != 1 for i in range(len(answer))] for _, answer in step] for step in steps]
 
-    def score(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def score(completion_ids, **_):
         return [sum(answer) % 7 / 7 for answer in completion_ids]
 
-    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def rollout(prompts, trainer):
         number = trainer.state.global_step // 2
         prompt_ids, completion_ids = zip(*steps[number], strict=True)
         found = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "logprobs": None}

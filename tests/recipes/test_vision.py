@@ -182,7 +182,7 @@ def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):
     lines += [[{"role": "user", "content": parts}], {"prompt": "?", "image": None}]
     file, output = folder / "prompts.jsonl", folder / "answers.jsonl"
 
-    def answers(lines: list[Any]) -> list[str]:
+    def answers(lines):
         write_lines(file, lines)
         cfg.prompts, cfg.output = str(file), str(output)
         recipe.prompts = read_prompts(file)

@@ -25,7 +25,7 @@ def adapter(checkpoint):
 def chat(tune, monkeypatch):
     """``tune chat`` with lines from a pipe."""
 
-    def run(lines: str, *args: object):
+    def run(lines, *args):
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         return tune("chat", *"--device cpu --dtype fp32 --temperature 0 --max-new-tokens 6".split(), *args)
 
@@ -63,10 +63,10 @@ def test_answers_and_commands(checkpoint, adapter, chat):
 
 
 def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
-    calls: list[int] = []
+    calls = []
     original = TransformerDecoder.forward
 
-    def forward(self: TransformerDecoder, *args: object, **kwargs: object) -> object:
+    def forward(self, *args, **kwargs):
         calls.append(1)
         self.max_seq_len = 60
         if len(calls) == 3:

@@ -38,7 +38,7 @@ def offline(monkeypatch):
 
 def rows(text: str) -> dict[str, list[str]]:
     """Name -> lines of a report."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for line in text.splitlines():
         name = line[:12].strip() or next(reversed(found))
         found.setdefault(name, []).append(line[12:])
@@ -79,7 +79,7 @@ def test_problems_are_named_and_change_the_exit_code(tune, tmp_path, monkeypatch
 def test_optional_packages_name_their_extra(monkeypatch):
     version = metadata.version
 
-    def without_wandb(name: str) -> str:
+    def without_wandb(name):
         if name == "wandb":
             raise metadata.PackageNotFoundError(name)
         return version(name)
@@ -109,7 +109,7 @@ def test_the_file_system_is_that_of_the_innermost_mount():
 
 
 def test_access_to_the_hub(hub, tune, tmp_path, monkeypatch):
-    def said(token: str | None) -> str:
+    def said(token):
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:
             monkeypatch.setenv("HF_TOKEN", token)

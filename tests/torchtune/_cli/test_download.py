@@ -121,7 +121,7 @@ def folder(tmp_path):
 def download(hub, folder):
     """``tune download`` into the folder."""
 
-    def run(repo: str, *options: str, code: int = 0, endpoint: str = hub.url, token: str | None = None):
+    def run(repo, *options, code=0, endpoint=hub.url, token=None):
         command = ["-m", "torchtune._cli.tune", "download", repo, "--output-dir", str(folder), *options]
         done = ask(endpoint, folder.parent / "cache", *command, token=token)
         assert done.returncode == code, done.stderr

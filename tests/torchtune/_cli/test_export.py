@@ -121,10 +121,10 @@ def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[...
     """``SaveView.entry`` with changed tensors."""
     real = SaveView.entry
 
-    def entry(self: SaveView, *arguments: Any, **options: Any) -> Entry:
+    def entry(self, *arguments, **options):
         right = real(self, *arguments, **options)
 
-        def make() -> list[TensorSlice]:
+        def make():
             whole = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in right.specs.items()}
             for part in right.make():
                 place = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
@@ -138,9 +138,9 @@ def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[...
 
 def with_the_next_experts_b(patch: pytest.MonkeyPatch) -> str:
     """Every expert has the B of another one."""
-    previous: dict[str, torch.Tensor] = {}
+    previous = {}
 
-    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def change(name, tensor):
         if ".experts." not in name or "lora_B" not in name:
             return tensor
         matrix = name.rpartition(".lora_B")[0].rpartition(".")[2]
@@ -154,7 +154,7 @@ def with_the_next_experts_b(patch: pytest.MonkeyPatch) -> str:
 def with_half_of_the_deltas(patch: pytest.MonkeyPatch) -> str:
     real = lora_experts.LoRAGroupedExperts.merged_weight
 
-    def merged(self: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def merged(self, name, weight):
         half = len(weight) // 2
         return torch.cat([real(self, name, weight)[:half], weight[half:]])
 
@@ -165,13 +165,13 @@ def with_half_of_the_deltas(patch: pytest.MonkeyPatch) -> str:
 def with_names_without_prefix(patch: pytest.MonkeyPatch) -> str:
     real = _export.adapter_entries
 
-    def bare(name: str) -> str:
+    def bare(name):
         return name.removeprefix("base_model.model.")
 
-    def entries(*arguments: Any, **options: Any) -> Any:
+    def entries(*arguments, **options):
         found, settings = real(*arguments, **options)
 
-        def renamed(entry: Entry) -> Entry:
+        def renamed(entry):
             make = lambda: [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in entry.make()]  # noqa: E731
             return replace(entry, specs={bare(name): spec for name, spec in entry.specs.items()}, make=make)
 
@@ -307,7 +307,7 @@ def test_an_export_that_was_killed_loses_and_leaves_nothing(runs, tmp_path, tune
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     real = os.rename
 
-    def rename(source: Path, target: Path) -> None:
+    def rename(source, target):
         real(source, target)
         if fnmatch(Path(target).name, moment):
             os.kill(os.getpid(), signal.SIGKILL)

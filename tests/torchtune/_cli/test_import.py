@@ -81,7 +81,7 @@ def convert(tune, tmp_path, monkeypatch):
     """Import a config's text; return ours and what was printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run(text: str, *options: str) -> tuple[dict[str, Any], str]:
+    def run(text, *options):
         Path("theirs.yaml").write_text(text)
         Path("theirs_torchtune.yaml").unlink(missing_ok=True)
         result = tune("import", "theirs.yaml", *options)

@@ -89,9 +89,9 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     assert all("lora_" in name for name in own)
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    found: dict[str, Any] = {}
+    found = {}
 
-    def client() -> None:
+    def client():
         try:
             for _ in range(600):
                 with closing(socket.socket()) as one:
@@ -134,9 +134,9 @@ def test_requests_share_a_batch_and_do_not_change_each_other(server):
     port = server.server_port
     texts = ["the cat", "a dog", "why", "one two", "red"]
     alone = [content(port, [{"role": "user", "content": text}]) for text in texts]
-    found: dict[int, Any] = {}
+    found = {}
 
-    def one(number: int) -> None:
+    def one(number):
         number, sampled = number // 2, {"temperature": 1.5, "seed": 7} if number % 2 else {}
         more = {"messages": [{"role": "user", "content": texts[number]}], **sampled}
         found[number, bool(sampled)] = content(port, **more)
@@ -179,7 +179,7 @@ def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
     model, tokenizer = loaded
     port, messages = server.server_port, list(CAT)
 
-    def turn(messages: list[Any]) -> dict[str, Any]:
+    def turn(messages):
         body = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 1.3}
         reply = ask(port, body, **{"X-Session-Id": "episode 7/1"})[1]
         return {**reply["choices"][0]["message"], "refusal": None}
@@ -279,10 +279,10 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
     model.output = script = Script(size)
     stop = tokenizer.stop_tokens
     tool_format = detect_format((PUBLISHED / f"{name}.jinja").read_text())
-    body: dict[str, Any] = {"model": "m", "tools": TOOLS, "stream": streams, "session": "s", "max_tokens": 400}
+    body = {"model": "m", "tools": TOOLS, "stream": streams, "session": "s", "max_tokens": 400}
     with running({"m": model.eval()}, tokenizer, tool_format=tool_format) as server:
         script.tokens = [*tokens[start:end], stop[0]]
-        messages: list[Any] = [{"role": "user", "content": turns[0].text_content}]
+        messages = [{"role": "user", "content": turns[0].text_content}]
         status, reply = ask(server.server_port, {**body, "messages": messages})
         assert status == 200, reply
         if streams:
@@ -370,7 +370,7 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, 
     model, tokenizer = loaded
     begun, go = threading.Event(), threading.Event()
 
-    def hold(*_: Any) -> None:
+    def hold(*_):
         begun.set()
         go.wait(60)
 
@@ -380,7 +380,7 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, 
         leaver = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         leaver.request("POST", "/v1/chat/completions", json.dumps(body))
         assert begun.wait(60)
-        found: dict[str, str] = {}
+        found = {}
         waiter = threading.Thread(target=lambda: found.update(answer=content(port, CAT)))
         waiter.start()
         for _ in range(200):
@@ -391,7 +391,7 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, 
         assert (status, reply["error"]["code"]) == (503, "overloaded")
         leaver.close()
         handle.remove()
-        steps: list[Any] = []
+        steps = []
         handle = model.register_forward_pre_hook(lambda *_: steps.append(1))
         go.set()
         waiter.join(60)

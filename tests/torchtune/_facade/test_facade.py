@@ -116,7 +116,7 @@ def test_generate(base, monkeypatch, caplog):
     model, tokenizer = torchtune.load(base, **CPU)
     reference, theirs = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
 
-    def expected(ids: list[int]) -> str:
+    def expected(ids):
         found = reference.generate(
             input_ids=torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
@@ -148,9 +148,7 @@ def test_generate(base, monkeypatch, caplog):
 def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     model, tokenizer = torchtune.load(base, **CPU)
 
-    def refused(
-        match: str, prompt: object = "Why?", model: object = model, by: object = tokenizer, **kw: object
-    ) -> None:
+    def refused(match, prompt="Why?", model=model, by=tokenizer, **kw):
         with pytest.raises(UserError, match=match):
             torchtune.generate(model, by, prompt, **{"max_new_tokens": 4, **kw})
 
@@ -188,7 +186,7 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_loaded(base, adapter, tmp_path):
-    def refused(match: str, path: Path | str, **kw: object) -> None:
+    def refused(match, path, **kw):
         with pytest.raises(UserError, match=match) as found:
             torchtune.load(path, **{**CPU, **kw})
         assert "\n" not in str(found.value)

@@ -76,7 +76,7 @@ def loads(**kwargs: Any) -> Any:
 
 
 def wrapped(function: Any) -> Any:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args, **kwargs):
         return function(*args, **kwargs)
 
     return wrapper

@@ -150,7 +150,7 @@ KEYS = {"input_ids": "tokens", "labels": "labels"}
 
 
 def loader_of(rows: list[dict[str, Any]]) -> BatchLoader:
-    def own(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def own(examples):
         return {name: torch.tensor([row[name] for row in examples]) for name in ("tokens", "labels")}
 
     return BatchLoader(rows, batch_size=len(rows), collate_fn=own, shuffle=False, seed=0)

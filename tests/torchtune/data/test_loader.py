@@ -55,7 +55,7 @@ def test_length_counts_optimizer_steps():
 def test_resume_at_any_point(steps):
     """After any number of steps a new loader with the state yields what the first one still yields."""
 
-    def rest(of: BatchLoader, epochs: int) -> list[Any]:
+    def rest(of, epochs):
         found = []
         while of.epoch < epochs:
             found += [(of.epoch, step) for step in of]
@@ -78,12 +78,12 @@ def test_resume_at_any_point(steps):
 def test_ranks_share_the_steps_of_one(world_size, size):
     data = [{"tokens": [i], "labels": [i]} for i in range(size)]
 
-    def steps(accumulation_steps: int, world_size: int, rank: int) -> list[Any]:
+    def steps(accumulation_steps, world_size, rank):
         settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": True, "seed": 3}
         settings |= {"accumulation_steps": accumulation_steps, "world_size": world_size, "rank": rank}
         return list(BatchLoader(data, **settings))
 
-    def labelled(step: list[Any]) -> list[int]:
+    def labelled(step):
         labels = torch.cat([batch["labels"].flatten() for batch in step])
         return sorted(labels[labels >= 0].tolist())
 
@@ -166,7 +166,7 @@ def test_bad_settings(settings, words):
 
 
 def test_seeking_is_immediate():
-    read: list[int] = []
+    read = []
 
     class Data:
         def __len__(self) -> int:
@@ -194,7 +194,7 @@ class Noisy:
 
 
 def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_random():
-    def make() -> BatchLoader:
+    def make():
         return BatchLoader(Noisy(), batch_size=2, collate_fn=lambda rows: rows, shuffle=True, seed=3)
 
     plain = list(make())

@@ -81,11 +81,11 @@ def test_weights_and_temperature_are_those_of_the_formula():
 )
 @settings(max_examples=30, deadline=None)
 def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, stop, taken, world):
-    def loader(rank: int = 0, size: int = 1) -> BatchLoader:
+    def loader(rank=0, size=1):
         how = {"batch_size": 4 // size, "accumulation_steps": 2, "shuffle": True, "seed": 3, "collate_fn": list}
         return BatchLoader(mixture(sizes, stop=stop), rank=rank, world_size=size, **how)
 
-    def steps(of: BatchLoader) -> list[Any]:
+    def steps(of):
         found = []
         while of.epoch < 2:
             found += [(of.epoch, batches) for batches in of]
@@ -130,7 +130,7 @@ def test_a_mixture_that_means_nothing_is_refused(how, words):
 
 
 def test_another_mixture_does_not_continue_a_run():
-    def loader(weight: float) -> BatchLoader:
+    def loader(weight):
         return BatchLoader(
             mixture([(5, weight), (5, 1.0)]), batch_size=1, collate_fn=list, shuffle=True, seed=0, max_steps_per_epoch=2
         )

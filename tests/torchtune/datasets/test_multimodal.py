@@ -202,7 +202,7 @@ def test_a_broken_image_is_named_when_it_is_read(transform, pictures, tmp_path):
     whole = (pictures / "1.png").read_bytes()
     (pictures / "1.png").write_bytes(whole[:2000] + whole[-64:])
     source = write(tmp_path / "rows.jsonl", ROWS)
-    settings: dict[str, Any] = {"source": source, "image_dir": str(pictures)}
+    settings = {"source": source, "image_dir": str(pictures)}
     dataset = llava_instruct_dataset(transform, **settings)
     assert len(dataset[0]["encoder_input"]["images"]) == 1
     with pytest.raises(DataError, match=r"rows.jsonl, row 1 .*line 2.*1.png cannot be read .*on_bad_row=skip"):
@@ -214,7 +214,7 @@ def test_a_broken_image_is_named_when_it_is_read(transform, pictures, tmp_path):
 
 def test_another_image_is_another_dataset(transform, pictures):
     """A run does not go on with other images under the same words."""
-    settings: dict[str, Any] = {"image_dir": str(pictures)}
+    settings = {"image_dir": str(pictures)}
     first = llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint
     other = [{**ROWS[0], "image": "2.png"}, *ROWS[1:]]
     assert llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint == first
@@ -246,7 +246,7 @@ def test_what_is_not_possible_with_images(transform, pictures, tmp_path):
 
 
 def test_prepared_rows_are_checked_and_measured_once(transform, pictures, tmp_path):
-    settings: dict[str, Any] = {"source": write(tmp_path / "a.jsonl", ROWS), "image_dir": str(pictures)}
+    settings = {"source": write(tmp_path / "a.jsonl", ROWS), "image_dir": str(pictures)}
     with preparing(tmp_path / "out"):
         made = llava_instruct_dataset(transform, **settings)
     (pictures / "0.png").unlink()
@@ -266,7 +266,7 @@ class Processor:
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         messages = sample["messages"]
         tokens = [(len(m.text_content), m.masked) for m in messages for _ in range(len(m.text_content))]
-        row: dict[str, Any] = {"tokens": [t for t, _ in tokens], "mask": [m for _, m in tokens]}
+        row = {"tokens": [t for t, _ in tokens], "mask": [m for _, m in tokens]}
         if images := [image for message in messages for image in message.get_media()]:
             row["pixel_values"] = self.images(images=[images], return_tensors="pt")["pixel_values"]
         return row
@@ -274,7 +274,7 @@ class Processor:
 
 def test_a_transform_of_ones_own_gets_pillow_images(pictures, tmp_path):
     rows = [ROWS[2], *ROWS[:2]]  # the first row is text: what the others have besides is not lost
-    settings: dict[str, Any] = {"source": write(tmp_path / "a.jsonl", rows), "image_dir": str(pictures)}
+    settings = {"source": write(tmp_path / "a.jsonl", rows), "image_dir": str(pictures)}
     dataset = llava_instruct_dataset(Processor(), **settings)
     assert "pixel_values" not in dataset[0]
     theirs = Processor().images(images=[[photo(*SIZES[1], seed=1)]], return_tensors="pt")["pixel_values"]

@@ -1,7 +1,5 @@
 """Every token once, nothing padded, packs nearly full."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -83,7 +81,7 @@ def test_a_row_that_fits_into_no_pack():
 
 
 def test_a_number_of_packs():
-    packed: Any = PackedDataset(Rows.of([4, 4, 4]), max_seq_len=4, max_packs=2)
+    packed = PackedDataset(Rows.of([4, 4, 4]), max_seq_len=4, max_packs=2)
     assert len(packed) == 2
     with pytest.raises(DataError, match="empty"):
         PackedDataset(Rows.of([]), max_seq_len=4)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ class Streams:
     def loader(self, ahead: bool, rank: int = 0, ranks: int = 1, is_refused: bool = False) -> BatchLoader:
         self._patch.setattr("torchtune.datasets._streamed._SMALL", 0 if ahead else 1 << 30)
         before = set(multiprocessing.active_children())
-        dataset: Any = StreamedDataset(source="json", data_files=self._paths, **self._how)
+        dataset = StreamedDataset(source="json", data_files=self._paths, **self._how)
         if self._is_mixed:
             rows = [{"tokens": [1000 + i], "labels": [1]} for i in range(5)]
             dataset = mixed_dataset(None, datasets={"stream": dataset, "rows": rows}, weights={"stream": 2, "rows": 1})
@@ -106,7 +105,7 @@ def test_so_are_errors_and_rows_that_are_left_out(tmp_path, monkeypatch):
     found = []
     for ahead, bad in itertools.product((False, True), ("stop", "skip")):
         loader = Streams(monkeypatch, paths, on_bad_row=bad, pack_length=CAPACITY).loader(ahead)
-        seen: list[Any] = []
+        seen = []
         get_run_logger(out := tmp_path / f"{ahead} {bad}", "ERROR")
         try:
             for examples, _, _ in (steps(loader, 1)[0] for _ in range(14)):
@@ -129,7 +128,7 @@ def test_an_error_that_cannot_be_pickled_comes_through(tmp_path, monkeypatch):
         def __init__(self, one: int, two: int) -> None:
             super().__init__(f"{one} and {two}")
 
-    def failing(row: Mapping[str, Any]) -> Any:
+    def failing(row):
         raise Own(1, 2)
 
     with pytest.raises(RuntimeError, match="Own: 1 and 2") as caught:
@@ -191,7 +190,7 @@ def test_a_fork_of_the_run_reads_by_itself(tmp_path, monkeypatch):
 def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path, monkeypatch):
     here, begun = os.getpid(), tmp_path / "begun"
 
-    def slow(row: Mapping[str, Any]) -> Any:
+    def slow(row):
         if os.getpid() != here and row["id"] < 150:  # of the first window
             with begun.open("a") as file:
                 file.write(".")
@@ -214,7 +213,7 @@ def test_a_run_that_may_start_no_process_reads_by_itself(tmp_path, monkeypatch, 
     streams = Streams(monkeypatch, write_rows(tmp_path, [30]))
     expected = steps(streams.loader(False), 3)
 
-    def refused() -> int:
+    def refused():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     with monkeypatch.context() as patch:

@@ -61,7 +61,7 @@ def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer
 def test_what_changed_is_named(chats, tokenizer, tokenizer_folder, tmp_path):
     folder = tmp_path / "prepared"
 
-    def read(tokenizer: Any, **settings: Any) -> Any:
+    def read(tokenizer, **settings):
         return chat_dataset(tokenizer, source=str(chats), prepared=folder, **OPENAI, **settings)
 
     with pytest.raises(DataError, match=r"There is no folder .*prepared with prepared rows: write it with tune data"):
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_leaves_nothing(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue " * 20}]
     folder = tmp_path / "prepared"
 
-    def read() -> Any:
+    def read():
         return chat_dataset(tokenizer, source=[{"messages": turns}] * 100, prepared=folder, **OPENAI)
 
     with (
@@ -156,14 +156,14 @@ def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_pat
     del rows[7]["completion"], rows[600]["completion"]
     write_lines(source, rows)
 
-    def read(tokenizer: Any = tokenizer, **settings: Any) -> Any:
+    def read(tokenizer=tokenizer, **settings):
         return kto_dataset(tokenizer, source=str(source), on_bad_row="skip", **settings)
 
-    def killed_after(batches: int, tokenizer: Any = tokenizer) -> None:
+    def killed_after(batches, tokenizer=tokenizer):
         if (child := os.fork()) == 0:
             write, left = RowWriter.write, iter(range(batches - 1))
 
-            def written(*args: Any) -> None:
+            def written(*args):
                 write(*args)
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -203,7 +203,7 @@ def test_two_preparations_at_once_are_one(tokenizer, tmp_path):
     children = []
     for _ in range(2):
         if (child := os.fork()) == 0:
-            found: Any = []
+            found = []
             try:
                 with preparing(tmp_path):
                     found = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **OPENAI)

@@ -4,7 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def test_without_processes_the_one_that_is_there_does_it(monkeypatch, caplog):
     monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
     fork, left, before = os.fork, iter(range(2)), set(multiprocessing.active_children())
 
-    def limited() -> int:
+    def limited():
         if next(left, None) is None:
             raise BlockingIOError(errno.EAGAIN, "no more processes")
         return fork()
@@ -78,7 +77,7 @@ def test_so_do_datasets_of_answers_and_prompts(builder, tokenizer, tmp_path, mon
 
 
 def test_a_process_that_is_killed_is_told():
-    def work(start: int, rows: Any) -> int:
+    def work(start, rows):
         if start > 1000:
             os.kill(os.getpid(), signal.SIGKILL)
         return start
@@ -90,7 +89,7 @@ def test_a_process_that_is_killed_is_told():
 def test_an_error_of_a_transform_comes_through(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path))
 
-    def broken(row: Mapping[str, Any]) -> Any:
+    def broken(row):
         return {"tokens": [1, 2], "mask": [True, False]} if row["n"] < 1000 else row["no such key"]
 
     with workers(2), pytest.raises(KeyError, match="no such key"):

@@ -162,7 +162,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.chdir(tmp_path)
-    waits: list[float] = []
+    waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     message = refused(tmp_path, source="someone/something", data_files="nope.jsonl")
     assert not waits, "between the attempts of the datasets package"

@@ -110,7 +110,7 @@ def test_a_call_that_the_template_leaves_out(tokenizer, tmp_path):
 def test_a_row_nested_deeply(tokenizer, tmp_path, place, request):
     request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # some libraries raise it for the whole process
-    nested: Any = "x"
+    nested = "x"
     for _ in range(900):
         nested = {"a": nested}
     row = openai("red", "blue")
@@ -338,7 +338,7 @@ def test_collation_by_name(tokenizer):
 
 
 def test_transforms_that_give_more_than_tokens(tmp_path):
-    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+    def transform(sample):
         return {"tokens": [1, 2, 3], "mask": [True, False, False], "encoder_input": {"images": [0.5]}}
 
     path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b")] * 2))

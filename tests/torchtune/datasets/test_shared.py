@@ -179,7 +179,7 @@ def test_whatever_decides_about_tokens_decides_about_reuse(folder):
     chat(folder)
     assert len(kept(folder)) == 1
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"tokenizer": hf_tokenizer(str(folder), max_seq_len=63)},
         {"tokenizer": hf_tokenizer(str(folder), max_seq_len=64, truncation_type="left")},
         {"tokenizer": hf_tokenizer(str(folder), max_seq_len=64, chat_template=template)},
@@ -199,7 +199,7 @@ def test_whatever_decides_about_tokens_decides_about_reuse(folder):
 
 def test_the_code_of_a_tokenizer_decides_about_reuse(folder):
     root = Path(str(torchtune.__file__)).parent
-    parts: list[Any] = [hf_tokenizer(str(folder))]
+    parts = [hf_tokenizer(str(folder))]
     for part in parts:  # grows
         file = Path(inspect.getfile(type(part))).relative_to(root)
         assert any(file.is_relative_to(room) for room in _fingerprint._ROOMS), file

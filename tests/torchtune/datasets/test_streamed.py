@@ -108,7 +108,7 @@ def test_a_pass_has_every_row_once(tmp_path, how):
 @given(how=STREAMS, world=st.sampled_from([2, 4]), taken=st.integers(0, 5))
 @QUICK
 def test_any_number_of_processes_see_the_same_steps(tmp_path, how, world, taken):
-    def loader(rank: int, size: int) -> BatchLoader:
+    def loader(rank, size):
         shuffle = how["shuffle"]
         few = {"batch_size": 4 // size, "seed": 2, "max_steps_per_epoch": 4, "collate_fn": list}
         return BatchLoader(stream(tmp_path, how), rank=rank, world_size=size, shuffle=shuffle, **few)
@@ -143,7 +143,7 @@ def test_tables_are_read_from_any_position(tmp_path, kind, buffer):
         table = pa.table({"id": list(rows)})
         csv.write_csv(table, path) if kind == "csv" else parquet.write_table(table, path, row_group_size=3)
 
-    def stream() -> StreamedDataset:
+    def stream():
         how = {"data_files": paths, "limit": None, "shuffle_buffer": buffer}
         return StreamedDataset(lambda row: {"tokens": [row["id"]], "labels": [row["id"]]}, kind, **how)
 
@@ -170,7 +170,7 @@ def test_examples_are_those_of_the_mapped_dataset(tmp_path, tokenizer):
 
 
 def test_what_goes_wrong_on_the_way_is_named(tmp_path):
-    def of(text: bytes, **how: Any) -> StreamedDataset:
+    def of(text, **how):
         path = tmp_path / "rows.jsonl"
         path.write_bytes(text)
         return StreamedDataset(transform, str(path), limit=None, **how)
@@ -260,7 +260,7 @@ def test_a_mixture_with_a_stream_is_in_proportion_and_goes_on(tmp_path, how, wei
     how = {**how, "packs": None}
     mapped = [{"tokens": [1000 + i], "labels": [1]} for i in range(size)]
 
-    def mixture() -> Any:
+    def mixture():
         parts = {"stream": stream(tmp_path, how), "mapped": mapped}
         of = mixed_dataset(None, datasets=parts, weights=dict(zip(parts, weights, strict=True)))
         of.begin(4, shuffle=how["shuffle"])

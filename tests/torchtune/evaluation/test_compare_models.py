@@ -18,7 +18,7 @@ def test_the_numbers_are_those_of_the_formulas():
     second = [logits + torch.randn(logits.shape, generator=generator) for logits in first]
     found = compare_models(first, second)
 
-    def probabilities(row: list[float]) -> list[float]:
+    def probabilities(row):
         return [math.exp(value) / sum(map(math.exp, row)) for value in row]
 
     rows = list(zip(torch.cat(first).tolist(), torch.cat(second).tolist(), strict=True))

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from torchtune.generation import (
-    Batch,
     GenerationError,
     Request,
     _fast_linear,
@@ -80,7 +79,7 @@ def _answers_as_alone(model: TransformerDecoder, prompts: list[list[int]] = _PRO
 def test_rows_join_and_leave(kind):
     model = _model(**_KINDS[kind])
     limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
     handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     found = generate_tokens(model, _PROMPTS, max_new_tokens=limits, temperature=0.0, stop_tokens=stop, max_sequences=3)
     handle.remove()
@@ -106,7 +105,7 @@ def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind):
     tokens, log_probs = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}, {}
     turns, ended, going_on, shapes = dict.fromkeys(tokens, 1), [], [], []
 
-    def more(batch: Batch) -> list[Request]:
+    def more(batch):
         going_on.extend((index, batch.past(index)) for index in ended)
         ended.clear()
         assert all((past is None) == (kind == "mixers") for _, past in going_on)
@@ -197,10 +196,10 @@ def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, m
 
 
 def test_weights_are_never_there_twice(model, monkeypatch):
-    packs: list[weakref.ref] = []
+    packs = []
     restore = _fast_linear._Packed.restore
 
-    def restore_after_the_others(packed: _fast_linear._Packed) -> None:
+    def restore_after_the_others(packed):
         assert not any(ref() for ref in packs)
         packs.append(weakref.ref(packed))
         restore(packed)

@@ -154,7 +154,7 @@ def test_stop_tokens_end_rows_and_then_generation(model):
 
 
 def test_a_generator_makes_it_repeatable(model):
-    def run(seed: int) -> torch.Tensor:
+    def run(seed):
         rng = torch.Generator().manual_seed(seed)
         return generate(model, _prompt(3, 4), max_generated_tokens=10, temperature=1.5, top_k=20, rng=rng)[0]
 
@@ -165,7 +165,7 @@ def test_a_generator_makes_it_repeatable(model):
 def test_another_step_function_takes_over_after_the_first_token(model):
     calls = []
 
-    def step(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(*args, **kwargs):
         calls.append(args[2].shape)
         return generate_next_token(*args, **kwargs)
 

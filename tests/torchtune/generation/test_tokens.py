@@ -114,7 +114,7 @@ def test_modes_caches_and_flags_are_those_of_before(model):
     before = [module.kv_cache for module in model.modules() if hasattr(module, "kv_cache")]
     modes = [module.training for module in model.modules()]
 
-    def unchanged() -> bool:
+    def unchanged():
         caches = [module for module in model.modules() if isinstance(module, KVCache)]
         same = len(caches) == 2 and all(one is other for one, other in zip(caches, before, strict=True))
         return same and [m.training for m in model.modules()] == modes and model.decoder_max_cache_seq_len == 9

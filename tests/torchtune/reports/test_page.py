@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_the_former_page(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", [START])
     (run / "report.html").write_text("before")
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

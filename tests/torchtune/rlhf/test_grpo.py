@@ -184,7 +184,7 @@ def test_rewards(reward, text, expected):
 
 
 def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
-    def sometimes(rows: list, texts: list) -> list:
+    def sometimes(rows, texts):
         rows[0].clear()  # the others see what is in the data
         return [None if text == "b" else 2.0 for text in texts]
 

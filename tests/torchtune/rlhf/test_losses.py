@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchtune.data import DataError, collate_preference
 from torchtune.modules.loss import LossError
@@ -180,7 +179,7 @@ def test_kto_equals_its_formula():
         )
         ratios, signs, weights = (1.0, 0.5, -0.5), (1, -1, 1), (1.5, 0.5, 1.5)
 
-        def one(ratio: float, sign: int, weight: float, z: float = z) -> float:
+        def one(ratio, sign, weight, z=z):
             return weight * (1 - 1 / (1 + math.exp(-sign * 0.3 * (ratio - z))))
 
         assert total.item() == pytest.approx(sum(map(one, ratios, signs, weights)), abs=1e-9)
@@ -235,10 +234,10 @@ def test_ppo_equals_its_formula():
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
     found = PPOLoss(0.2, 0.1, 0.3)(*drawn, mask, mask)
 
-    def clip(x: float, low: float, high: float) -> float:
+    def clip(x, low, high):
         return min(max(x, low), high)
 
-    def at(values: Tensor) -> list[float]:
+    def at(values):
         return values[mask].tolist()
 
     policy, value, clipped = [], [], 0

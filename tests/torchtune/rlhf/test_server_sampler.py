@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torch
 import torchtune
 from tests.recipes.runs import start
 from tests.tiny import write_checkpoint, write_conversations
-from tests.torchtune.rlhf.servers import TinyServer, tiny_server
+from tests.torchtune.rlhf.servers import tiny_server
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
@@ -36,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make(checkpoint):
-    def build(server: TinyServer, kind: str = "vllm", adapters: bool = False, **arguments: Any) -> ServerSampler:
+    def build(server, kind="vllm", adapters=False, **arguments):
         adapter = LoRA(rank=4, alpha=8) if adapters else None
         model, tokenizer = torchtune.load(checkpoint, adapter=adapter, device="cpu")
         arguments = {"url": server.url, "server": kind, "checkpoint_dir": str(checkpoint), **arguments}
@@ -145,7 +144,7 @@ def test_a_restarted_server_gets_the_weights_again(adapters, checkpoint, make):
         sampler = make(server, adapters=adapters, max_new_tokens=4, max_difference=1e-3)
         shift(sampler, 0)
         first = sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])
-    again: list[Any] = []
+    again = []
     thread = threading.Thread(target=lambda: again.extend(sampler([*PROMPTS, *PROMPTS], 2, [1, 2, 3, 4])))
     thread.start()
     time.sleep(0.3)  # no server listens at the port
@@ -243,7 +242,7 @@ def test_transformers_serve_answers_with_the_weights_of_this_step(checkpoint, ma
     with tiny_server(checkpoint) as unused:
         sampler = make(unused, "transformers", url=transformers_serve, max_new_tokens=1)
     local = LocalSampler(sampler.model, hf_tokenizer(str(checkpoint)), max_new_tokens=1)
-    former: list[list[int]] = []
+    former = []
     for seed in range(2):
         shift(sampler, seed)
         answers, own = ([one.answer for one in sample(prompts, 1)] for sample in (sampler, local))

@@ -109,7 +109,7 @@ def _at(cfg: Any, key: str) -> Any:
 
 
 def test_what_is_left_of_advice():
-    def said(config: str, *overrides: str, phase: str = "training", **sizes: int) -> list[str]:
+    def said(config, *overrides, phase="training", **sizes):
         doing = activity(1, 512)
         doing.phase = phase
         return [
@@ -157,7 +157,7 @@ def test_a_snapshot_of_the_device(record_history, tmp_path):
     cfg = settings("smol/135M_full_single_device", f"output_dir={tmp_path}", "device=cuda")
     kept = []
 
-    def fill() -> None:
+    def fill():
         kept.append(torch.empty(2**20, device="cuda"))
         torch.empty(2**50, device="cuda")
 

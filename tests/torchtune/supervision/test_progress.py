@@ -59,7 +59,7 @@ def test_no_signal_leaves_everything_as_it_was():
 def test_outside_the_main_thread_it_does_nothing():
     seen = []
 
-    def work() -> None:
+    def work():
         with training.StopSignal() as stop:
             seen.append(stop.requested)
 
@@ -101,7 +101,7 @@ def test_one_line_is_redrawn_on_a_terminal():
     )
     output = []
 
-    def read(descriptor: int) -> bytes:
+    def read(descriptor):
         output.append(os.read(descriptor, 4096))
         return output[-1]
 

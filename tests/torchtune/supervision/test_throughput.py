@@ -160,7 +160,7 @@ def test_shares_of_the_time_since_the_last_log():
     dims.world_size = 2
     throughput = training.Throughput(clock=clock, dims=dims)
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         clock.now += seconds
         dims.waited += seconds
 

@@ -94,7 +94,7 @@ def check(case: Case, turns: Turns, tmp: Path, tools: list[Any] | None = None, *
     offsets = theirs._tokenizer.encode(text, add_special_tokens=False).offsets
     spelled = replaced(turns, case.special, ["" for _ in case.special]) != turns
 
-    def tokenized(tokenizer: HuggingFaceModelTokenizer) -> tuple[list[int], list[bool]]:
+    def tokenized(tokenizer):
         tokens, mask = tokenizer.tokenize_messages(messages_of(turns), tools=tools)
         is_closed = tokenizer is parsing and pieces[-1][0].rstrip().endswith(tuple(case.special))
         if not case.closes and not is_closed:

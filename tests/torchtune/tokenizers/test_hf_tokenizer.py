@@ -91,7 +91,7 @@ def test_places_of_a_chat_template(folder, form):
     expected = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
     wrong = "{{ raise_exception('the wrong one') }}"
     change(folder, chat_template=wrong)
-    arguments: dict[str, str] = {}
+    arguments = {}
     if form == "list":
         entries = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": wrong}]
         change(folder, chat_template=entries)

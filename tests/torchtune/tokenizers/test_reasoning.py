@@ -60,7 +60,7 @@ def parts(tokenizer: Any, turns: list[dict[str, Any]], **options: Any) -> tuple[
 def test_the_text_of_every_policy(folder):
     """Written out for Qwen 3: the layout of a last turn is that of its model card."""
 
-    def turn(role: str, text: str) -> str:
+    def turn(role, text):
         return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
     think = "<think>\n{}\n</think>\n\n".format

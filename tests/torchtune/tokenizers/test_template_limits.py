@@ -4,7 +4,6 @@ import resource
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jinja2 import TemplateError
@@ -121,7 +120,7 @@ def test_long_conversations_are_not_hostile():
         "{{ '<' + m.role + '>\n' + m.content.strip() | replace('a', 'b') ~ '\n' }}{% endfor %}"
         "{{ messages | tojson | length }}"
     )
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "word " * 4000} for _ in range(200)]
+    messages = [{"role": "user", "content": "word " * 4000} for _ in range(200)]
     text = ChatTemplate(source, {}).render(messages)[0]
     assert text.startswith("<user>\nword word")
     assert len(text) > 4_000_000 - 400

@@ -8,7 +8,6 @@ import re
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,12 +52,12 @@ FAMILIES = {
 
 def conversation(kind: str) -> tuple[Turns, dict[str, str]]:
     """The turns of a kind, and the role and kind of text of every word."""
-    turns: Turns = []
-    words: dict[str, str] = {}
+    turns = []
+    words = {}
     number = count()
-    called: list[tuple[str, str]] = []
+    called = []
 
-    def word(whose: str) -> str:
+    def word(whose):
         made = f"zq{len(turns)}w{next(number)}x"
         words[made] = whose
         return made
@@ -73,7 +72,7 @@ def conversation(kind: str) -> tuple[Turns, dict[str, str]]:
                 turns.append({"role": "tool", "content": content, "tool_call_id": call_id, "name": name})
             called = []
         else:
-            turn: dict[str, Any] = {"role": "assistant", "content": ""}
+            turn = {"role": "assistant", "content": ""}
             if "R" in letters:
                 turn["reasoning_content"] = f"Think {word('assistant')} hard"
             if letters in ("A", "R") or "X" in letters:
@@ -99,7 +98,7 @@ def make(family: str, folder: Path) -> HuggingFaceModelTokenizer:
 def trained_parts(tokenizer: HuggingFaceModelTokenizer, turns: Turns) -> list[str]:
     """The text of every run of tokens that is trained on."""
     tokens, mask = tokenizer.tokenize_messages(messages_of(turns))
-    parts: list[list[int]] = [[]]
+    parts = [[]]
     for token, masked in zip(tokens, mask, strict=True):
         if not masked:
             parts[-1].append(token)

@@ -34,7 +34,7 @@ def loss_and_gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.
 def saved_bytes(model: nn.Module) -> int:
     total = 0
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         nonlocal total
         total += tensor.numel() * tensor.element_size()
         return tensor

@@ -34,7 +34,7 @@ def hold(tmp_path):
     """Starts a process that holds the folder ``run``."""
     started = []
 
-    def start(*arguments: str) -> subprocess.Popen:
+    def start(*arguments):
         command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), *arguments]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         started.append(subprocess.Popen(command, text=True, start_new_session=True, **pipes))
@@ -50,7 +50,7 @@ def hold(tmp_path):
 
 @pytest.fixture
 def said():
-    lines: list[str] = []
+    lines = []
     handler = type("Handler", (), {"level": 0, "handle": lambda self, record: lines.append(record.getMessage())})()
     get_logger().addHandler(handler)
     yield lines
@@ -151,7 +151,7 @@ def test_waiting(tmp_path):
     """Also for another thread, one after the other."""
     inside, most, done = [], [], []
 
-    def work(number: int) -> None:
+    def work(number):
         with FolderLock(tmp_path, name="rows.lock").held(waiting="Another process prepares rows: waiting for it."):
             inside.append(number)
             most.append(len(inside))
@@ -171,7 +171,7 @@ def test_waiting(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks(tmp_path, said, monkeypatch, number):
-    def refuses(*_: object) -> None:
+    def refuses(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuses)

@@ -102,11 +102,11 @@ def test_a_deprecated_class_stays_a_class():
 
 def test_a_deprecated_function_and_parameter():
     @deprecated()
-    def f() -> int:
+    def f():
         return 1
 
     @deprecate_parameter("old", "Use new.")
-    def g(new: int = 0, old: int | None = None) -> int:
+    def g(new=0, old=None):
         return new
 
     with pytest.warns(FutureWarning, match="f is deprecated"):

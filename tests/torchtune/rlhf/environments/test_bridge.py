@@ -4,7 +4,6 @@ import itertools
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -161,7 +160,7 @@ def test_special_tokens_in_a_reply_are_plain_text(tmp_path):
 
 
 def test_a_template_without_tools_takes_them_as_turns_or_says_that_it_cannot(tmp_path):
-    def tokenizer_of(template: str, name: str) -> Any:
+    def tokenizer_of(template, name):
         write_checkpoint(
             tmp_path / name, Case("own", template, lambda turns: [], ["<bos>", CHATML], CHATML, bos="<bos>")
         )

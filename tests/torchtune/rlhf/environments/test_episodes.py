@@ -40,7 +40,7 @@ def tiny(tmp_path_factory):
 def make(tiny):
     model, tokenizer, _ = tiny
 
-    def build(factory: Any = Notes, max_sequences: int | None = None, **options: Any) -> Environments:
+    def build(factory=Notes, max_sequences=None, **options):
         sampler = LocalSampler(model, tokenizer, max_new_tokens=9, stop_tokens=STOP, max_sequences=max_sequences)
         return Environments(factory, sampler, tokenizer, **{"max_turns": 3, "tool_format": "by_length", **options})
 

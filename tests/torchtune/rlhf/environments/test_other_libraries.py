@@ -4,7 +4,6 @@ import json
 import sys
 from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ class _Handler(JSONHandler):
         body = self.read_json()
         params, counters = body["params"], self.server.counters
         session = params.get("session_id")
-        result: Any = None
+        result = None
         if body["method"] == "tools/list":
             result = {"tools": [{"name": "add", "description": "Add to the counter.", "inputSchema": SCHEMA}]}
         elif body["method"] == "openenv/session/create" and self.server.has_room:
@@ -91,9 +90,9 @@ def test_gym_steps_of_an_openenv_server(monkeypatch):
         {"observation": {"text": "right"}, "reward": 1, "done": True},
         {"message": "gone", "code": "EXECUTION_ERROR"},
     ]
-    sent: list[Any] = []
+    sent = []
     reply = [{"type": "error" if "code" in one else "observation", "data": one} for one in replies]
-    urls: list[str] = []
+    urls = []
     socket = SimpleNamespace(send=sent.append, close=replies.clear)
     socket.recv = lambda timeout: json.dumps(reply[len(sent) - 1])
     client = SimpleNamespace(connect=lambda url, open_timeout: urls.append(url) or socket)

@@ -62,7 +62,7 @@ def test_stochastic_rounding_is_float32_in_the_mean(name):
     take_steps(reference, cls(reference.parameters(), lr=2e-4), range(8))
     moved = weights(reference) - start
 
-    def run(seed: int) -> torch.Tensor:
+    def run(seed):
         half = make_model(torch.bfloat16, bias=name != "Muon")
         optimizer = prepare_optimizer(cls(half.parameters(), lr=2e-4), half, "stochastic_rounding", seed=seed)
         assert optimizer.precision == "stochastic_rounding"
@@ -94,7 +94,7 @@ def test_master_weights_start_where_they_round_to_the_weights_and_nowhere_in_par
 def test_second_moment_with_a_long_memory_does_not_stall():
     """exp_avg_sq grows by 0.1 % of what is missing a step: to nearest, bfloat16 stops long before the end."""
 
-    def second_moment(precision: str) -> float:
+    def second_moment(precision):
         model = nn.Linear(64, 64, bias=False).bfloat16()
         optimizer = prepare_optimizer(torch.optim.Adam(model.parameters(), lr=0.0), model, precision, seed=0)
         for _ in range(1500):
@@ -113,7 +113,7 @@ def test_pieces_of_a_large_parameter_do_what_the_whole_does(name, precision, mon
     """A parameter that is cut into pieces takes the same float32 step; only the draws differ."""
     from torchtune.training.optim import _low_precision_optimizer
 
-    def run() -> torch.Tensor:
+    def run():
         torch.manual_seed(0)
         model = make_model(torch.bfloat16)
         kwargs = {"momentum": 0.9} if name == "SGD" else {}

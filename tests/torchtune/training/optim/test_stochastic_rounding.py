@@ -39,7 +39,7 @@ def test_what_bfloat16_represents_stays(value):
 def test_depends_on_seed_stream_and_step_alone():
     values = torch.randn(5000)
 
-    def once(*key) -> torch.Tensor:
+    def once(*key):
         return round_stochastically_(values.clone(), make_generator(*key, CPU))
 
     first = once(1, "a", 3)

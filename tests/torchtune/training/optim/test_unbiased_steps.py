@@ -66,14 +66,14 @@ def test_noise_is_that_of_the_shard(sizes, placements):
     one_at_a_time = threading.Lock()
     turn = threading.Barrier(4)
 
-    def run(rank: int) -> dict[str, torch.Tensor]:
+    def run(rank):
         turn.wait()
         with one_at_a_time:
             return noise(rank, sizes, placements)
 
     with ThreadPoolExecutor(4) as pool:
         ranks = list(pool.map(run, range(4)))
-    drawn: dict[tuple[str, object], torch.Tensor] = {}
+    drawn = {}
     for rank, found in enumerate(ranks):
         coordinates = (rank,) if len(sizes) == 1 else divmod(rank, sizes[1])
         for name, values in found.items():

@@ -83,14 +83,14 @@ def test_errors_pass_through():
 def test_outside_the_loop_waiting_is_no_progress_and_writing_is():
     activity, found = Activity(3, "saving"), []
 
-    def look(*, written: int) -> None:
+    def look(*, written):
         time.sleep(0.6)  # the first look may find the CPU time of what was before
         signs = activity.signs
         activity.written += written
         time.sleep(1.0)
         found.append(activity.signs - signs)
 
-    def look_while_this_thread_sleeps(written: int) -> int:
+    def look_while_this_thread_sleeps(written):
         other = threading.Thread(target=look, kwargs={"written": written})
         other.start()
         other.join()  # to wake up for a look would take CPU time, too
