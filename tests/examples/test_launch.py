@@ -82,25 +82,13 @@ def test_slurm(tmp_path):
 
 def test_skypilot(tmp_path):
     task = manifest("skypilot.yaml")
-    known = "name num_nodes resources volumes file_mounts envs secrets setup run workdir"  # of SkyPilot's task schema
-    assert set(task) <= set(known.split())
-    assert all(isinstance(task[key], str) for key in ("name", "setup", "run"))
-    assert all(isinstance(value, str) for value in task["envs"].values())
     downloads, words = shell(task["setup"] + task["run"], tmp_path, [], SKY | task["envs"])
     assert downloads[0] == "download"
     check(words, nnodes="2", nproc_per_node="8", rdzv_endpoint="10.0.0.1:29500", rdzv_backend="c10d")
 
 
 def test_kubeflow_trainer(monkeypatch):
-    job = manifest("trainjob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert job["metadata"]["name"]
-    spec = job["spec"]
-    assert set(spec) <= {"runtimeRef", "trainer", "initializer", "suspend", "managedBy", "runtimePatches"}
-    assert spec["runtimeRef"] == {"name": "torch-distributed"}
-    trainer = spec["trainer"]
-    assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
-    assert [patch["manager"] for patch in spec["runtimePatches"]]
+    trainer = manifest("trainjob.yaml")["spec"]["trainer"]
     for name, value in TRAINER.items():
         monkeypatch.setenv(name, value)
     assert (str(trainer["numNodes"]), str(trainer["numProcPerNode"])) == ("2", "8")
@@ -109,17 +97,9 @@ def test_kubeflow_trainer(monkeypatch):
 
 
 def test_kubeflow_training_operator(monkeypatch):
-    job = manifest("pytorchjob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    spec = job["spec"]
-    assert set(spec) <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
-    assert isinstance(spec["nprocPerNode"], str)
-    policy = "maxReplicas maxRestarts metrics minReplicas rdzvBackend rdzvConf rdzvHost rdzvId rdzvPort standalone"
-    assert set(spec["elasticPolicy"]) <= set(policy.split())
-    assert set(spec["pytorchReplicaSpecs"]) <= {"Master", "Worker"}
-    worker = spec["pytorchReplicaSpecs"]["Worker"]
-    assert set(worker) == {"replicas", "restartPolicy", "template"}
-    assert spec["elasticPolicy"]["minReplicas"] <= worker["replicas"] <= spec["elasticPolicy"]["maxReplicas"]
+    spec = manifest("pytorchjob.yaml")["spec"]
+    worker, policy = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
+    assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
     (container,) = worker["template"]["spec"]["containers"]
     assert container["name"] == "pytorch", "the operator looks for a container of this name"
     for name, value in OPERATOR.items():

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from tests.torchtune.reports.folders import SETTINGS, START, ended, lines, measured, write_run
-
-ROWS = {f"row{i}": 2.0 + i / 10 for i in range(8)}
+from tests.torchtune.reports.folders import ROWS, SETTINGS, START, ended, lines, measured, write_run
 
 
 def make(folder, *, shift: float = 0.0, noise: float = 0.0, start=None, rate: float = 1.0, **settings):

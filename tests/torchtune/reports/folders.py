@@ -19,6 +19,8 @@ SETTINGS: dict[str, Any] = {
 }
 START = {"event": "start", "time": 100.0, "step": 0, "total_steps": 20, "host": "a", "recipe": SETTINGS["recipe"]}
 
+ROWS = {f"row{i}": 2.0 + i / 10 for i in range(8)}  # their values
+
 
 def lines(records: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.torchtune.reports.folders import START, ended, measured, write_run
+from tests.torchtune.reports.folders import ROWS, START, ended, measured, write_run
 from torchtune.reports import RunFolder, judge, paired_interval
 
 # Two-sided 95 % quantiles of Student's t, from the table of Fisher and Yates.
@@ -37,10 +37,9 @@ def test_no_global_generator_is_used_and_few_rows_decide_nothing():
     assert (np.random.get_state()[1] == before).all()
 
 
-BEFORE = {f"row{i}": 2.0 + i / 10 for i in range(8)}
-LOWER = {name: value - 0.5 - 0.01 * i for i, (name, value) in enumerate(BEFORE.items())}
-MIXED = {name: value + (-1) ** i * 0.3 for i, (name, value) in enumerate(BEFORE.items())}
-HIGHER = {name: value + 0.5 for name, value in BEFORE.items()}
+LOWER = {name: value - 0.5 - 0.01 * i for i, (name, value) in enumerate(ROWS.items())}
+MIXED = {name: value + (-1) ** i * 0.3 for i, (name, value) in enumerate(ROWS.items())}
+HIGHER = {name: value + 0.5 for name, value in ROWS.items()}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ HIGHER = {name: value + 0.5 for name, value in BEFORE.items()}
     ],
 )
 def test_the_word_follows_the_rows(after, what, word, tmp_path):
-    events = [START, measured("before", BEFORE, what=what), measured("after", after, what=what), ended()]
+    events = [START, measured("before", ROWS, what=what), measured("after", after, what=what), ended()]
     found = judge(RunFolder(write_run(tmp_path / "run", events)))
     assert found.word == word
     if found.interval is not None:
@@ -73,5 +72,5 @@ def test_the_word_follows_the_rows(after, what, word, tmp_path):
     ],
 )
 def test_a_run_without_a_second_measurement(events, metrics, word, tmp_path):
-    run = RunFolder(write_run(tmp_path / "run", [START, measured("before", BEFORE), *events], metrics))
+    run = RunFolder(write_run(tmp_path / "run", [START, measured("before", ROWS), *events], metrics))
     assert judge(run).word == word

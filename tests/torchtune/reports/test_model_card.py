@@ -5,10 +5,9 @@ import json
 import yaml
 from huggingface_hub import ModelCard
 
-from tests.torchtune.reports.folders import START, ended, measured, write_run
+from tests.torchtune.reports.folders import ROWS, START, ended, measured, write_run
 from torchtune.reports import model_card
 
-ROWS = {f"row{i}": 2.0 + i / 10 for i in range(8)}
 DATA = {"dataset": {"rows": 640, "examples": 640, "tokens": 12345, "digest": "0123456789abcdef", "samples": []}}
 FACTS = {
     "processes": 2,

@@ -181,10 +181,15 @@ def test_training_on_users_too(tmp_path):
         assert all(word in text for word in ("one", "two", "three", "four")), case.name
 
 
+def named(name: str, folder: Path) -> HuggingFaceModelTokenizer:
+    """The tokenizer with the template of a name."""
+    (case,) = (case for case in CASES if case.name == name)
+    return three(case, folder).ours
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_reasoning_under_any_of_its_names(name, tmp_path):
-    (case,) = (case for case in CASES if case.name == name)
-    ours, *_ = three(case, tmp_path)
+    ours = named(name, tmp_path)
     rows = []
     for field in ("reasoning_content", "thinking", "reasoning"):
         turns = exchange("one", "two")
@@ -196,16 +201,14 @@ def test_reasoning_under_any_of_its_names(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama3_1", "gpt_oss"])
 def test_two_calls_where_the_template_writes_one(name, tmp_path):
-    (case,) = (case for case in CASES if case.name == name)
-    ours, *_ = three(case, tmp_path)
+    ours = named(name, tmp_path)
     with pytest.raises(DataError, match="writes 1 of the 2 tool_calls of turn 1"):
         ours.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama2"])
 def test_a_conversation_that_the_template_refuses(name, tmp_path):
-    (case,) = (case for case in CASES if case.name == name)
-    ours, *_ = three(case, tmp_path)
+    ours = named(name, tmp_path)
     turns = [*exchange("one", "two"), {"role": "assistant", "content": "three"}]
     with pytest.raises(DataError, match=r"refuses the conversation.*alternate"):
         ours.tokenize_messages(messages_of(turns))
