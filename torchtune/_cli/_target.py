@@ -78,7 +78,7 @@ def resolve_recipe(name: str) -> RecipeTarget:
 
 
 def resolve_config(name: str, recipe: str | None = None) -> Path:
-    """Find the config called ``name``: a shipped one, preferably of ``recipe``, or a YAML file.
+    """Find the config called ``name``: a shipped config, preferably for ``recipe``, or a YAML file.
 
     Raises:
         UserError: there is no such config.
@@ -110,7 +110,7 @@ def recipe_named_by(config: Path) -> RecipeTarget:
 
 
 def find_targets(recipe: str | None, config: str) -> tuple[RecipeTarget, Path]:
-    """Find the recipe and the config of a command; without a recipe, the one that the config names.
+    """Find the recipe and the config of a command; if ``recipe`` is None, the recipe is the one named in the config.
 
     Raises:
         UserError: there is no such recipe or config.
@@ -120,7 +120,7 @@ def find_targets(recipe: str | None, config: str) -> tuple[RecipeTarget, Path]:
 
 
 def find_checkpoint(model: str) -> str:
-    """Return the best or last checkpoint of a run, if ``model`` is its output folder; else ``model``.
+    """Return the best or last checkpoint if ``model`` is the output folder of a run; otherwise return ``model``.
 
     Raises:
         UserError: there is no such folder, or the run has no complete checkpoint.

@@ -1,6 +1,6 @@
 """View of a model for one save: names in files, trained and merged weights, and shards to write.
 
-A weight's name in files is the one in the weight map of the model's family (``torchtune/models/<family>``):
+The weight map of the model's family (``models/<family>/_model_builders.py``) defines a weight's name in files:
 :attr:`SaveView.groups` for base weights, :attr:`SaveView.adapter_groups` for adapters, ``_adapter.py`` for the rest of
 PEFT's layout.
 """

@@ -20,30 +20,30 @@ _OTHER_NAMES = {"input_ids": "'tokens'", "position_ids": "'input_pos'", "attenti
 
 @dataclass(eq=False)
 class Batch(MutableMapping[str, Any]):
-    """A micro-batch: tokens with their per-token and per-document values.
+    """Micro-batch of tokens with per-token and per-document values.
 
     Shapes: ``b`` rows, ``s`` positions, ``n`` documents. Without ``documents``, each row is one document.
 
-    A batch is also a mapping of its entries (``batch["labels"]``, ``batch.pop("labels")``, ``model(**batch)``), for
-    code written for dicts. :meth:`to`, :meth:`pad_to_multiple` and :meth:`split` return new batches.
+    A batch is also a mapping of its entries (``batch["labels"]``, ``batch.pop("labels")``, ``model(**batch)``), so it
+    works in code written for dicts. :meth:`to`, :meth:`pad_to_multiple` and :meth:`split` return new batches.
 
     Attributes:
         tokens: int64 ``[b, s]``.
         labels: int64 ``[b, s]``, shifted: ``labels[i]`` is the token to predict at position ``i``, or the ignore
             index, -100.
         input_pos: int64 ``[b, s]`` or ``[1, s]``, position of each token in its document.
-        documents: boundaries of the documents in the flattened ``b * s`` positions, not affected by :meth:`split`. A
-            shared prefix counts as part of the documents that continue it, not as a document.
+        documents: boundaries of the documents in the flattened ``b * s`` positions; :meth:`split` does not change
+            them. A shared prefix counts as part of the documents that continue it, not as a document.
         per_token: tensors ``[b, s, ...]`` by name, for example advantages or old log-probs.
         per_document: tensors ``[n, ...]`` by name, for example rewards; ``n`` is :attr:`num_documents`.
         inputs: other keyword arguments of the model's forward, for example ``mask`` or ``encoder_input``.
         num_padding_documents: number of padding documents at the end of ``documents``.
-        shard: (rank, size) of the context-parallel split: this batch is shard ``rank`` of ``size`` equal ones.
+        shard: (rank, size) of the context-parallel split: this batch is shard ``rank`` of ``size`` equal shards.
         terms: overrides :attr:`num_terms` if the loss does not count labels, for example the number of pairs.
-        sources: names of a mixture's datasets; ``per_token["source"]`` has their indices.
+        sources: names of a mixture's datasets; ``per_token["source"]`` has the index of each token's dataset.
 
     Raises:
-        DataError: shapes do not fit together, or a name occurs twice.
+        DataError: shapes do not match, or a name occurs twice.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
@@ -91,12 +91,12 @@ class Batch(MutableMapping[str, Any]):
         """Convert the dict that a ``collate_fn`` returned; a :class:`Batch` is returned unchanged.
 
         ``tokens``, ``labels``, ``input_pos``, ``documents``, ``mask``, ``encoder_input`` and ``encoder_mask`` become
-        the fields of these names or entries of ``inputs``. Any other tensor ``[b, s, ...]`` becomes an entry of
+        the fields of the same names or entries of ``inputs``. Any other tensor ``[b, s, ...]`` becomes an entry of
         ``per_token``.
 
         Raises:
-            DataError: the tokens or labels are not int64 ``[b, s]``, an entry has neither a known name nor the shape of
-                the tokens, or the labels are not shifted.
+            DataError: tokens or labels are not int64 ``[b, s]``, an entry has neither a known name nor the shape
+                ``[b, s, ...]``, or the labels are not shifted.
         """
         if isinstance(batch, Batch):
             return batch
@@ -185,7 +185,7 @@ class Batch(MutableMapping[str, Any]):
         ignore index, ``per_token`` with zeros.
 
         Raises:
-            DataError: :attr:`inputs` is not empty; it is unknown how to pad them.
+            DataError: :attr:`inputs` is not empty, because their shapes are not known.
         """
         if multiple == 1:
             return self
@@ -266,7 +266,7 @@ class Batch(MutableMapping[str, Any]):
         )
 
     def sum_per_document(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum per-token values over each document, with its shared prefix, on their device and without synchronization.
+        """Sum per-token values over each document and its shared prefix, without synchronizing with the host.
 
         Args:
             values: ``[b, s]``, for example log-probs; bools are counted. After :meth:`split`, pass this rank's shard;
@@ -290,7 +290,7 @@ class Batch(MutableMapping[str, Any]):
             return wide.sum(dim=1).to(values.dtype)
         boundaries = self.documents.cu_seqlens.to(values.device)
         count, (rank, size) = len(self.documents.lengths), self.shard
-        # output_size avoids a synchronization to read the lengths on the device.
+        # Without output_size, the lengths would be read from the device, which synchronizes.
         numbers = torch.arange(count, device=values.device)
         document = numbers.repeat_interleave(boundaries.diff(), output_size=self.documents.num_tokens)
         sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
@@ -357,7 +357,7 @@ class Batch(MutableMapping[str, Any]):
 
 
 def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to tensors and other values with a method ``to``, also inside mappings."""
+    """Apply a function to tensors and other values with a method ``to``, including values of nested mappings."""
     if isinstance(value, Mapping):
         return {key: _map_tensors(function, item) for key, item in value.items()}
     return function(value) if hasattr(value, "to") else value

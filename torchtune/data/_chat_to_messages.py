@@ -29,7 +29,7 @@ def _check_turns(value: Any, name: str) -> Sequence[Any]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove null fields from nested data: table formats fill up missing fields with nulls."""
+    """Remove null fields from nested data; table formats store missing fields as nulls."""
     if type(value) is dict or isinstance(value, Mapping):  # fast path for plain dicts
         return {
             key: item if type(item) is str else _drop_nulls(item) for key, item in value.items() if item is not None
@@ -44,14 +44,14 @@ class ShareGPTToMessages(Transform):
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``conversations`` and, optionally, ``image``: an image, a list of images, or null.
-        new_system_prompt: system turn that replaces the conversation's.
-        image_dir: folder of the images, for file names in rows.
-        image_tag: placeholder of an image in user turns; with ``None``, the images come first in the first user turn.
+        column_map: maps ``conversations`` and, optionally, ``image`` (an image, a list of images, or null) to columns.
+        new_system_prompt: system prompt that replaces the conversation's system turn.
+        image_dir: folder that contains the images, if rows have file names.
+        image_tag: placeholder of an image in user turns; None puts the images at the start of the first user turn.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or is not a conversation.
 
     Example:
         >>> row = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}
@@ -119,17 +119,18 @@ class OpenAIToMessages(Transform):
     """Transform of a conversation in OpenAI format to messages: turns ``{"role", "content"}``.
 
     Tool calls, names, reasoning and other fields of a turn are stored in ``Message.extra``. A column ``tools`` is
-    returned with the messages. Images are parts ``{"type": "image_url", "image_url": {"url": …}}`` or ``{"type":
-    "image", "image": …}``; images of a column ``images`` fill the parts ``{"type": "image"}``, in order.
+    returned with the messages. Images are content parts ``{"type": "image_url", "image_url": {"url": …}}`` or
+    ``{"type": "image", "image": …}``; the images in a column ``images`` fill empty parts ``{"type": "image"}``, in
+    order.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the column of ``messages``.
-        new_system_prompt: system turn that replaces the conversation's.
+        column_map: maps ``messages`` to a column.
+        new_system_prompt: system prompt that replaces the conversation's system turn.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or is not a conversation.
 
     Example:
         >>> row = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}

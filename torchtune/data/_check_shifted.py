@@ -21,10 +21,10 @@ def check_shifted(
         labels: same shape as ``tokens``.
         lengths: lengths of the documents, and of the padding between them, in the flattened positions; by default each
             row is one document.
-        name: name of the rows, for the message.
+        name: name of the rows, for the error message.
 
     Raises:
-        DataError: every label equals the token at its position, and not the next one.
+        DataError: every label equals the token at its own position instead of the next token.
     """
     if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:  # no synchronization, no fake tensors
         return

@@ -16,7 +16,7 @@ from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images, join_images
 
 Document = Mapping[str, Any]
-# A document, or a pack (a list of documents).
+# An example: a document, or a pack (a list of documents).
 Example = Document | Sequence[Document]
 _SIDES = ("chosen", "rejected")
 
@@ -26,7 +26,7 @@ def _as_int_tensor(value: Any) -> torch.Tensor:
 
 
 def documents_of(example: Example) -> list[Document]:
-    """Return the documents of an example or pack. Raises :class:`DataError` if one is malformed."""
+    """Return the documents of an example or pack. Raises :class:`DataError` for a malformed document."""
     documents = [example] if isinstance(example, Mapping) else example
     if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
         raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
@@ -50,8 +50,8 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         tokens. ``input_pos`` restarts at 0 in every document. A mixture's batch has :attr:`Batch.sources`.
 
     Raises:
-        DataError: an example has other entries than tokens, labels and :class:`Images`, their lengths differ, or the
-            labels are not shifted.
+        DataError: an example has entries other than tokens, labels and :class:`Images`, tokens and labels differ in
+            length, or the labels are not shifted.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
@@ -87,11 +87,11 @@ def _images(document: Document) -> Images | None:
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
-    """Concatenate the answers of preference pairs, or of single answers labeled good or bad, padding-free.
+    """Concatenate the answers of preference pairs, or single answers labeled good or bad, padding-free.
 
-    Every answer is a document, with the :class:`Images` of its ``encoder_input`` (in pairs ``chosen_encoder_input`` and
-    ``rejected_encoder_input``), if there are any. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected`
-    convert per-token log-probs to per-answer log-probs of each pair.
+    Every answer is a document. Its :class:`Images`, if any, are in ``encoder_input`` (in pairs:
+    ``chosen_encoder_input`` and ``rejected_encoder_input``). :meth:`Batch.sum_per_document` and
+    :meth:`Batch.chosen_and_rejected` convert per-token log-probs to log-probs of the answers of each pair.
 
     Args:
         batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``, or
@@ -99,8 +99,8 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
             ``chosen_*`` with ``rejected_*``) become entries of ``per_document``.
 
     Returns:
-        The batch of :func:`collate_documents`; for pairs, all chosen answers, then all rejected ones. Entries of
-        ``per_document``: ``is_chosen``, bool ``[n]``, ``label_counts``, int64 ``[n]``, and for pairs ``pair``, int64
+        A batch, see :func:`collate_documents`; for pairs, all chosen answers come before all rejected answers. Its
+        ``per_document`` has ``is_chosen``, bool ``[n]``, ``label_counts``, int64 ``[n]``, and for pairs ``pair``, int64
         ``[n]``, the index of the example. ``terms`` is the number of examples with labels.
 
     Raises:
@@ -189,12 +189,12 @@ def padded_collate(
         pad_direction: ``"left"`` or ``"right"``.
         keys_to_pad: keys with sequences.
         padding_idx: padding value, or a mapping from key to padding value.
-        pad_to_multiple_of: pad the length to a multiple of this.
+        pad_to_multiple_of: pad the length to a multiple of this value.
         stack_on_new_dim: stack the tensors of nested dicts (``encoder_input``) instead of concatenating them.
 
     Raises:
-        DataError: a key is missing, a mapping ``padding_idx`` has other keys than ``keys_to_pad``, or
-            ``pad_direction`` is unknown.
+        DataError: a key is missing, the keys of ``padding_idx`` differ from ``keys_to_pad``, or ``pad_direction`` is
+            unknown.
 
     Example:
         >>> rows = [{"tokens": [1, 2]}, {"tokens": [4]}]
@@ -222,7 +222,7 @@ def padded_collate(
 
 
 def _stack(values: list[Any], stack_on_new_dim: bool) -> Any:
-    """Combine one value per example to a tensor; nested dicts keep their keys."""
+    """Combine one value per example into a tensor; nested dicts keep their keys."""
     if isinstance(values[0], Mapping):
         return {key: _stack([value[key] for value in values], stack_on_new_dim) for key in values[0]}
     tensors = [torch.as_tensor(value) for value in values]
@@ -245,17 +245,17 @@ def padded_collate_sft(
         batch: examples with ``tokens``, pre-shifted ``labels`` and, for multimodal models, ``encoder_input``.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
-        pad_to_multiple_of: pad the length to a multiple of this.
+        pad_to_multiple_of: pad the length to a multiple of this value.
         stack_on_new_dim: stack the tensors of ``encoder_input`` instead of concatenating them.
-        cp_degree: context-parallel size. Above 1, the length is a multiple of ``2 * cp_degree``, and ``input_pos`` is
-            added.
+        cp_degree: context-parallel size. If above 1, the length is a multiple of ``2 * cp_degree``, and ``input_pos``
+            is added.
 
     Returns:
-        ``tokens`` and ``labels``, int64 ``[b, s]``; with ``cp_degree`` above 1 ``input_pos``, int64 ``[1, s]``; with
-        images ``encoder_input``. Packs are passed to :func:`padded_collate_packed`.
+        ``tokens`` and ``labels``, int64 ``[b, s]``; if ``cp_degree`` is above 1, ``input_pos``, int64 ``[1, s]``; if
+        there are images, ``encoder_input``. Packs are passed to :func:`padded_collate_packed`.
 
     Raises:
-        DataError: the labels are not shifted, or an example is not as described.
+        DataError: the labels are not shifted, or an example is malformed.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
@@ -306,13 +306,13 @@ def padded_collate_dpo(
             from earlier releases.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
-        pad_to_multiple_of: pad the length to a multiple of this.
+        pad_to_multiple_of: pad the length to a multiple of this value.
 
     Returns:
         Tokens and labels, int64 ``[2 * b, s]``.
 
     Raises:
-        DataError: labels are shifted and the last position of a row has a label.
+        DataError: labels are shifted, but the last position of a row has a label.
     """
     tokens = [_as_int_tensor(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
     labels = [_as_int_tensor(example[f"{side}_labels"]) for side in _SIDES for example in batch]
@@ -322,7 +322,7 @@ def padded_collate_dpo(
 
 
 def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return labels ``[s]``, each at the position of its token."""
+    """Return unshifted labels ``[s]``: ``labels[i]`` is the token at position i."""
     if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():
         return labels
     if labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
@@ -333,15 +333,15 @@ def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def padded_collate_packed(
     batch: Sequence[Example], padding_idx: int = 0, ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX
 ) -> dict[str, Any]:
-    """Stack packs as rows, padded on the right to the longest pack. The padding of a row is a separate document.
+    """Stack packs as rows, padded on the right to the longest pack.
 
-    :func:`collate_documents` is the padding-free equivalent.
+    The padding of a row is a separate document. :func:`collate_documents` is the padding-free equivalent.
 
     Returns:
         ``tokens``, ``labels`` and ``input_pos``, int64 ``[b, s]``; ``documents``, :class:`~torchtune.data.Documents`.
 
     Raises:
-        DataError: the labels are not shifted, or an example is not as described.
+        DataError: the labels are not shifted, or an example is malformed.
 
     Example:
         >>> pack = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]

@@ -19,9 +19,9 @@ def padded_collate_tiled_images_and_mask(
     pad_max_images: int | None = None,
     pad_to_multiple_of: int = 1,
 ) -> dict[str, Any]:
-    """Pad text, images and cross-attention masks to the largest of each in the batch.
+    """Pad text, images and cross-attention masks to their maximum sizes in the batch.
 
-    Rows with and without images can be mixed. Padding images and tiles are masked.
+    A batch can mix rows with and without images. Padding images and tiles are masked out.
 
     Args:
         batch: examples with ``tokens``, ``labels`` (optional with left padding), ``encoder_input`` with the lists
@@ -32,7 +32,7 @@ def padded_collate_tiled_images_and_mask(
         pad_direction: ``"right"``, or ``"left"`` for inference; applies to the text.
         pad_max_tiles: number of tiles per image after padding; by default the maximum of the batch.
         pad_max_images: number of images per row after padding; by default the maximum of the batch.
-        pad_to_multiple_of: pad the length of the text to a multiple of this.
+        pad_to_multiple_of: pad the length of the text to a multiple of this value.
 
     Returns:
         ``tokens`` and ``labels``, int64 ``[b, s]``. If there is an image, ``encoder_input`` with ``images``
@@ -40,9 +40,8 @@ def padded_collate_tiled_images_and_mask(
         ``encoder_mask``, bool ``[b, s, images * tiles * (patches + 1)]``.
 
     Raises:
-        DataError: an example lacks one of these keys, its images, masks and aspect ratios differ in number or size,
-            there are more images or tiles than the maximum, the labels are not shifted, or ``pad_direction`` is
-            unknown.
+        DataError: an example lacks a key, its images, masks and aspect ratios differ in number or size, it has more
+            images or tiles than the maximum, its labels are not shifted, or ``pad_direction`` is unknown.
 
     Example:
         >>> image = {"images": [torch.ones(2, 3, 4, 4)], "aspect_ratio": [torch.tensor([1, 2])]}
@@ -84,7 +83,7 @@ def padded_collate_tiled_images_and_mask(
     num_tiles = _pad_limit("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
     mask = next(mask for example in batch for mask in example["encoder_mask"])
     positions = mask.shape[1] // len(images[0])
-    # Filled in place, to avoid a second copy of images and masks.
+    # Fill the tensors in place, to avoid a second copy of images and masks.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
     masks = torch.zeros(len(batch), length, num_images, num_tiles, positions, dtype=torch.bool)

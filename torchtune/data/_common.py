@@ -10,11 +10,11 @@ CROSS_ENTROPY_IGNORE_IDX = -100
 
 
 class DataError(UserError, ValueError):
-    """Invalid data, prompt template or tokenizer file; for invalid rows, the message names them."""
+    """Raised for invalid data, prompt templates or tokenizer files; the message names invalid rows."""
 
 
 class SourceNumber(int):
-    """Index of a mixture example's dataset; ``names`` are the names of all datasets."""
+    """Index of the dataset that an example of a mixture is from; ``names`` are the names of all datasets."""
 
     names: tuple[str, ...] = ()
 
@@ -28,7 +28,7 @@ class Transform(Protocol):
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise :class:`DataError` for a tokenizer of transformers, which has another interface."""
+    """Raise :class:`DataError` for a tokenizer of ``transformers``, which has a different interface."""
     if any(base.__module__.partition(".")[0] == "transformers" for base in type(tokenizer).__mro__):
         raise DataError(
             f"tokenizer: a {type(tokenizer).__name__} of transformers masks and ends nothing here: give "

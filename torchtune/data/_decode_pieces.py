@@ -11,10 +11,10 @@ from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX
 
 
 def texts_of(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return label, tokens and labels of a row's texts: both answers of a pair, the first document of a pack.
+    """Return (title, tokens, labels) of each text in a row: both answers of a pair, or the first document of a pack.
 
-    The labels of prompts for generation are placeholders; they are returned as ignored. Rows of another kind have no
-    texts.
+    The labels of prompts for generation are placeholders; they are replaced by the ignore index. For rows of other
+    kinds, the list is empty.
     """
     row = row[0] if isinstance(row, list) else row
     found = []
@@ -28,12 +28,12 @@ def texts_of(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def is_trained(labels: np.ndarray) -> np.ndarray:
-    """Return which tokens are trained, bool ``[s]``; a label stands one position before its token."""
+    """Return whether each token is trained on, bool ``[s]``; ``labels[i]`` is the label of token i + 1."""
     return np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])
 
 
 def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Decode a row into (text, whether its tokens are trained), special tokens included.
+    """Decode a row into pieces (text, whether its tokens are trained on), including special tokens.
 
     Args:
         tokens: ``[s]``.

@@ -13,11 +13,11 @@ class SharedPrefixes:
     """Shared prefixes of documents, as tensors on the device of the batch.
 
     Attributes:
-        keys: int64 ``[k]``, positions of the keys that each document attends to, concatenated: the prefix
-            first.
-        cu_keys: int32 ``[documents + 1]``, cumulative numbers of these keys, from 0.
+        keys: int64 ``[k]``, positions of the keys that each document attends to (its prefix, then itself),
+            concatenated.
+        cu_keys: int32 ``[documents + 1]``, cumulative number of keys of the documents, starting at 0.
         whole: int64 ``[n]``, indices of the documents that are not prefixes.
-        prefix: int64 ``[n]``, index of the prefix of each of these documents, or -1.
+        prefix: int64 ``[n]``, for each document in ``whole``, index of its prefix, or -1.
     """
 
     keys: Tensor
@@ -27,7 +27,7 @@ class SharedPrefixes:
 
     @classmethod
     def of(cls, starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int]) -> "SharedPrefixes":
-        """Build from start positions and lengths, and the index of each document's prefix, or -1."""
+        """Build from start positions, lengths, and the index of each document's prefix (-1: no prefix)."""
         spans = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
         parts = [spans[i] if p < 0 else torch.cat([spans[p], spans[i]]) for i, p in enumerate(prefixes)]
         cu_keys = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
@@ -36,7 +36,7 @@ class SharedPrefixes:
         return cls(torch.cat(parts), cu_keys, torch.tensor(whole), torch.tensor([prefixes[i] for i in whole]))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Add each prefix's sum to the documents that continue it: ``[documents]`` -> ``[n]``, without prefixes."""
+        """Add the sum of each prefix to the documents that continue it: ``[documents]`` to ``[n]``."""
         return values[self.whole] + torch.where(self.prefix < 0, 0, values[self.prefix])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
@@ -48,14 +48,15 @@ class SharedPrefixes:
 class Documents:
     """Boundaries of the documents in a flattened, padding-free batch of ``b * s`` positions.
 
-    They are set by collation, not inferred from end-of-sequence tokens. Attention is causal within each document.
+    Collation sets the boundaries; they are not inferred from end-of-sequence tokens. Attention is causal within each
+    document.
 
-    Documents with the same beginning may share it as a prefix: it is in the batch once, as a separate document, and the
-    others continue it. Their tokens attend to the prefix and to their own document, and their positions continue the
-    prefix's.
+    Documents with the same beginning can share it as a prefix, which is in the batch once, as a separate document.
+    Tokens of a document that continues a prefix attend to the prefix and to their own document, and their positions
+    continue those of the prefix.
 
     Attributes:
-        lengths: length of every document, in order, on the host; without its prefix.
+        lengths: length of every document without its prefix, in order, on the host.
         cu_seqlens: int32 ``[len(lengths) + 1]``, cumulative lengths from 0, on the device of the batch.
         prefixes: index of each document's prefix, or -1; empty if there are no prefixes.
         shared: the prefixes as tensors; ``None`` if there are none.
@@ -103,7 +104,7 @@ class Documents:
         return documents if device is None else documents.to(device)
 
     def split_into_chunks(self, size: int) -> "Documents":
-        """Return the boundaries of the chunks of ``size`` positions in each document; its last chunk may be shorter."""
+        """Return the boundaries of chunks of ``size`` positions; the last chunk of a document may be shorter."""
         if self.max_length <= size:
             return self
         lengths, begins, ends = [], [], []
@@ -114,17 +115,17 @@ class Documents:
             ends.append(len(lengths) - 1)
         prefixes = [-1] * len(lengths)
         for begin, before, index in zip(begins, self.before, self.prefixes, strict=False):
-            prefixes[begin] = ends[index] if before % size else -1  # a chunk that begins inside the prefix
+            prefixes[begin] = ends[index] if before % size else -1  # the first chunk may begin inside the prefix
         return Documents.from_lengths(lengths, self.cu_seqlens.device, prefixes)
 
     @property
     def max_length(self) -> int:
-        """Length of the longest document, with its prefix."""
+        """Length of the longest document, including its prefix."""
         return max(before + length for before, length in zip(self.before, self.lengths, strict=True))
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Length of each document's prefix, 0 without one."""
+        """Length of each document's prefix; 0 for documents without a prefix."""
         return tuple(self.lengths[index] if index >= 0 else 0 for index in self.prefixes) or (0,) * len(self.lengths)
 
     @property
@@ -155,6 +156,6 @@ class Documents:
         return last if self.shared is None else last[self.shared.whole]
 
     def positions(self) -> Tensor:
-        """Return the position of every token in its document, counted from the prefix's start; int64 ``[b * s]``."""
+        """Return each token's position in its document, counted from the start of the prefix, int64 ``[b * s]``."""
         spans = zip(self.before, self.lengths, strict=True)
         return torch.cat([torch.arange(before, before + length) for before, length in spans])

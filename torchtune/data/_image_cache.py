@@ -1,4 +1,4 @@
-"""Cache of the features of images that a frozen vision tower computes, in one file per image."""
+"""Cache of a frozen vision tower's features, with one file per image."""
 
 import hashlib
 import logging
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class CachedImage(NamedTuple):
-    """An image of a batch.
+    """Image of a batch whose features are cached or to be cached.
 
     Attributes:
-        path: file of its features.
-        grids: frames, rows and columns of patches of its parts.
-        features: ``[rows, values]``; None if they are not cached yet, so that its pixels are in the batch.
-        least_free: bytes of the disk that are left free.
+        path: file with the features.
+        grids: frames, rows and columns of patches, for each part of the image.
+        features: ``[rows, values]``; None if they are not cached yet. The batch then has the image's pixels.
+        least_free: minimum number of bytes to leave free on the disk.
     """
 
     path: Path
@@ -32,7 +32,7 @@ class CachedImage(NamedTuple):
     least_free: int
 
     def write(self, features: "torch.Tensor") -> None:
-        """Write the file, unless little of the disk is free."""
+        """Write the features to the file, unless fewer than ``least_free`` bytes are free."""
         from safetensors.torch import save
 
         problem = "half of the space is used that was free when the run started"
@@ -48,11 +48,13 @@ class CachedImage(NamedTuple):
 
 
 class ImageCache:
-    """Folder of features by the content of an image, for one tower. It takes at most half of the free space.
+    """Folder of image features from one vision tower, by content of the image.
+
+    The cache uses at most half of the disk space that is free when it is opened.
 
     Args:
-        folder: folder of the files; it is created.
-        made_by: everything else that the features depend on, such as the image processor.
+        folder: folder of the files; created if missing.
+        made_by: everything besides the image that the features depend on, such as the image processor.
 
     Raises:
         WriteError: the folder cannot be created.
@@ -66,9 +68,11 @@ class ImageCache:
         self._made_by = repr(made_by)
 
     def find(self, image: Any, grids: tuple[tuple[int, int, int], ...]) -> CachedImage:
-        """Return an image with its features, if they are cached; for ``image`` see :func:`open_image`.
+        """Return the image with its cached features, or with None if there is no file or it is damaged.
 
-        A damaged file counts as missing.
+        Args:
+            image: see :func:`open_image`.
+            grids: frames, rows and columns of patches, for each part of the image.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -86,7 +90,7 @@ class ImageCache:
 
 
 def _content(image: Any) -> Iterator[bytes]:
-    """Yield the bytes of an image: of its file, or its pixels."""
+    """Yield the bytes that identify an image: the contents of its file, or else its size and pixels."""
     if isinstance(image, Mapping):
         image = image["path"] if image.get("bytes") is None else image["bytes"]
     if isinstance(image, Video):

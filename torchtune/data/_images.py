@@ -19,12 +19,12 @@ from torchtune.utils import require
 if TYPE_CHECKING:
     import torch
 
-# Pillow reads some other formats with external programs: EPS, itself a program, with Ghostscript.
+# Other formats are excluded because Pillow runs external programs for some of them, such as Ghostscript for EPS.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-_ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its first value that exchanges rows and columns
+_ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its smallest value that swaps rows and columns
 _TIFF_SIZE = (0x0100, 0x0101)
 _TAG = "<image>"  # placeholder of an image in a text
-_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}  # close to the end of a complete file
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}  # bytes near the end of a complete file
 _IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -77,7 +77,7 @@ def _explain_error(error: Exception) -> str:
 
 
 def open_image(value: Any) -> Any:
-    """Read an image, with EXIF rotation and transparency replaced by white.
+    """Read an image, apply its EXIF rotation, and replace transparency by white.
 
     Args:
         value: a path, a ``data:`` URL, the bytes of a file, a mapping with ``bytes`` or ``path`` as the ``datasets``
@@ -87,24 +87,27 @@ def open_image(value: Any) -> Any:
         A Pillow image in RGB, or a :class:`Video` of these.
 
     Raises:
-        DataError: it cannot be read, is not an image, has several frames, or is a web URL.
+        DataError: the value is not an image, cannot be read, has several frames, or is a web URL.
         UserError: Pillow is not installed.
     """
     return _read(value, _decoded)
 
 
 def check_image(value: Any, decode: bool = False) -> None:
-    """Raise the errors of :func:`open_image` that the header of a file shows, or all of them.
+    """Check that an image can be read, by the header of its file or by decoding it.
 
     Args:
         value: see :func:`open_image`.
-        decode: decode the pixels of every file; otherwise only of files that seem to be truncated.
+        decode: decode the pixels of every file; otherwise only the pixels of files that seem to be truncated.
+
+    Raises:
+        DataError: see :func:`open_image`.
     """
     _read(value, _decoded if decode else _checked)
 
 
 def each_image(function: Callable[[Any], Any], images: Sequence[Any], name: str = "image") -> list[Any]:
-    """Return ``function(image)`` for all images of a row; its :class:`DataError` gets ``name`` and number of one."""
+    """Return ``function(image)`` for all images of a row; a :class:`DataError` names the image by its number."""
     found = []
     for number, image in enumerate(images, 1):
         try:
@@ -115,9 +118,9 @@ def each_image(function: Callable[[Any], Any], images: Sequence[Any], name: str 
 
 
 def image_size(value: Any) -> tuple[Any, ...]:
-    """Return (width, height) of an image in pixels, after its EXIF rotation, from the header of its file.
+    """Return (width, height) of an image in pixels, after its EXIF rotation, read from the header of its file.
 
-    For ``value`` and errors see :func:`open_image`. Of a video, return (width, height, number of frames, fps).
+    For a video, return (width, height, number of frames, fps). For ``value`` and errors see :func:`open_image`.
 
     Raises:
         DataError: the frames of a video have different sizes.
@@ -134,7 +137,7 @@ def image_size(value: Any) -> tuple[Any, ...]:
 def _read(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return ``function(image)`` for an opened Pillow image; raise :class:`DataError` if it cannot be read.
 
-    Of a video, return a :class:`Video` of the results for its frames.
+    For a video, return a :class:`Video` with the results for its frames.
     """
     if isinstance(value, Video):
         return value._replace(frames=tuple(each_image(lambda frame: _read(frame, function), value.frames, "frame")))
@@ -158,8 +161,8 @@ def _read(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _check_header(image: Any) -> None:
-    """Raise ``ValueError`` for images of which a part would be lost."""
-    if image.format != "MPO" and getattr(image, "is_animated", False):  # of a photograph, the others are previews
+    """Raise ``ValueError`` for images that lose frames or values in the conversion to RGB."""
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # further frames of an MPO are previews
         raise ValueError("it has several frames or pages: save each that you need as a PNG")
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers: save it with 8 or 16 bits")
@@ -183,16 +186,16 @@ def _decoded(image: Any) -> Any:
 
 
 def _size(image: Any) -> tuple[int, int]:
-    is_tagged = image.format != "PNG" or "exif" in image.info  # else Pillow decodes a PNG to find out
+    is_tagged = image.format != "PNG" or "exif" in image.info  # getexif() decodes a PNG without this entry
     turned = is_tagged and image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
     size = image.size
-    if image.format == "TIFF":  # recent releases of Pillow exchange the sides themselves
+    if image.format == "TIFF":  # recent releases of Pillow swap width and height themselves
         size = tuple(image.tag_v2[tag] for tag in _TIFF_SIZE)
     return size[::-1] if turned else size
 
 
 def _to_rgb(image: Any) -> Any:
-    """Convert to RGB, with transparency replaced by white."""
+    """Convert to RGB; replace transparency by white."""
     if image.mode[0] == "I":
         image = _to_8_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
@@ -234,7 +237,7 @@ def load_image(image_loc: Path | str) -> "torch.Tensor":
         uint8 ``[3, height, width]``, red, green and blue; transparency is replaced by white.
 
     Raises:
-        DataError: it cannot be read or is not an image.
+        DataError: the file cannot be read or is not an image.
         UserError: Pillow is not installed.
     """
     return read_pixels(image_loc).contiguous()
@@ -252,7 +255,7 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
         Content items, ``{"type": "text" | "image", "content": ...}``.
 
     Raises:
-        DataError: the number of tags is not the number of images.
+        DataError: the numbers of tags and images differ.
 
     Example:
         >>> torchtune.data.format_content_with_images("See <image>!", image_tag="<image>", images=["a.png"])[1]
@@ -271,7 +274,7 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
 
 
 def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
-    """Fill the turns' empty parts ``{"type": "image"}`` with the images of the row, in order."""
+    """Fill the empty content parts ``{"type": "image"}`` of the turns with the images of the row, in order."""
     remaining_images, places, given = list(images), 0, 0
 
     def fill_image_part(part: Any) -> Any:
@@ -296,7 +299,7 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
 
 
 def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images in the column ``image`` or ``images``. Raises :class:`DataError` if both have some."""
+    """Return the images in the column ``image`` or ``images``. Raises :class:`DataError` if both have images."""
     found = [row[name] for name in ("image", "images") if row.get(name)]
     if len(found) > 1:
         raise DataError("it has both image and images, but may have only one of them")
@@ -304,10 +307,12 @@ def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
 
 
 def with_images(content: Any, images: Sequence[Any]) -> Any:
-    """Return a text or a conversation with its images, as turns; a conversation without images is unchanged.
+    """Insert images into a text or a conversation, and return the turns.
+
+    Images without a tag ``<image>`` in a text come before the text. Without images, a conversation is unchanged.
 
     Raises:
-        DataError: an image has no placeholder.
+        DataError: the number of images differs from the number of their placeholders.
     """
     if not isinstance(content, str):
         return insert_images(content, images) if images and isinstance(content, Sequence) else content

@@ -14,7 +14,7 @@ from torchtune.data._check_shifted import check_shifted
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 Collated = Any  # the return value of collate_fn
-_PREFETCH_EXAMPLES = 64  # examples that a stream is asked to prefetch
+_PREFETCH_EXAMPLES = 64  # number of examples announced to a stream in advance
 
 
 def make_random_state(seed: int, *words: int) -> np.random.RandomState:
@@ -28,9 +28,10 @@ class BatchLoader:
 
     A step consists of the next ``batch_size * accumulation_steps * world_size`` examples in the epoch's order. Each
     micro-batch is a slice of ``batch_size * world_size`` examples, split among the ranks. The order depends only on
-    ``seed`` and the epoch, so any position can be reached directly, and a different number of ranks with the same
-    number of examples per step has the same steps. No example is dropped: the last step of an epoch may be smaller. A
-    rank without an example in it gets one without labels, so that all ranks run the same number of forward passes.
+    ``seed`` and the epoch, so any position can be reached directly, and the steps do not depend on the number of ranks
+    if the number of examples per step is the same. No example is dropped: the last step of an epoch may be smaller. A
+    rank without an example in that step gets an example without labels, so that all ranks run the same number of
+    forward passes.
 
     Iteration starts at the current position and stops at the end of the epoch; :attr:`epoch` is then the next one. The
     position advances before a step is yielded, so a state saved during a step continues after it. :meth:`peek` loads
@@ -101,7 +102,7 @@ class BatchLoader:
                 )
             self.examples_per_epoch = max_steps_per_epoch * self.examples_per_step
             dataset.begin(seed, shuffle=shuffle)
-        else:  # a mixture visits some examples never or several times per epoch
+        else:  # an epoch of a mixture may skip or repeat examples
             self.examples_per_epoch = getattr(dataset, "examples_per_epoch", None) or len(dataset)
         if self.examples_per_epoch == 0:
             raise DataError("The dataset is empty: there is nothing to train on.")
@@ -151,7 +152,7 @@ class BatchLoader:
     def peek(self) -> list[Collated] | None:
         """Load the micro-batches of the next step, without advancing the position; ``None`` at the end of the epoch.
 
-        They are cached until iteration yields them. A state saved now continues with them.
+        The micro-batches are cached until iteration yields them; a state saved now resumes with these micro-batches.
         """
         if self.at_epoch_end:
             return None
@@ -183,7 +184,7 @@ class BatchLoader:
     def derive(
         self, *, dataset: Any = None, collate_fn: Callable[[list[Any]], Collated] | None = None
     ) -> "BatchLoader":
-        """Copy the loader, at the same position and in the same order, with another dataset or collate function.
+        """Copy the loader with another dataset or collate function, at the same position and in the same order.
 
         Args:
             dataset: dataset with the same examples and additional entries; ``None`` for the same dataset.
@@ -220,7 +221,7 @@ class BatchLoader:
         return self._epoch_order[1][start : start + self.examples_per_step]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, int64 ``[examples_per_epoch]``."""
+        """Return the example indices of an epoch in order, int64 ``[examples_per_epoch]``."""
         if self._is_stream:
             return epoch * self.examples_per_epoch + np.arange(self.examples_per_epoch)
         if hasattr(self.dataset, "order"):
@@ -239,7 +240,7 @@ class BatchLoader:
         """Return the dataset rows of the last yielded step.
 
         Args:
-            parts: (micro-batch, rank) pairs to look up; ``None`` for all micro-batches of all ranks.
+            parts: (micro-batch, rank) pairs to look up; by default all micro-batches of all ranks.
 
         Returns:
             One dict per row, with ``row`` (from 0) and, if known, ``source``.
@@ -253,7 +254,7 @@ class BatchLoader:
         return [origin for index in indices for origin in origins(int(index))]
 
     def _split_step(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
-        """Yield (indices, is blank) for a rank's micro-batches of one step."""
+        """Yield (indices, whether the labels are removed) for a rank's micro-batches of one step."""
         width = self.batch_size * self.world_size
         for start in range(0, len(step), width):
             chunk = step[start : start + width]
@@ -278,7 +279,7 @@ class BatchLoader:
             "seed": self.seed,
         }
         if (content := getattr(self.dataset, "fingerprint", None)) is not None:
-            fingerprint["dataset_digest"] = content  # older states have dataset_content, of another format
+            fingerprint["dataset_digest"] = content  # older states have dataset_content, in another format
         if (mixture := getattr(self.dataset, "mixture", None)) is not None:
             fingerprint["mixture"] = mixture
         return fingerprint
@@ -295,7 +296,7 @@ class BatchLoader:
         """Restore a saved position.
 
         Raises:
-            DataError: the data or the order has changed since; the message lists the changes.
+            DataError: the data or the order differs from the saved state; the message lists the differences.
         """
         names = {
             "dataset_length": "the number of examples (or packs)",

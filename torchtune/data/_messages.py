@@ -15,8 +15,8 @@ class Video(NamedTuple):
     """Frames of a video.
 
     Attributes:
-        frames: images in order, as :func:`torchtune.data.open_image` takes them.
-        fps: number of the frames in a second.
+        frames: images in order; see :func:`torchtune.data.open_image` for their types.
+        fps: frames per second.
     """
 
     frames: tuple[Any, ...]
@@ -27,7 +27,7 @@ def as_video(part: Mapping[str, Any]) -> Video:
     """Return the video of a content part ``{"type": "video", "content": frames, "fps": ...}``.
 
     Raises:
-        DataError: it has no frames, or ``fps`` is not a positive number.
+        DataError: the part has no frames, or ``fps`` is not a positive number.
     """
     frames, fps = part["content"], part.get("fps")
     if isinstance(frames, Video):
@@ -47,8 +47,8 @@ class Message:
 
     Args:
         role: role of the speaker.
-        content: a text, or a list of ``{"type": "text" | "image" | "video", "content": ...}``; a video has a list of
-            frames as content, and ``fps``, their number in a second.
+        content: a text, or a list of ``{"type": "text" | "image" | "video", "content": ...}``; the content of a video
+            is a list of frames, and its ``fps`` is the number of frames per second.
         masked: exclude all tokens of the turn from the loss.
         ipython: the turn is a tool call of the assistant.
         eot: the turn ends with an end-of-turn token; False if a tool response follows.
@@ -56,7 +56,7 @@ class Message:
             ``reasoning_content`` …).
 
     Raises:
-        ValueError: ``ipython`` is True for another role than assistant, or for a turn with media.
+        ValueError: ``ipython`` is True for a role other than assistant, or for a turn with media.
 
     Example:
         >>> message = torchtune.data.Message(role="user", content="Why?")
@@ -123,8 +123,8 @@ _FIELDS = ("masked", "ipython", "eot")
 def as_message(value: MessageLike) -> Message:
     """Convert a turn to a :class:`Message`.
 
-    A mapping may have all arguments of :class:`Message`; unknown fields are stored in ``extra``. Its content is a text
-    or a list of parts, and optional if the turn has ``tool_calls``.
+    A mapping may have any argument of :class:`Message`; other fields are stored in ``extra``. Its content is a text or
+    a list of parts; a turn with ``tool_calls`` needs no content.
 
     Raises:
         DataError: the turn is neither a message nor such a mapping.
@@ -165,7 +165,7 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
 
 
 def parse_content_part(part: Any) -> dict[str, Any]:
-    """Convert a content part in chat API format. Raises :class:`DataError` if it is no text, image or video."""
+    """Convert a content part in chat API format. Raises :class:`DataError` for parts other than text, image, video."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     found = None
     if isinstance(part, Mapping) and kind in ("text", *_MEDIA) and "content" in part:
@@ -193,7 +193,7 @@ def parse_content_part(part: Any) -> dict[str, Any]:
 
 
 class MaskingStrategy(Enum):
-    """Selection of the turns that are trained on.
+    """Choice of the turns to train on.
 
     Example:
         >>> torchtune.data.MaskingStrategy("train_on_last").name
@@ -210,7 +210,7 @@ MaskingName = Literal["train_on_all", "train_on_assistant", "train_on_last"]
 
 
 def parse_masking_strategy(value: MaskingStrategy | str) -> MaskingStrategy:
-    """Return the strategy of a name. Raises :class:`DataError` for an unknown name."""
+    """Convert a name to a :class:`MaskingStrategy`. Raises :class:`DataError` for an unknown name."""
     try:
         return MaskingStrategy(value)
     except ValueError as error:

@@ -92,7 +92,7 @@ QuestionAnswerTemplate = partial(PromptTemplate, template={"user": ("Question: "
 def get_prompt_template(
     prompt_template: TemplateType | PromptTemplateInterface | None,
 ) -> PromptTemplateInterface | None:
-    """Build the template of a setting: a dotted path, a mapping from role to (before, after), or a template.
+    """Build a prompt template from a dotted path, a mapping from role to (text before, text after), or a template.
 
     Args:
         prompt_template: the setting; ``None`` returns ``None``.

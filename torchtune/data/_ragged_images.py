@@ -21,8 +21,9 @@ class Colors(NamedTuple):
     Attributes:
         mean: mean of red, green and blue, for values from 0 to 1.
         std: standard deviation of red, green and blue.
-        patch_values: number of values of a patch; the pixels of an image are repeated as its frames.
-        last: whether a patch is ordered by row, column and color, instead of by color, frame, row and column.
+        patch_values: number of values of a patch; an image repeats its pixels in each frame of a patch.
+        last: whether the values of a patch are ordered by row, column and color (channels last), instead of by color,
+            frame, row and column.
     """
 
     mean: tuple[float, ...]
@@ -39,27 +40,29 @@ class Colors(NamedTuple):
         return self.repeat(colors.flatten(1))
 
     def repeat(self, pixels: Tensor) -> Tensor:
-        """Repeat pixels ``[p, pixels * 3]`` to the frames of a patch; pixels of a video have all frames."""
+        """Repeat an image's pixels ``[p, pixels * 3]`` once per frame of a patch; a video's already have all frames."""
         frames = self.patch_values // pixels.shape[1]
         return pixels.unflatten(1, (3, -1))[:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images of a batch, for models with image tokens among those of the text.
+    """Images of a batch, for vision-language models with image tokens in the text sequence.
 
     Attributes:
-        pixels: all patches, ``[p, patch values]``, or uint8 ``[p, pixels * 3]`` with ``colors``. Those of an image are
-            ordered by block: ``merge`` x ``merge`` patches that become one token are consecutive.
+        pixels: patches of all images, ``[p, patch values]``, or with ``colors`` their pixels, uint8
+            ``[p, pixels * 3]``. The patches of an image are ordered by block: ``merge`` x ``merge`` patches that
+            become one token are consecutive.
         grids: frames, rows and columns of patches of every image, on the host.
-        places: int64 ``[n]``, indices of the image tokens in the flattened ``b * s`` positions; by default they are
-            found by their token id.
-        positions: int64 ``[3, b, s]``, position of each token in time, rows and columns, for models that rotate by
-            them; by default they are computed.
+        places: int64 ``[n]``, indices of the image tokens in the flattened ``b * s`` positions; None finds them by
+            token id.
+        positions: int64 ``[3, b, s]``, position of each token in time, rows and columns, for models with M-RoPE; None
+            computes them.
         features: int64 ``[n]``, index of the vision tower's output for each of the ``places``; by default in order.
-        colors: conversion of ``pixels`` to the values of patches; by default they are these. Pixels take an eighth of
-            the memory of Qwen's patches.
-        cached: the images, if features are cached; ``pixels`` are those of images without features.
+        colors: conversion of ``pixels`` to patch values; None if ``pixels`` already holds patch values. For Qwen, uint8
+            pixels take an eighth of the memory of patch values.
+        cached: the batch's images, if vision features are cached; ``pixels`` then holds only the patches of images
+            without cached features.
 
     Example:
         >>> images = torchtune.data.Images(torch.zeros(4 + 16, 12), ((1, 2, 2), (1, 4, 4)))
@@ -86,7 +89,7 @@ class Images:
 
     @property
     def missing(self) -> list[CachedImage]:
-        """The images of ``cached`` without features."""
+        """Images in ``cached`` without features."""
         return [image for image in self.cached if image.features is None]
 
     @property
@@ -101,7 +104,7 @@ class Images:
 
     @property
     def offset(self) -> int:
-        """Difference of position and index of the text after a document of one row with these images."""
+        """Offset of text after these images, in one row with one document: position = index + offset."""
         return 0 if self.positions is None else int(self.positions[:, 0, -1].max()) + 1 - self.positions.shape[2]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Images":
@@ -119,20 +122,20 @@ class Images:
 
 
 def join_pixels(parts: Sequence[Tensor], colors: Colors | None) -> Tensor:
-    """Concatenate the pixels of images and videos; those of images are repeated if there are videos."""
+    """Concatenate the pixels of images and videos; if there are videos, images repeat theirs per frame of a patch."""
     parts = [part for part in parts if len(part)] or [torch.empty(0, 0, dtype=torch.uint8)]
     width = max(part.shape[1] for part in parts)
     return torch.cat([part if part.shape[1] == width else colors.repeat(part) for part in parts])
 
 
 def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> Images | None:
-    """Join the images of documents that are concatenated; None if there are none.
+    """Join the images of concatenated documents; None if there are no images.
 
-    Documents with the same pixels, such as answers to one prompt, share them: the vision tower sees them once.
+    Documents with the same pixels, such as answers to one prompt, share them: the vision tower encodes them once.
 
     Args:
-        documents: images of each document, as :class:`torchtune.models.ImageTextTransform` gives them.
-        lengths: length of each document; text that the images do not know of may follow.
+        documents: images of each document, as returned by :class:`torchtune.models.ImageTextTransform`.
+        lengths: length of each document; may exceed the length for which ``positions`` were computed.
     """
     pairs = [
         (one, start) for one, start in zip(documents, accumulate(lengths, initial=0), strict=False) if one is not None
@@ -165,15 +168,15 @@ def _positions(images: Images | None, length: int) -> Tensor:
 
 
 def token_counts(grids: Sequence[Grid], merge: int) -> list[int]:
-    """Return the number of tokens of every image, if ``merge`` x ``merge`` patches become one token."""
+    """Return the number of tokens of every image; ``merge`` x ``merge`` patches become one token."""
     return [frames * rows * columns // merge**2 for frames, rows, columns in grids]
 
 
 def check_placeholders(tokens: Sequence[int], image_tokens: Collection[int], grids: Sequence[Grid], merge: int) -> None:
-    """Check that a document has one placeholder token for every token of its images.
+    """Check that a document has one placeholder token per image token.
 
     Raises:
-        DataError: the numbers differ.
+        DataError: the numbers of placeholders and image tokens differ.
     """
     wanted, found = token_counts(grids, merge), int(np.isin(np.asarray(tokens), list(image_tokens)).sum())
     if sum(wanted) != found:
@@ -192,22 +195,23 @@ def grid_positions(
 ) -> np.ndarray:
     """Compute the positions of a document's tokens in time, rows and columns (M-RoPE of Qwen 2.5-VL and Qwen 3-VL).
 
-    A text token advances all three. The tokens of a frame have the position before it plus (0, row, column), and the
-    next token continues after the larger side.
+    A text token advances all three by one. With p the next free position, a token of a frame is at
+    (p, p + row, p + column), and the next text token or frame starts at p + max(rows, columns). The frames of a video
+    with a step all start at the same p, and frame f is at time p + int(f * step).
 
     Args:
         tokens: token ids of the document.
         image_tokens: ids of image and video placeholders.
         grids: grids of the document's images and videos, in order.
         merge: rows and columns of patches that become one token.
-        steps: of each grid, 0 if its frames are as many images; else they have the same rows and columns, and this is
-            the distance in time from one to the next. By default 0.
+        steps: for each grid, the time from one frame to the next (a video, whose frames share row and column
+            positions); 0, the default, treats each frame as an image.
 
     Returns:
         int64 ``[3, s]``.
 
     Raises:
-        DataError: the placeholders do not fit the grids.
+        DataError: the placeholders do not match the grids.
     """
     check_placeholders(tokens, image_tokens, grids, merge)
     images = np.isin(np.asarray(tokens), list(image_tokens))

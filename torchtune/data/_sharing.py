@@ -1,4 +1,4 @@
-"""Share common prefixes of documents, so that they are computed once."""
+"""Share common prefixes of documents, so that a prefix is computed once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torchtune.data._batch import Batch
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
 
-# A prefix's keys are copied for every document that continues it, which does not pay off for fewer tokens.
+# The keys of a prefix are copied for every document that continues it. For fewer tokens the copies cost too much.
 MIN_SHARED = 8
 
 
@@ -25,16 +25,16 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     Args:
         batch: a batch on the host, with documents.
         groups: group number of every document; documents are compared within a group.
-        labelled: also share labeled tokens. This is correct for losses of per-document sums, but wrong for losses that
-            sum over tokens.
+        labelled: also share labeled tokens. This is correct for losses computed from per-document sums, but wrong for
+            losses that sum over tokens.
 
     Returns:
         A batch of one row, with the documents and per-document entries sorted by group. A group with fewer than 8
         common tokens has no prefix; without any prefix, the batch is returned unchanged.
 
     Raises:
-        DataError: the batch has no documents, has entries that are neither per token nor per document, or is split or
-            padded.
+        DataError: the batch has no documents, has entries in ``inputs`` (neither per token nor per document), or is
+            split or padded.
 
     Example:
         >>> rows = [{"tokens": [*range(9), last], "labels": [-100] * 9 + [7]} for last in (20, 30)]

@@ -32,10 +32,10 @@ def text_column(sample: Mapping[str, Any], name: str) -> str:
 def check_column_map(
     column_map: Mapping[str, str] | None, defaults: Mapping[str, str], required: Sequence[str]
 ) -> dict[str, str]:
-    """Return the column of every key; ``defaults`` if there is no map.
+    """Check and return a mapping from keys to columns; return ``defaults`` if it is None.
 
     Raises:
-        DataError: a required key is missing from the map, or a key is unknown.
+        DataError: a required key is missing from ``column_map``, or a key is unknown.
     """
     if column_map is None:
         return dict(defaults)
@@ -51,7 +51,7 @@ def check_column_map(
 
 
 def resolve_masking(train_on_input: bool | None, masking_strategy: str | MaskingStrategy | None) -> MaskingStrategy:
-    """Return the masking strategy; ``train_on_input`` is deprecated and takes precedence.
+    """Return the masking strategy; the deprecated ``train_on_input`` takes precedence if it is set.
 
     Raises:
         DataError: the strategy is unknown.
@@ -70,7 +70,7 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
 def prompted_and_masked(
     messages: list[Message], system_prompt: str | None, masking_strategy: MaskingStrategy | str
 ) -> list[Message]:
-    """Return the messages with masks set; unless None, ``system_prompt`` replaces their system messages."""
+    """Return the messages with masks; a ``system_prompt`` that is not None replaces their system messages."""
     if system_prompt is not None:
         others = [message for message in messages if message.role != "system"]
         messages = [Message(role="system", content=system_prompt), *others]
@@ -79,7 +79,7 @@ def prompted_and_masked(
 
 
 def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
-    """Return the images of a column, with ``image_dir`` prepended to file names; an empty list for null."""
+    """Return the images of a column, with ``image_dir`` before file names; return an empty list for null."""
     value = column(sample, name)
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     return [
@@ -93,14 +93,14 @@ class InputOutputToMessages(Transform):
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``input``, ``output`` and, optionally, ``image``: an image, a list of images, or
-            null.
-        new_system_prompt: system turn to insert.
-        image_dir: folder of the images, for file names in rows.
+        column_map: maps ``input``, ``output`` and, optionally, ``image`` (an image, a list of images, or null) to
+            columns.
+        new_system_prompt: system prompt to insert.
+        image_dir: folder that contains the images, if rows have file names.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: a key of the map is missing; when called, a column is missing or is not a text.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or is not a text.
 
     Example:
         >>> transform = torchtune.data.InputOutputToMessages(column_map={"input": "question", "output": "answer"})
@@ -143,11 +143,11 @@ class AlpacaToMessages(Transform):
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``instruction``, ``output`` and, optionally, ``input``.
+        column_map: maps ``instruction``, ``output`` and, optionally, ``input`` to columns.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: a key of the map is missing; when called, a column is missing or is not a text.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or is not a text.
 
     Example:
         >>> row = {"instruction": "Count.", "input": "", "output": "1 2 3"}
@@ -194,17 +194,17 @@ class AlpacaToMessages(Transform):
 class ChosenRejectedToMessages(Transform):
     """Transform of a row with a chosen and a rejected conversation (lists of ``{"role", "content"}``) to messages.
 
-    If ``chosen`` and ``rejected`` are texts, or begin with an assistant turn, they are answers to the row's ``prompt``,
-    a text or a list of turns.
+    If ``chosen`` and ``rejected`` are texts, or begin with an assistant turn, they are answers to the ``prompt`` of the
+    row, which is a text or a list of turns.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``chosen``, ``rejected`` and, optionally, ``prompt``.
-        new_system_prompt: system turn that replaces the conversations'.
+        column_map: maps ``chosen``, ``rejected`` and, optionally, ``prompt`` to columns.
+        new_system_prompt: system prompt that replaces the system turns of both conversations.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
+        DataError: ``column_map`` lacks a key; when called, a column is missing or is not a conversation.
 
     Example:
         >>> question = {"role": "user", "content": "Why?"}
@@ -237,9 +237,9 @@ class ChosenRejectedToMessages(Transform):
 
 
 def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:
-    """Return the turns of an answer, with the prompt's turns before them unless the answer contains the prompt.
+    """Return the turns of an answer, preceded by the prompt's turns unless the answer already contains the prompt.
 
-    Images of the row's column ``image`` or ``images`` are added, see :func:`with_images`.
+    Images in the row's column ``image`` or ``images`` are inserted; see :func:`with_images`.
 
     Args:
         answer: a text, or turns.
@@ -247,7 +247,7 @@ def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Seque
         prompt: column of the prompt, a text or turns.
 
     Raises:
-        DataError: the answer is neither a text nor turns, or the row has no prompt for it.
+        DataError: the answer is neither a text nor a list of turns, or neither the answer nor the row has a prompt.
     """
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]

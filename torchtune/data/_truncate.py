@@ -45,9 +45,9 @@ def truncate_row(
 ) -> tuple[list[int], list[bool]]:
     """Truncate a row and its mask to ``max_seq_len``.
 
-    A row truncated on the right ends with ``eos_id``, if it is not ``None``. This token is masked, because the text
-    does not end there. A token of ``stop_ids`` is not replaced, because a turn ends there and the model should learn to
-    stop.
+    If ``eos_id`` is not None, it replaces the last token of a row that is truncated on the right. This token is masked,
+    because the text does not end there. A last token in ``stop_ids`` is not replaced, because a turn ends there and the
+    model should learn to stop.
     """
     if max_seq_len is None or len(tokens) <= max_seq_len:
         return tokens, mask

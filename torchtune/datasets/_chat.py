@@ -41,8 +41,8 @@ def chat_dataset(
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
-        DataError: ``conversation_style`` is unknown; see :class:`SFTDataset`; ``packed`` requires the tokenizer's
-            ``max_seq_len``.
+        DataError: ``conversation_style`` is unknown, or ``packed`` is True but the tokenizer has no ``max_seq_len``;
+            further cases in :class:`SFTDataset`.
 
     Example:
         >>> rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one cat"}]}]
@@ -84,7 +84,7 @@ def slimorca_dataset(
     Other arguments: see :func:`chat_dataset`.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
 
     Example:
         >>> turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "one cat"}]

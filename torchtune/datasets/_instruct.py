@@ -39,7 +39,7 @@ def instruct_dataset(
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
 
     Example:
         >>> rows = [{"input": "What does the cat see?", "output": "a red bird"}]
@@ -75,7 +75,7 @@ def alpaca_dataset(
     By default the instruction is trained on, too. Arguments: see :func:`instruct_dataset`.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
 
     Example:
         >>> rows = [{"instruction": "Count.", "input": "", "output": "one two"}]

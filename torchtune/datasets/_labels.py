@@ -1,7 +1,9 @@
 """Labels of token rows: the token to predict at each position, or -100 where none is trained on.
 
 A transform to messages masks turns (:func:`torchtune.data.mask_messages`), the tokenizer masks the tokens of these
-turns, and :func:`shifted_labels` turns tokens and mask into labels.
+turns, and :func:`shifted_labels` turns tokens and mask into labels. Other places that decide on labels:
+``datasets/_text_completion.py`` labels all tokens, ``tokenizers/_reasoning.py`` masks the earlier turns of split
+conversations, ``models/_image_transform.py`` masks turns with images, and ``rlhf/_rollouts.py`` labels answers.
 """
 
 from array import array

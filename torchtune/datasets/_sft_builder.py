@@ -23,7 +23,7 @@ def sft_dataset(
     """Build an :class:`SFTDataset`, packed if ``packed``, or a :class:`StreamedDataset` with ``streaming=True``.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` requires the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
     """
     length = pack_length(tokenizer) if packed else None
     if settings.get("streaming"):

@@ -43,8 +43,8 @@ class TextCompletionDataset(TokenizedDataset):
         column: column with the text.
         add_eos: end every text with the EOS token.
         filter_fn: function of a row; rows for which it returns False are dropped.
-        max_seq_len: texts are truncated to one token less; by default the tokenizer's.
-        cut: whether to truncate.
+        max_seq_len: texts are truncated to ``max_seq_len - 1`` tokens; by default the tokenizer's.
+        cut: whether to truncate texts.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
@@ -102,7 +102,7 @@ def text_completion_dataset(
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
-        DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
+        DataError: ``packed`` is True but there is no ``max_seq_len``; further cases in :class:`TextCompletionDataset`.
 
     Example:
         >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}])

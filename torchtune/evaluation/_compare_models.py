@@ -12,7 +12,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRALinear
 
-# Rows of a random input of each layer.
+# Number of rows of each layer's random input.
 _PROBES = 8
 
 
@@ -25,7 +25,7 @@ class Comparison:
         mean_difference: mean absolute difference.
         spread: standard deviation of the first model's logits, for comparison.
         kl: Kullback-Leibler divergence of the second model's distribution from the first one's, in nats per token.
-        equal_tokens: number of tokens after which both models find the same token most likely.
+        equal_tokens: number of positions at which both models have the same argmax.
         tokens: number of tokens.
 
     Example:
@@ -43,7 +43,10 @@ class Comparison:
 
 
 def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Comparison:
-    """Compare the logits of two models; NaN in one of them is NaN in the result.
+    """Compare the logits of two models.
+
+    If a logit is NaN, the differences and the divergence are NaN, and so is the spread if it is a logit of the first
+    model; the numbers of tokens are not affected.
 
     Args:
         first: for each prompt, logits ``[s, v]``, for example :func:`logits_of` a model.
@@ -76,7 +79,7 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
 
 @torch.no_grad()
 def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tensor]:
-    """Return a model's logits for prompts, float32 ``[s, v]``, on the host; of a classifier those after the last token.
+    """Return a model's logits for prompts, float32 ``[s, v]``, on the host; for a classifier, only the last position's.
 
     Args:
         model: the model.
@@ -95,16 +98,16 @@ def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tens
 def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
     """Compare the outputs of each layer of two models, including adapters.
 
-    Linear layers and experts multiply a random input, so adapters and merged weights are equal if their products are;
-    other parameters are compared themselves.
+    Linear layers and experts are compared by their outputs for a random input, so an adapter equals its merged weight;
+    other parameters are compared by value.
 
     Args:
         first: a model of :mod:`torchtune.models`, in evaluation mode.
         second: another with the same description, with or without adapters.
 
     Returns:
-        For each weight, by its name in Hugging Face's format: norm of the difference, relative to that of the
-        first; infinite if one is not finite.
+        Hugging Face name of each weight -> norm of the difference, relative to the norm of the first model's output
+        or value; infinite if it is not finite.
 
     Example:
         >>> max(torchtune.evaluation.compare_layers(model, model).values())
@@ -124,7 +127,7 @@ def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
 
 
 def _computed(model: nn.Module, name: str) -> Tensor:
-    """Return float32 ``[parts, n]``: products of a layer with a random input, or a parameter."""
+    """Return the output of a layer for a random input, or a parameter: float32 ``[parts, n]``."""
     path, _, leaf = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
     generator, kind = torch.Generator().manual_seed(0), {"device": parameter.device, "dtype": parameter.dtype}

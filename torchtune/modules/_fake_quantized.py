@@ -41,7 +41,10 @@ class FakeQuantized(nn.Module):
         self.fake_quant = switch
 
     def quantized_weight(self) -> Tensor:
-        """Return the weight ``[out, in]`` to quantize, as an exported checkpoint holds it: with adapters merged."""
+        """Return the weight ``[out, in]`` to fake-quantize, the one that an export writes.
+
+        Subclasses with adapters return the merged weight.
+        """
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:

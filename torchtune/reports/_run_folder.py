@@ -28,7 +28,7 @@ _SLOW = 3.0  # times the median step
 
 
 class RunFolder:
-    """Everything that a run left in its ``output_dir``, also if it was killed or is going on.
+    """Contents of the ``output_dir`` of a finished, running or killed run.
 
     Incomplete last lines of logs are skipped. A resumed run is one run: repeated steps count once, and tokens and
     seconds add up.
@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The end of the last process; empty while it runs, or if it was killed."""
+        """The ``end`` event of the last process; empty while the process runs, or if it was killed."""
         last = [event for event in self.events if event["event"] != "measured"][-1:]
         return last[0] if last and last[0]["event"] == "end" else {}
 
@@ -78,7 +78,7 @@ class RunFolder:
         return Path(str((self.settings.get("checkpointer") or {}).get("checkpoint_dir")))
 
     def checkpoint(self) -> tuple[Path, str]:
-        """Return the best checkpoint, or the last one, and these words for it.
+        """Return the best checkpoint, or the last one if none is the best, and a phrase that describes it.
 
         Raises:
             UserError: there is no complete checkpoint.
@@ -102,7 +102,11 @@ class RunFolder:
 
     @cached_property
     def state(self) -> str:
-        """``has finished``, ``has stopped early``, ``was stopped``, ``has failed``, ``is going on``, ``was killed``."""
+        """State of the run.
+
+        One of ``has finished``, ``has stopped early``, ``was stopped``, ``has failed``, ``is going on``,
+        ``was killed``, and ``is of an earlier release`` for a run without recorded events.
+        """
         if self.end:
             return self.end["state"]
         try:
@@ -152,12 +156,12 @@ class RunFolder:
         return [(step, values[name]) for step, values in self.steps.items() if name in values]
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric, also of the counters ``processed_tokens`` and ``trained_tokens``."""
+        """Return the last value of a metric or counter, None if it was never logged."""
         return next((value for _, value in reversed(self.curve(name))), None)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all processes of the run; of one that was killed, to its last metrics."""
+        """Total seconds of the run's processes; a killed process counts up to its last metrics."""
         return max(sum(event.get("seconds", 0.0) for event in self.events), self.last("elapsed_seconds") or 0.0)
 
     @cached_property
@@ -176,7 +180,7 @@ class RunFolder:
         return {path.name: read_json(path / MARKER).get("crc32", {}) for path in complete_directories(self.path)}
 
     def slow_steps(self) -> list[tuple[int, float, float]]:
-        """Return (step, seconds, median) of steps over three times the median, without saving and validation."""
+        """Return (step, seconds, median) of steps over three times the median, excluding saving and validation."""
         times, rates = self.curve("elapsed_seconds"), {}
         for (before, start), (step, end) in itertools.pairwise(times):
             lost = sum(self.steps[step].get(f"lost_to_{phase}", 0.0) for phase in ("saving", "validation"))
@@ -185,7 +189,7 @@ class RunFolder:
         return [(step, rate, middle) for step, rate in rates.items() if rate > _SLOW * middle]
 
     def eval_scores(self) -> dict[str, dict[int, float]]:
-        """Return ``score on data`` -> line -> score, of the last model of each ``eval/*.results.json``."""
+        """Return the scores of the last model of each ``eval/*.results.json``: {"METRIC on DATA": {line: score}}."""
         found: dict[str, dict[int, float]] = {}
         for path in sorted((self.path / "eval").glob("*.results.json")):
             answers = path.parent / Path(str(read_json(path)["models"][-1].get("answers"))).name
@@ -201,7 +205,7 @@ def _is_number(text: str) -> bool:
 
 
 def _read_lines(path: Path, key: str = "event") -> Iterator[dict[str, Any]]:
-    """Yield the objects with ``key`` of a file of JSON lines, without lines that a killed process wrote in part."""
+    """Yield the objects with ``key`` from a file of JSON lines; skip lines that a killed process wrote in part."""
     if not path.is_file():
         return
     for line in path.read_text("utf-8", "replace").splitlines():

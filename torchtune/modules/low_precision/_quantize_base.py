@@ -39,16 +39,17 @@ class QuantizeBase(Conversion):
     """Conversion that freezes a model and stores its linear layers and experts in 4 or 8 bits, for QLoRA.
 
     Weights are quantized one at a time while the checkpoint is loaded. Every matrix product dequantizes the weight to
-    the dtype of the model, and does not save it for the backward pass. Only adapters can be trained.
+    the model's dtype; the dequantized weight is not saved for the backward pass. Only adapters can be trained.
 
     By default, the linear layers and experts inside ``layers`` are quantized, except routers. Embeddings and the output
-    projection, tied or not, keep their dtype, and so do layers with a width that the block size does not divide; the
-    report lists these.
+    projection, tied or not, keep their dtype. Layers whose input width is not a multiple of ``block_size`` also keep
+    their dtype; the conversion report lists them.
 
     Args:
         dtype: ``"nf4"`` (4.1 to 4.3 bits per element), ``"int8"`` or ``"float8"`` (8 bits per element).
         block_size: columns that share a scale in NF4, a multiple of 2; 64 by default. Must be None for other dtypes.
-        target_modules: :mod:`fnmatch` patterns of module paths, or of their ends, which replace the default.
+        target_modules: :mod:`fnmatch` patterns that match a module path or its end; by default modules inside
+            ``layers``.
 
     Raises:
         ConversionError: an argument is invalid.
@@ -106,7 +107,7 @@ class QuantizeBase(Conversion):
         return ConversionReport(name=f"Base in {self.dtype}", replaced=list(chosen), note=note)
 
     def _select_modules(self, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Modules to quantize by path, and reasons for the default targets that are left out."""
+        """Return the modules to quantize by path, and the reason for each default target that is not quantized."""
         kinds = (nn.Linear, GroupedExperts)
         routers = {id(module.gate) for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)}
         layers = {
@@ -225,9 +226,9 @@ def reparametrize_as_dtype_state_dict_post_hook(
     offload_to_cpu: bool = True,
     **kwargs: Any,
 ) -> None:
-    """State-dict hook that replaces stored weights by dequantized ones.
+    """State-dict hook that replaces quantized weights by dequantized ones.
 
-    Recipes do not need it for their checkpoints; it is for ``model.state_dict()`` in user code.
+    It is for ``model.state_dict()`` in user code; recipes do not need it for their checkpoints.
 
     Args:
         model: the model.

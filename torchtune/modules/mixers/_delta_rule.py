@@ -7,9 +7,10 @@ from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, sc
 
 
 class _DeltaChunk(Chunk):
-    """Position i writes ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``.
+    """Chunk of the gated delta rule.
 
-    This is a triangular system per chunk (Yang et al. 2024, arXiv:2412.06464). ``q_scale`` and ``k_scale``,
+    Position i writes ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``, a
+    triangular system per chunk (Yang et al. 2024, arXiv:2412.06464). ``q_scale`` and ``k_scale``,
     ``[b, n_k, 1, c, 1]``, normalize queries to length ``h_k ** -0.5`` and keys to length 1.
     """
 
@@ -84,8 +85,8 @@ def gated_delta_rule(
 
     Every head has a state S ``[h_k, h_v]``. A position decays it by ``exp(g)``, adds
     ``beta * k (v - S^T k)^T`` and outputs ``S^T q / sqrt(h_k)``; queries and keys are normalized to length 1. S is zero
-    before every position of ``resets``. Computed in float32, in chunks of 64 positions; only the inputs and the states
-    at the beginnings of chunks are saved for the backward pass.
+    before each position where ``resets`` is True. The computation is in float32, in chunks of 64 positions; only the
+    inputs and the state at the beginning of each chunk are saved for the backward pass.
 
     Args:
         q: queries ``[b, s, n_k, h_k]``.

@@ -28,7 +28,7 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalize ``x`` ``[..., dim]``, gated by ``gate`` ``[..., dim]``, in float32; the dtype of ``x`` is kept."""
+        """Normalize ``x`` ``[..., dim]`` and multiply by ``silu(gate)`` in float32; return the dtype of ``x``."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.scale
         return (normed.float() * F.silu(gate.float())).to(x.dtype)
 
@@ -37,14 +37,14 @@ class GatedDeltaNet(RecurrentMixer):
     """Gated DeltaNet: short convolution of queries, keys and values, gated delta rule, gated norm, projection.
 
     Args:
-        embed_dim: d.
-        num_key_heads: n_k.
-        num_value_heads: n_v, a multiple of n_k.
+        embed_dim: width d of the hidden states.
+        num_key_heads: number n_k of query and key heads.
+        num_value_heads: number n_v of value heads, a multiple of n_k.
         key_dim: h_k, size of a query or key head.
         value_dim: h_v, size of a value head.
         conv_taps: kernel size of the convolution.
         norm_eps: eps of the norm.
-        fused: use one projection ``qkvz_proj`` instead of ``qkv_proj`` and ``z_proj``, and ``ba_proj`` likewise.
+        fused: use two fused projections, ``qkvz_proj`` and ``ba_proj``, instead of four.
 
     Raises:
         ValueError: ``num_value_heads`` is not a multiple of ``num_key_heads``.
@@ -119,7 +119,7 @@ class GatedDeltaNet(RecurrentMixer):
         return self.output_proj(self.norm(out, gate).flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Project to concatenated queries, keys and values, gates z, and the inputs of beta and the decay."""
+        """Return the input projections: concatenated queries, keys and values; gate z; b for beta; a for decay."""
         if not self.fused:
             return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
         qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
@@ -127,7 +127,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     @property
     def state_elements(self) -> int:
-        """``n_v * h_k * h_v``."""
+        """Number of elements of one sequence's state, ``n_v * h_k * h_v``."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property

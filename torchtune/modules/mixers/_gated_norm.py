@@ -54,7 +54,7 @@ class GatedGroupNorm(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalize ``x`` ``[..., dim]``, gated by ``gate`` ``[..., dim]``, in float32; the dtype of ``x`` is kept."""
+        """Multiply ``x`` ``[..., dim]`` by ``silu(gate)`` and normalize, in float32; return the dtype of ``x``."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _gated_norm(x, gate, self.scale, self.groups, self.eps)
         return _GatedNorm.apply(x, gate, self.scale, self.groups, self.eps)

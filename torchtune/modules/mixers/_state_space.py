@@ -1,4 +1,4 @@
-"""Chunked state space of Mamba 2: linear attention with a decaying state."""
+"""Chunked state-space model (SSD) of Mamba 2: linear attention with a decaying state."""
 
 from torch import Tensor
 
@@ -6,9 +6,10 @@ from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, sc
 
 
 class _StateSpaceChunk(Chunk):
-    """Position i writes ``beta_i v_i``: the sum within a chunk is masked attention (Dao & Gu 2024, arXiv:2405.21060).
+    """Chunk of the state-space model: position i writes ``beta_i v_i``.
 
-    r value heads share a key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one product covers all r heads.
+    Within a chunk, the sum over positions is masked attention (Dao & Gu 2024, arXiv:2405.21060). r value heads share a
+    key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one matrix product computes all r heads.
     """
 
     @staticmethod
@@ -47,7 +48,7 @@ class _StateSpaceChunk(Chunk):
         return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_state
 
     def _weights(self) -> Tensor:
-        """``d(i, j) (q_i . k_j)``, ``[b, n_k, r, c, c]``."""
+        """Return the attention weights ``d(i, j) (q_i . k_j)``, ``[b, n_k, r, c, c]``."""
         return self.decay * (self.q @ self.k.mT)
 
     def _after(self, state: Tensor, written: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class _StateSpaceChunk(Chunk):
 
     @staticmethod
     def _rows(x: Tensor) -> Tensor:
-        """``[b, n_k, r, c, h_v]`` to ``[b, n_k, c, r * h_v]``."""
+        """Permute ``[b, n_k, r, c, h_v]`` to ``[b, n_k, c, r * h_v]``."""
         return x.transpose(2, 3).flatten(-2)
 
 
@@ -74,11 +75,11 @@ _rule = chunked("state_space", _StateSpaceChunk)
 def state_space(
     c: Tensor, b: Tensor, x: Tensor, g: Tensor, dt: Tensor, resets: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the state space of Mamba 2, without its skip connection (Dao & Gu 2024, arXiv:2405.21060).
+    """Compute the state-space model (SSD) of Mamba 2, without its skip connection (Dao & Gu 2024, arXiv:2405.21060).
 
     Every head has a state S ``[n, p]``. A position decays it by ``exp(g)``, adds ``dt * b x^T`` and outputs ``S^T c``.
-    S is zero before every position of ``resets``. Computed in float32, in chunks of 64 positions; only the inputs and
-    the states at the beginnings of chunks are saved for the backward pass.
+    S is zero before each position where ``resets`` is True. The computation is in float32, in chunks of 64 positions;
+    only the inputs and the state at the beginning of each chunk are saved for the backward pass.
 
     Args:
         c: queries ``[b, s, groups, n]``.

@@ -1,4 +1,4 @@
-"""Model with image tokens among those of the text."""
+"""Vision-language model with image tokens in the text sequence."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,8 +24,8 @@ class ImageTextModel(FusionModel):
         encoder: vision tower.
         image_tokens: ids of the placeholder tokens.
         grid_positions: whether tokens have positions in time, rows and columns (M-RoPE), instead of one position.
-        pad_token: token that is embedded in the place of placeholders; by default they are embedded.
-        image_blocks: whether a token of an image sees the later ones, too, in layers with a window.
+        pad_token: token whose embedding replaces the placeholders' embeddings; None embeds the placeholders.
+        image_blocks: whether the tokens of an image attend to each other in both directions in sliding-window layers.
 
     Example:
         >>> tower = torchtune.models.VisionDescription(
@@ -78,8 +78,8 @@ class ImageTextModel(FusionModel):
             mask: see :meth:`torchtune.modules.TransformerDecoder.forward`.
             documents: see there.
             input_pos: see there.
-            encoder_input: ``images``, the :class:`torchtune.data.Images` of all rows in order. With caches, the first
-                call has the images; ``input_pos`` of later ones continues after their positions
+            encoder_input: ``images``, the :class:`torchtune.data.Images` of all rows in order. With caches, pass images
+                in the first call only; in later calls, ``input_pos`` continues after the images' positions
                 (:attr:`torchtune.data.Images.offset`).
             output: see there.
 
@@ -87,7 +87,7 @@ class ImageTextModel(FusionModel):
             See :meth:`torchtune.modules.TransformerDecoder.forward`.
 
         Raises:
-            DataError: the placeholders do not fit the images.
+            DataError: the placeholders do not match the images.
         """
         images = None if encoder_input is None else encoder_input["images"]
         text = tokens
@@ -125,7 +125,7 @@ class ImageTextModel(FusionModel):
         return torch.isin(tokens, torch.tensor(self.image_tokens, device=tokens.device))
 
     def _placed(self, images: Images, tokens: Tensor, documents: Documents | None) -> Images:
-        """Return the images with places, and with positions if the model needs them; reads the tokens on the host."""
+        """Return the images with ``places`` and, for M-RoPE, ``positions``; computing them reads tokens on the host."""
         row, merge = tokens.flatten(), self.encoder.merge
         if images.places is None:
             check_placeholders(row.tolist(), self.image_tokens, images.grids, merge)
@@ -144,7 +144,7 @@ def _lengths(tokens: Tensor, documents: Documents | None) -> list[int]:
 
 
 def _blocks(places: Tensor, lengths: Sequence[int]) -> list[Block]:
-    """Return the runs of image tokens, with the first position of their document; reads places on the host."""
+    """Return (start of the document, start, end) of each run of image tokens; reads ``places`` on the host."""
     at = places.cpu()
     starts = torch.tensor([0, *accumulate(lengths)])
     documents = starts[torch.bucketize(at, starts, right=True) - 1]

@@ -11,7 +11,7 @@ def find_supported_resolutions(max_num_tiles: int, tile_size: int) -> list[tuple
         tile_size: side of a tile, in pixels.
 
     Returns:
-        (height, width) in pixels.
+        (height, width) of each canvas, in pixels.
 
     Example:
         >>> from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import find_supported_resolutions
@@ -30,15 +30,15 @@ def get_canvas_best_fit(
 ) -> tuple[int, int]:
     """Return the canvas that upscales the image least or, if none is large enough, downscales it least.
 
-    Ties go to the smallest area.
+    Of several such canvases, the one with the smallest area is returned.
 
     Args:
         image: ``[..., height, width]``.
         possible_resolutions: ``[n, 2]``, (height, width) of the canvases, in pixels.
-        resize_to_max_canvas: choose the canvas with the largest scale instead.
+        resize_to_max_canvas: choose the canvas with the largest scale, even if a smaller one is large enough.
 
     Returns:
-        (height, width) in pixels.
+        (height, width) of the canvas, in pixels.
 
     Example:
         >>> from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import get_canvas_best_fit
