@@ -172,7 +172,7 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
         (FULL, {"loss": {"_component_": "torchtune.rlhf.loss.PPOLoss"}}, "run the recipe ppo"),
         (LORA, {"loss__beta": math.nan}, "loss.beta: must be a number, not nan"),
         (LORA, {"reference_cache": "/dev/null/x"}, "reference_cache: /dev/null/x cannot be written to"),
-        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set batch_size to 10"),
+        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set another batch_size"),
     ],
 )
 def test_what_does_not_fit_the_loss_is_one_sentence(name, settings, words, tmp_path):

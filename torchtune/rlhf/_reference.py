@@ -274,15 +274,10 @@ def _not_needed_message(name: str, loss: AnswerLoss) -> str:
 def _check_batches(loss: AnswerLoss, loader: BatchLoader, name: str) -> None:
     if loader.smallest_batch >= loss.min_examples:
         return
-    size, rows, ranks, least = loader.batch_size, len(loader.dataset), loader.world_size, loss.min_examples
-    left = {other: rows % (other * ranks) for other in range(least, size + 64)}
-    fits = [other for other, last in left.items() if not last or last >= least * ranks]
-    nearest = min(fits, key=lambda other: abs(other - size), default=None)
-    what = "leave out a row with filter_fn" if nearest is None else f"set {name} to {nearest}"
     raise LossError(
         f"{name}: {type(loss).__name__} compares every prompt with the answer of another example of its micro-batch, "
-        f"but of {rows:,} examples in micro-batches of {size} on {ranks} process(es) the smallest has "
-        f"{loader.smallest_batch}: {what}."
+        f"but of {len(loader.dataset):,} examples in micro-batches of {loader.batch_size} on {loader.world_size} "
+        f"process(es) the smallest has {loader.smallest_batch}: set another {name}, or leave out a row with filter_fn."
     )
 
 
