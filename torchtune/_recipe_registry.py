@@ -192,12 +192,11 @@ def recipe_at(path: str | Path) -> str | None:
 
 def settings_of_recipe(recipe: Recipe) -> frozenset[str]:
     """Return the names of a recipe's settings, parsed from its source without an import."""
-    return _settings_in(recipe.path, recipe.path.stat().st_mtime_ns)
+    return _settings_in(recipe.path)
 
 
-@functools.lru_cache(maxsize=64)
-def _settings_in(path: Path, changed: int) -> frozenset[str]:
-    """Return the names of the settings in a file; ``changed``, its modification time, is part of the cache key."""
+@functools.cache
+def _settings_in(path: Path) -> frozenset[str]:
     classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
     fields = (item for node in classes if node.name == "Settings" for item in node.body)
     named = (item.target for item in fields if isinstance(item, ast.AnnAssign))
