@@ -100,7 +100,6 @@ def kto_dataset(
     masking_strategy: MaskingName | None = "train_on_assistant",
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
-    drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> KTODataset:
     """Build a dataset of rows with a prompt, an answer and a label, True for a good answer.
@@ -112,7 +111,6 @@ def kto_dataset(
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
         filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
-        drop_bad_rows: skip rows that cannot be trained on, and log their numbers.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
@@ -129,6 +127,5 @@ def kto_dataset(
         tokenizer=tokenizer,
         filter_fn=filter_fn,
         split=split,
-        drop_bad_rows=drop_bad_rows,
         **load_dataset_kwargs,
     )

@@ -37,7 +37,6 @@ class PreferenceDataset(TokenizedDataset):
         tokenizer: tokenizer of the model.
         filter_fn: function of a row; rows for which it returns False are dropped.
         packed: not supported; True raises.
-        drop_bad_rows: skip rows that cannot be trained on, and log their numbers; by default they raise.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
@@ -61,7 +60,6 @@ class PreferenceDataset(TokenizedDataset):
         tokenizer: ModelTokenizer,
         filter_fn: Callable[..., bool] | None = None,
         packed: bool = False,
-        drop_bad_rows: bool = False,
         **load_dataset_kwargs: Any,
     ) -> None:
         if packed:
@@ -74,17 +72,9 @@ class PreferenceDataset(TokenizedDataset):
         def samples(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             return self._tokenize(copy_sample(message_transform(row), "message_transform"), tokenizer, limit)
 
-        depends_on = {"drop_bad_rows": drop_bad_rows, "masks and columns": message_transform, "tokenizer": tokenizer}
-        self._read(
-            self._prepare(
-                found,
-                depends_on,
-                Tokenize(samples, self._names),
-                limit=limit,
-                skips=drop_bad_rows or found.skips,
-                way_out="drop_bad_rows=True",
-            )
-        )
+        depends_on = {"masks and columns": message_transform, "tokenizer": tokenizer}
+        work = Tokenize(samples, self._names)
+        self._read(self._prepare(found, depends_on, work, limit=limit, skips=found.skips))
         self._rows = encoded(found.rows(), message_transform) if self.num_images else None
 
     def _read(self, rows: PreparedRows) -> None:
@@ -168,7 +158,6 @@ def preference_dataset(
     new_system_prompt: str | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
-    drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
     """Build a dataset of rows with a chosen and a rejected answer.
@@ -185,7 +174,6 @@ def preference_dataset(
         new_system_prompt: system prompt that replaces the conversations' own.
         filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
-        drop_bad_rows: skip rows that cannot be trained on, and log their numbers.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
@@ -209,7 +197,6 @@ def preference_dataset(
         tokenizer=tokenizer,
         filter_fn=filter_fn,
         split=split,
-        drop_bad_rows=drop_bad_rows,
         **load_dataset_kwargs,
     )
 

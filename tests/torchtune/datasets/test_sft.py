@@ -284,15 +284,15 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer, caplog):
         "row 3: the rejected answer is empty",
         "row 4: no label is left in the chosen answer within max_seq_len=",
         "row 6: the rejected answer is missing",
-        "leave them out with drop_bad_rows=True",
+        "leave them out with on_bad_row=skip",
     ):
         assert words in said
-    kept = preference_dataset(tokenizer, source=rows, drop_bad_rows=True)
+    kept = preference_dataset(tokenizer, source=rows, on_bad_row="skip")
     assert [kept.origins(index)[0]["row"] for index in range(len(kept))] == [0, 5]
     assert "5 of 7 rows of" in caplog.text
     assert "are left out (row 1: both answers are the same" in caplog.text
     assert "1 of 2 rows of" in caplog.text
-    assert "no row is left" in refused(preference_dataset, tokenizer, source=rows[1:4], drop_bad_rows=True)
+    assert "no row is left" in refused(preference_dataset, tokenizer, source=rows[1:4], on_bad_row="skip")
 
 
 def test_labelled_answers(tokenizer):
