@@ -48,7 +48,7 @@ def other_reference(folder: Path) -> dict[str, Any]:
 class PlainPPO:
     """The same step in float64: models of ``transformers``, one answer at a time, loops over tokens."""
 
-    def __init__(self, folder: Path, rollouts: list[Rollout]) -> None:
+    def __init__(self, folder, rollouts):
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         def load(kind, name):
@@ -58,17 +58,17 @@ class PlainPPO:
         self.value, self.reward = (load(AutoModelForSequenceClassification, "reward") for _ in range(2))
         self.rollouts = rollouts
 
-    def log_probs(self, model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
+    def log_probs(self, model, rollout):
         rows = (model(rollout.tokens[None]).logits[0] / 0.7).log_softmax(-1)
         places = range(rollout.prompt_len, len(rollout.tokens))
         return torch.stack([rows[place - 1, rollout.tokens[place]] for place in places])
 
-    def values(self, model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
+    def values(self, model, rollout):
         hidden = model.model(rollout.tokens[None]).last_hidden_state[0]
         return (hidden @ model.score.weight[0])[rollout.prompt_len - 1 : -1]
 
     @torch.no_grad()
-    def experience(self) -> list[tuple[list[float], ...]]:
+    def experience(self):
         """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centered."""
         found = []
         for rollout in self.rollouts:
@@ -91,7 +91,7 @@ class PlainPPO:
         std = math.sqrt(sum((a - mean) ** 2 for a in every) / (len(every) - 1))
         return [(old, values, [(a - mean) / std for a in advs], returns) for old, values, advs, returns in found]
 
-    def step(self) -> dict[str, torch.Tensor]:
+    def step(self):
         """The weights after three passes over all answers."""
         experience = self.experience()
         count = sum(len(one[0]) for one in experience)

@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +26,7 @@ class Machines:
         folder: holds a folder of each machine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -37,7 +35,7 @@ class Machines:
         self.agents: list[int] = []
         self.workers: list[int] = []
 
-    def start(self, recipe: str, config: Path) -> None:
+    def start(self, recipe, config):
         """Start the command of one more machine."""
         place = self.folder / f"machine_{len(self.agents)}"
         place.mkdir(exist_ok=True)
@@ -50,17 +48,17 @@ class Machines:
         if len(self.agents) == 1:  # it serves the rendezvous, even if its start takes longer than the second one's
             self.until(self._is_served)
 
-    def _is_served(self) -> bool:
+    def _is_served(self):
         """Whether something listens at the endpoint."""
         host, port = self.endpoint.split(":")
         with socket.socket() as client:
             return client.connect_ex((host, int(port))) == 0
 
-    def screen(self, number: int) -> str:
+    def screen(self, number):
         """Everything that a machine has shown."""
         return (self.folder / f"machine_{number}" / "screen").read_text()
 
-    def until(self, condition: Callable[[], bool], *, running: bool = True) -> None:
+    def until(self, condition, *, running=True):
         """Wait for a condition, while all machines run."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
@@ -68,7 +66,7 @@ class Machines:
             assert not running or all(map(alive, self.agents)), self.screens()
             time.sleep(0.05)
 
-    def find_workers(self) -> list[int]:
+    def find_workers(self):
         """The worker of each machine."""
         found = subprocess.run(
             ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
@@ -78,11 +76,11 @@ class Machines:
         self.workers = [children[agent] for agent in self.agents]
         return self.workers
 
-    def screens(self) -> str:
+    def screens(self):
         """All of them, for messages."""
         return "\n".join(self.screen(number)[-4000:] for number in range(len(self.agents)))
 
-    def close(self) -> None:
+    def close(self):
         """End what is left."""
         for pid in [*filter(alive, self.agents), *self.workers]:
             try:

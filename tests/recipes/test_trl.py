@@ -66,7 +66,7 @@ def theirs(
     more = {} if ref is None else {"ref_model": ref}
 
     class InOrder(trainer_class):
-        def _get_train_sampler(self, *args: Any) -> Any:
+        def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     trainer = InOrder(

@@ -15,7 +15,7 @@ from torchtune._cli import _machine
 class Hub(JSONHandler):
     """Knows the token ``hf_right``; a hub in the way of the real one answers with a page."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         if self.server.is_portal:
             self.reply("<html>")
         else:

@@ -23,7 +23,7 @@ COMMIT = "0" * 40
 class Hub(BaseHTTPRequestHandler):
     """Knows own/model, own/gated (files need the token ``right``), own/busy (always out of order), nothing else."""
 
-    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+    def answer(self, status, body=b"", **headers):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -32,7 +32,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.server.asked.append((self.command, self.path))
         path = self.path.partition("?")[0]
         repo = next((name for name in ("own/model", "own/gated", "own/busy") if f"{name}/" in f"{path}/"), None)
@@ -52,7 +52,7 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         """Takes what is uploaded with the token ``right``, in files that are small enough for the commit itself."""
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         self.server.asked.append((self.path, body))
@@ -69,7 +69,7 @@ class Hub(BaseHTTPRequestHandler):
             found = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
             self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
 
-    def file(self, repo: str, name: str) -> None:
+    def file(self, repo, name):
         if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
             self.answer(403 if "Authorization" in self.headers else 401, X_Error_Code="GatedRepo")
         elif name == self.server.out_of_order and self.command == "GET":
@@ -90,7 +90,7 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self.answer(200, FILES[name], ETag=f'"{name.encode().hex()}"', X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         """Be quiet."""
 
 

@@ -47,7 +47,7 @@ def leaky_collate(batch: list[Any]) -> Any:
 class _Masked(HuggingFaceModelTokenizer):
     """Tokenizer that changes the mask of a conversation."""
 
-    def tokenize_messages(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
+    def tokenize_messages(self, *args, **kwargs):
         tokens, mask = super().tokenize_messages(*args, **kwargs)
         return tokens, self.changed(mask)
 
@@ -67,7 +67,7 @@ class MasksEnds(_Masked):
 class OtherPrompt(HuggingFaceModelTokenizer):
     """The prompt of generation is not that of training."""
 
-    def tokenize_messages(self, messages: Any, add_end_tokens: bool = True, **kwargs: Any) -> Any:
+    def tokenize_messages(self, messages, add_end_tokens=True, **kwargs):
         tokens, mask = super().tokenize_messages(messages, add_end_tokens, **kwargs)
         return (tokens, mask) if add_end_tokens else ([*tokens, tokens[0]], [*mask, True])
 
@@ -130,7 +130,7 @@ def test_a_resume_that_forgets(shared, tmp_path):
 class HalfLoss(LinearCrossEntropyLoss):
     """A loss of the user's own."""
 
-    def sum_and_count(self, *args: Any, **kwargs: Any) -> Any:
+    def sum_and_count(self, *args, **kwargs):
         total, count = super().sum_and_count(*args, **kwargs)
         return total / 2, count
 

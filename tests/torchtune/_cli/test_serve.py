@@ -247,11 +247,11 @@ def test_samples_of_another_distribution_are_not_trained_on(sampling):
 class Script(nn.Module):
     """Output layer that lets the model write given tokens."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.size, self.tokens = size, []
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         logits = hidden.new_zeros(*hidden.shape[:2], self.size)
         logits[..., self.tokens.pop(0)] = 40.0
         return logits

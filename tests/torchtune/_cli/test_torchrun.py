@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 import warnings
-from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -178,7 +177,7 @@ def test_engines_may_say_it_in_the_environment(monkeypatch):
 class Launched:
     """``tune run --nproc-per-node 2`` with more options in a fork of this process, which has imported torch."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder, *options):
         self._errors = folder / "stderr"
         self.pid = os.fork()
         if self.pid == 0:
@@ -191,7 +190,7 @@ class Launched:
                 sys.stderr.flush()
                 os._exit(status)
 
-    def _become(self, folder: Path, argv: list[str]) -> int:
+    def _become(self, folder, argv):
         """What ``python -m torchtune._cli.tune`` does; returns its exit code."""
         os.chdir(folder)
         file = os.open(self._errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -209,11 +208,11 @@ class Launched:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         return 0
 
-    def is_over(self) -> bool:
+    def is_over(self):
         """Whether it has ended before it was waited for."""
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
-    def wait(self) -> tuple[int, str]:
+    def wait(self):
         """Its exit code, and what it and its workers said."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return code, self._errors.read_text()

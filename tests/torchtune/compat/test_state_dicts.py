@@ -130,10 +130,10 @@ def test_a_train_context_enters_another():
     entered = []
 
     class Context:
-        def __enter__(self) -> None:
+        def __enter__(self):
             entered.append(True)
 
-        def __exit__(self, *exception: object) -> None:
+        def __exit__(self, *exception):
             entered.append(False)
 
     context = training.get_train_context(enable_loss_parallel=False)

@@ -169,10 +169,10 @@ def test_seeking_is_immediate():
     read = []
 
     class Data:
-        def __len__(self) -> int:
+        def __len__(self):
             return 1_000
 
-        def __getitem__(self, index: int) -> torch.Tensor:
+        def __getitem__(self, index):
             read.append(index)
             return torch.tensor(index)
 
@@ -185,10 +185,10 @@ def test_seeking_is_immediate():
 class Noisy:
     """Examples that are drawn at random whenever they are asked for."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         drawn = [index, int(torch.randint(1000, (1,))), int(np.random.randint(1000)), random.randrange(1000)]
         return {"tokens": drawn, "labels": drawn}
 

@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,10 +39,10 @@ TURNS = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "b
 class Sequence:
     """Rows by index, and no list."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(ROWS)
 
-    def __getitem__(self, index: int) -> dict[str, str]:
+    def __getitem__(self, index):
         return ROWS[index]
 
 
@@ -153,21 +152,21 @@ def test_a_model_transform_that_gives_something_else(gives, said, tokenizer):
 class Own(torch.utils.data.Dataset):
     """A dataset as users write them."""
 
-    def __init__(self, tokenizer: Any, rows: Any = None) -> None:
+    def __init__(self, tokenizer, rows=None):
         self.rows = rows
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.rows[index]
 
 
 class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer):
         pass
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(())
 
 

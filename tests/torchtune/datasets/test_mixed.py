@@ -158,7 +158,7 @@ class Rows(list):
 
 
 class Model(nn.Module):
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary):
         super().__init__()
         self.output = nn.Linear(8, vocabulary, bias=False)
 

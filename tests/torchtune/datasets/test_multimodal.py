@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +259,10 @@ def test_prepared_rows_are_checked_and_measured_once(transform, pictures, tmp_pa
 class Processor:
     """Somebody else's transform, on transformers: text of one token per character, pixels of the images."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
 
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, sample):
         messages = sample["messages"]
         tokens = [(len(m.text_content), m.masked) for m in messages for _ in range(len(m.text_content))]
         row = {"tokens": [t for t, _ in tokens], "mask": [m for _, m in tokens]}

@@ -15,7 +15,7 @@ class Rows(list):
     """Rows in which every token of the whole data is another number."""
 
     @classmethod
-    def of(cls, lengths: list[int]) -> "Rows":
+    def of(cls, lengths):
         rows, token = cls(), 0
         for length in lengths:
             tokens = list(range(token, token + length))

@@ -54,12 +54,12 @@ def is_gone(pid: int) -> bool:
 class Streams:
     """Makes loaders of one stream, with and without a process that reads it ahead."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, paths: list[str], **how: Any) -> None:
+    def __init__(self, monkeypatch, paths, **how):
         self._patch, self._paths = monkeypatch, paths
         self._is_mixed = how.pop("mixed", False)
         self._how = {"transform": transform, "limit": None, "shuffle_buffer": 8} | how
 
-    def loader(self, ahead: bool, rank: int = 0, ranks: int = 1, is_refused: bool = False) -> BatchLoader:
+    def loader(self, ahead, rank=0, ranks=1, is_refused=False):
         self._patch.setattr("torchtune.datasets._streamed._SMALL", 0 if ahead else 1 << 30)
         before = set(multiprocessing.active_children())
         dataset = StreamedDataset(source="json", data_files=self._paths, **self._how)
@@ -125,7 +125,7 @@ def test_so_are_errors_and_rows_that_are_left_out(tmp_path, monkeypatch):
 
 def test_an_error_that_cannot_be_pickled_comes_through(tmp_path, monkeypatch):
     class Own(Exception):
-        def __init__(self, one: int, two: int) -> None:
+        def __init__(self, one, two):
             super().__init__(f"{one} and {two}")
 
     def failing(row):

@@ -148,7 +148,7 @@ def test_arrays_hold_what_lists_do(tokenizer):
 
 def test_a_tokenizer_derived_from_ours_is_asked(tokenizer_folder):
     class Own(HuggingFaceModelTokenizer):
-        def tokenize_messages(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
+        def tokenize_messages(self, *args, **kwargs):
             tokens, mask = super().tokenize_messages(*args, **kwargs)
             return [5, *tokens], [True, *mask]
 

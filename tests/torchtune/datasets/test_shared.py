@@ -76,13 +76,13 @@ class Rank:
 
     def __init__(
         self,
-        forker: subprocess.Popen[str],
-        folder: Path,
-        rank: int = 0,
-        fingerprint: str = "",
-        seconds: float = 0.02,
-        **env: str,
-    ) -> None:
+        forker,
+        folder,
+        rank=0,
+        fingerprint="",
+        seconds=0.02,
+        **env,
+    ):
         self._result = folder / f"result{time.monotonic_ns()}"
         run = {"TORCHELASTIC_RUN_ID": "one", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "RANK": str(rank)}
         cache = {"TORCHTUNE_CACHE": str(folder / "cache")}
@@ -91,7 +91,7 @@ class Rank:
         forker.stdin.flush()
         self.pid = int(forker.stdout.readline())
 
-    def rows(self) -> list[Any]:
+    def rows(self):
         deadline = time.monotonic() + 300
         while not self._result.exists():
             assert time.monotonic() < deadline

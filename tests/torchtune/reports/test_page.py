@@ -21,7 +21,7 @@ BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which
 class Tags(HTMLParser):
     """The tags of a page and their attributes, and its text."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""

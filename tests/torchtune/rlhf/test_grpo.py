@@ -341,10 +341,10 @@ def test_a_process_without_answers_notes_what_the_others_do():
     class TwoProcesses(ParallelDims):
         unknown: int = 0  # batches without log-probs of the other one
 
-        def sum(self, *numbers: float) -> list[float]:
+        def sum(self, *numbers):
             return [numbers[0] + 1, numbers[1] + 2, numbers[2] + self.unknown]
 
-        def max(self, number: int) -> int:
+        def max(self, number):
             return 1
 
     noted = []

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -260,7 +259,7 @@ def test_a_loss_that_forgets_the_rewards_is_told(pairs):
     class Margin(DPOLoss):
         needs_reference = False
 
-        def compare(self, policy: Any, reference: Any) -> Any:
+        def compare(self, policy, reference):
             """Of every pair, and no rewards."""
             return torch.relu(1 - policy.chosen_logps + policy.rejected_logps)
 

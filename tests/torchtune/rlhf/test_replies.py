@@ -34,10 +34,10 @@ class Replies(socketserver.ThreadingTCPServer):
     count = 0  # of requests
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-    def say(self, content: Any) -> None:
+    def say(self, content):
         """Reply with JSON, with a text that may be none, or with the bytes of a whole reply."""
         body = content if isinstance(content, str | bytes) else json.dumps(content)
         if isinstance(body, str):
@@ -46,7 +46,7 @@ class Replies(socketserver.ThreadingTCPServer):
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
+    def handle(self):
         with suppress(OSError):  # the client has heard enough
             with self.request.makefile("rb") as asked:  # all of it: what is not read resets the connection at its end
                 path = asked.readline().decode().split()[1]

@@ -275,11 +275,11 @@ def test_vllm_takes_merged_weights_where_an_adapter_is_not_of_peft():
     class Scale(Conversion):
         phase = Phase.KERNEL
 
-        def convert(self, model: torch.nn.Module) -> ConversionReport:
+        def convert(self, model):
             model.scale = torch.nn.Parameter(torch.ones(2))
             return ConversionReport("Scale")
 
-        def owned_parameters(self, model: torch.nn.Module) -> set[str]:
+        def owned_parameters(self, model):
             return {"scale"}
 
     server, model = (

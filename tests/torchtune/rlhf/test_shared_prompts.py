@@ -152,7 +152,7 @@ def test_models_that_cannot_share_do_not():
 class TokenLoss(DPOLoss):
     """Of a user, who adds up tokens."""
 
-    def score(self, hidden: torch.Tensor, batch: Batch, projection: Any) -> torch.Tensor:
+    def score(self, hidden, batch, projection):
         """Of every token."""
         return hidden
 

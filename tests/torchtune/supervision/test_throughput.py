@@ -24,10 +24,10 @@ def in_place(added: object, a: object, b: object, **kwargs: object) -> int:
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 

@@ -92,7 +92,7 @@ def test_logging(caplog, monkeypatch):
 def test_a_deprecated_class_stays_a_class():
     @deprecated("Use B.")
     class A:
-        def __init__(self, x: int) -> None:
+        def __init__(self, x):
             self.x = x
 
     assert isinstance(A, type)
