@@ -42,7 +42,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "relu2": SquaredReLU,
 }
-# Kind of RoPE scaling -> module, and its arguments as fields of the scaling.
+# RoPE scaling class -> module, and module arguments as fields of the scaling.
 _ROPES: dict[type, tuple[type[RotaryPositionalEmbeddings], dict[str, str]]] = {
     type(None): (RotaryPositionalEmbeddings, {}),
     LinearRopeScaling: (RotaryPositionalEmbeddings, {"stretch": "factor"}),
@@ -150,7 +150,7 @@ def _qk_norm(d: Description, width: int, head_dim: int) -> RMSNorm | None:
 
 
 def _added(d: Description, scale: float) -> nn.Module | None:
-    """Norm or scale of the outputs of attention and feed-forward before the residual addition."""
+    """Return the norm or scale of the outputs of attention and feed-forward before the residual addition."""
     if d.has_post_norm:
         return _norm(d, d.embed_dim)
     scale *= d.residual_scale
@@ -302,7 +302,7 @@ def _mixture(d: Description) -> MoE:
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
-    """Rotary embeddings of full-attention and of sliding-window layers; the same object if they are equal."""
+    """Return the rotary embeddings of full-attention and of sliding-window layers, one object if they are equal."""
     rope = _rope(d)
     if d.rope_window_base is None:
         return rope, rope

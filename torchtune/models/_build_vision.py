@@ -1,4 +1,4 @@
-"""Build vision towers, and text decoders with image tokens, from their descriptions."""
+"""Build vision towers and vision-language models from their descriptions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,14 +34,14 @@ _POSITIONS = {"interpolated": InterpolatedPositions, "classed": ClassedPositions
 
 
 def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> ImageTextModel:
-    """Build a text decoder with image tokens, on the default device and in the default dtype.
+    """Build a vision-language model with image tokens in the text sequence, on the default device and dtype.
 
     Args:
         d: the description of the model.
         spec: the model family; checkpoints read it from the model.
     """
     decoder = build(d.text)
-    if decoder.layer_embeddings is not None:  # as in transformers, images do not train the pad token's embedding
+    if decoder.layer_embeddings is not None:  # as in transformers, images give the pad token's embedding no gradient
         decoder.layer_embeddings.embeddings.padding_idx = d.pad_token
     model = ImageTextModel(
         decoder,
@@ -64,14 +64,14 @@ def image_text_family(
     weight_maps: Mapping[str, WeightMap] | None = None,
     **more: Any,
 ) -> ModelSpec:
-    """Make the spec of a family of text decoders with image tokens.
+    """Make the specification of a family of vision-language models.
 
     Args:
         name: see :class:`ModelSpec`.
         formats: formats of ``config.json``.
-        names: weight names of Hugging Face's files; if transformers' names differ, it also reads these.
+        names: weight names of Hugging Face's files; if the names in ``transformers`` differ, the family reads both.
         processor: class of the image processor.
-        text: spec of the text decoder, from which the other attributes are taken.
+        text: specification of the text decoder, which provides the other attributes.
         weight_maps: weight names of further formats.
         **more: further attributes of :class:`ModelSpec`.
     """

@@ -75,13 +75,13 @@ def component_builders(
     """Make the builders of a family from the sizes of a model.
 
     Args:
-        module: ``__name__`` of the module that exports the builders, which become attributes of it.
+        module: ``__name__`` of the module that exports the builders; they become its attributes.
         name: name of the first function.
         title: name of the family in docstrings.
         spec: the model family.
         describe: makes the description from the arguments of the builder.
-        required: names of the arguments without default, first in the signature.
-        **defaults: name -> default of the other arguments.
+        required: names of the arguments without a default; they come first in the signature.
+        **defaults: names and defaults of the other arguments.
 
     Returns:
         The builders ``name`` and ``lora_name``.
@@ -108,13 +108,13 @@ def component_builders(
 
 
 def exported(module: str, builders: dict[str, Builder]) -> dict[str, Builder]:
-    """Make builders attributes of a module, as if it had defined them, and return them."""
+    """Make builders attributes of a module, as if the module had defined them, and return the builders."""
     vars(sys.modules[module]).update(builders)
     return builders
 
 
 def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
-    """Make a description with Llama 3.1's RoPE scaling, or with none."""
+    """Make a description with Llama 3.1's RoPE scaling; a ``scale_factor`` of None disables scaling."""
     scaling = None if scale_factor is None else Llama3RopeScaling(factor=scale_factor)
     return Description(rope_scaling=scaling, **sizes)
 
@@ -143,7 +143,7 @@ def model_builders(
     """Make a builder for every row of a family's table.
 
     Args:
-        module: ``__name__`` of the module that exports the builders, which become attributes of it.
+        module: ``__name__`` of the module that exports the builders; they become its attributes.
         title: name of the family in docstrings, for example ``"Llama 3"``.
         spec: the model family.
         sizes: builder name -> description.
@@ -271,7 +271,7 @@ def adapt_parts(
 
 
 def check_parts(parts: Mapping[str, Part], trains: Part, otherwise: str) -> None:
-    """Raise :class:`ModelError` unless parts are ``trains`` or ``"frozen"``, and one is ``trains``."""
+    """Raise :class:`ModelError` unless every part is ``trains`` or ``"frozen"``, and at least one is ``trains``."""
     for part, way in parts.items():
         if way not in ("frozen", trains):
             hint = f" ({otherwise})" if way in ("lora", "full") else ""
@@ -331,7 +331,7 @@ def _tie_args(tie_option: bool) -> str:
 
 
 def _size_of(name: str) -> str:
-    """``"qwen2_5_1_5b_instruct"`` -> ``"1.5B instruct"``."""
+    """Return the size in a builder's name: ``"1.5B instruct"`` for ``"qwen2_5_1_5b_instruct"``."""
     found = re.search(r"(?:^|_)(\d+x\d+|\d(?:_\d+)?|\d+)([bm])(?:_(\w+))?$", name.replace("_3_1_", "_3.1_"))
     if found is None:  # "phi3_mini" -> "mini"
         return name.rpartition("_")[2]

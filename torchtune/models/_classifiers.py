@@ -1,4 +1,4 @@
-"""Compatibility: classifier builders, which configs of earlier releases use and which were deprecated there."""
+"""Compatibility: classifier builders for configs of earlier releases, where they were already deprecated."""
 
 import inspect
 import warnings

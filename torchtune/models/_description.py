@@ -12,7 +12,7 @@ class ModelError(UserError, ValueError):
     """Raised when a model cannot be described, built or found; the message names the invalid field or name."""
 
 
-# Larger than in any model, and small enough to build a module of these sizes on the meta device.
+# Upper limits of sizes: larger than in any model, but small enough to build the modules on the meta device.
 _LARGEST = {
     "vocab_size": 2**28,
     "num_layers": 2**11,
@@ -32,7 +32,7 @@ _LARGEST = {
     "expert_latent_dim": 2**20,
     "num_classes": 2**20,
 }
-# Fields of which both or none are set, and fields that need another.
+# Pairs of fields that must be set together.
 _TOGETHER = (
     ("window", "window_layers"),
     ("chunk", "chunk_layers"),
@@ -42,6 +42,7 @@ _TOGETHER = (
     ("layer_embed_dim", "layer_embed_vocab"),
     ("mixer", "mixer_layers"),
 )
+# Pairs of fields: the first requires the second.
 _NEEDS = (
     ("q_latent_dim", "kv_latent_dim"),
     ("query_growth", "query_growth_span"),
@@ -81,7 +82,7 @@ class Description:
     # Attention
     num_heads: int
     num_kv_heads: int
-    head_dim: int = 0  # 0 at construction: embed_dim // num_heads
+    head_dim: int = 0  # 0 is replaced by embed_dim // num_heads
     attn_dropout: float = 0.0
     q_bias: bool = False
     k_bias: bool = False
@@ -89,57 +90,57 @@ class Description:
     attn_output_bias: bool = False
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"  # RMSNorm over each head of queries and keys
     qk_unit_norm: bool = False  # RMSNorm without weight over query and key heads after RoPE; not in NoPE layers
-    qk_norm_whole: bool = False  # the norm of qk_norm is over all heads together, before RoPE
+    qk_norm_whole: bool = False  # qk_norm normalizes all heads together, before RoPE
     attn_scale: float | None = None  # scale of the scores; None: head_dim ** -0.5
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    window: int | None = None  # sliding window in positions, the query's own included
+    window: int | None = None  # sliding window in positions, including the query's own position
     window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
-    chunk: int | None = None  # attention stays within chunks of this many positions of a document ...
-    chunk_layers: tuple[int, ...] = ()  # ... in these layers
+    chunk: int | None = None  # chunk size of chunked attention: positions attend only within their chunk of a document
+    chunk_layers: tuple[int, ...] = ()  # layers with chunked attention
     full_head_dim: int = 0  # head_dim of layers without a window; 0: head_dim
     full_num_kv_heads: int = 0  # num_kv_heads of layers without a window; 0: num_kv_heads
     full_keys_as_values: bool = False  # layers without a window have no v_proj: values are the projected keys
     v_norm: bool = False  # RMSNorm without weight over each head of values
-    shared_kv_layers: int = 0  # number of last layers; they reuse keys and values of an earlier layer of their kind
+    shared_kv_layers: int = 0  # number of last layers that reuse keys and values of an earlier layer of the same kind
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
     attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
 
     # Latent attention (MLA): keys and values of all heads are projections of one latent per position
     kv_latent_dim: int = 0  # width of the latent of keys and values; 0: no latent attention
     q_latent_dim: int = 0  # width of the latent of queries; 0: queries are projections of the input
-    value_dim: int = 0  # size of a value; the last rope_dim channels of a key are rotated and shared by all heads
+    value_dim: int = 0  # size of a value head; the last rope_dim channels of a key are rotated and shared by all heads
 
     # Layers without attention, or without a feed-forward
     attnless_layers: tuple[int, ...] = ()  # only a feed-forward
     mlpless_layers: tuple[int, ...] = ()  # only attention or a mixer
     mixer: Mixer | None = None  # replaces attention in mixer_layers
     mixer_layers: tuple[int, ...] = ()
-    mixer_beside_attn: bool = False  # mixer_layers also have attention with the same input; the outputs are added
+    mixer_beside_attn: bool = False  # mixer_layers also have parallel attention; the outputs are added
 
     # Positions
     rope_base: float = 10_000.0
     rope_layout: Literal["interleaved", "half"] = "interleaved"  # rotated pairs: (2i, 2i + 1) or (i, i + d/2)
     rope_scaling: RopeScaling | None = None
-    rope_dim: int = 0  # partial RoPE: only the first rope_dim channels are rotated; 0 at construction: head_dim
-    rope_axes: tuple[int, ...] = ()  # coordinate (time, row, column) that rotates each pair, in models of images
+    rope_dim: int = 0  # partial RoPE: only the first rope_dim channels are rotated; 0 is replaced by head_dim
+    rope_axes: tuple[int, ...] = ()  # M-RoPE: the coordinate (0 time, 1 row, 2 column) that rotates each pair
     rope_window_base: float | None = None  # RoPE base of sliding-window layers, without scaling
     unrotated_layers: tuple[int, ...] = ()  # layers without RoPE (NoPE)
     query_growth: float = 0.0  # queries are scaled by 1 + query_growth * ln(1 + position // query_growth_span)
     query_growth_span: int = 0
-    query_growth_first: int = 0  # offset added to the position in this formula
+    query_growth_first: int = 0  # offset added to the position in the formula of query_growth
     query_growth_layers: tuple[int, ...] = ()  # layers with scaled queries; (): all
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
-    mlp_gated: bool = True  # w2(activation(w1(x)) * w3(x)), also in experts; else w2(activation(w1(x)))
+    mlp_gated: bool = True  # w2(activation(w1(x)) * w3(x)), also in experts; False: w2(activation(w1(x)))
     mlp_bias: bool = False
     shared_kv_intermediate_dim: int = 0  # width of the feed-forward in shared_kv_layers; 0: intermediate_dim
 
     # Mixture of experts
-    num_experts: int = 0  # per layer; 0: dense feed-forward layers
+    num_experts: int = 0  # experts per layer; 0: dense feed-forward layers
     experts_per_token: int = 0
     expert_dim: int = 0  # intermediate width of an expert
-    expert_latent_dim: int = 0  # width to which the experts' input is projected, and their sum back; 0: none
+    expert_latent_dim: int = 0  # experts work in a projection of their input to this width; 0: no projection
     expert_limit: float | None = None  # limit of clamped SwiGLU experts with biases (gpt-oss)
     expertless_layers: tuple[int, ...] = ()  # layers with a dense feed-forward instead of experts
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or per expert
@@ -148,10 +149,10 @@ class Description:
     router_scale: float = 1.0  # factor of the routing weights
     router_bias: bool = False
     router_selection_bias: bool = False  # bias added to scores for the selection only; not trained by the loss
-    router_groups: int = 1  # number of expert groups of equal size ...
-    router_top_groups: int = 1  # ... and of groups in which a token selects experts
+    router_groups: int = 1  # number of expert groups of equal size
+    router_top_groups: int = 1  # number of groups from which a token selects experts
     shared_expert_dim: int = 0  # intermediate width of the shared expert; 0: none
-    shared_expert_gate: bool = False  # scale the shared expert's output by the sigmoid of a projection of the token
+    shared_expert_gate: bool = False  # scale the shared expert's output by a sigmoid gate, a projection of the token
     expert_norms: bool = False  # separate input and output norms of experts and shared expert, instead of mlp_norm
     router_norm: bool = False  # normalize and scale the router's input; scale the routing weight of each expert
     router_scales_input: bool = False  # routing weights multiply an expert's input, not its output
@@ -162,11 +163,11 @@ class Description:
     norm_order: Literal["pre", "post", "both"] = "pre"  # before and/or after attention and feed-forward
     norm_unit_offset: bool = False  # norms scale by 1 + weight, then round to the dtype of their input
     norm_rounds_last: bool = False  # norms scale by the weight, then round to the dtype of their input
-    layer_scale: bool = False  # scale a layer's output by a number that is not trained
+    layer_scale: bool = False  # scale each layer's output by an untrained scalar
 
     # Per-layer token embeddings, added to each layer's output
-    layer_embed_dim: int = 0  # width; 0: none
-    layer_embed_vocab: int = 0  # size of their vocabulary
+    layer_embed_dim: int = 0  # width of the embeddings; 0: none
+    layer_embed_vocab: int = 0  # vocabulary size of the embeddings
 
     # Constant factors
     embed_scale: float = 1.0  # factor of token embeddings, rounded to their dtype
@@ -180,7 +181,7 @@ class Description:
     # Output
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     num_classes: int = 0  # outputs of a classifier or reward model; 0: the model predicts tokens
-    tie_word_embeddings: bool = False  # the output projection is the embedding matrix, without output.weight
+    tie_word_embeddings: bool = False  # the output projection shares the embedding matrix; there is no output.weight
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "intermediate_dim", "max_seq_len", "num_heads"):
@@ -280,7 +281,7 @@ class Description:
         return Description(**{field.name: getattr(self, field.name) for field in fields(Description)})
 
     def other_numbers(self, layer: int) -> dict[str, int]:
-        """Return further layer numbers for templates of weight names: placeholder -> number."""
+        """Return further layer numbers for templates of weight names, by placeholder."""
         return {}
 
     def attn_heads(self, layer: int) -> tuple[int, int]:
@@ -290,7 +291,7 @@ class Description:
         return self.full_head_dim or self.head_dim, self.full_num_kv_heads or self.num_kv_heads
 
     def kv_source(self, layer: int) -> int:
-        """Return the index of the layer that shares its keys and values with this layer; -1 if there is none."""
+        """Return the index of the layer with the keys and values that this layer reuses; -1 if it has its own."""
         kind = layer in self.window_layers
         earlier = range(self.num_layers - self.shared_kv_layers)
         return max((i for i in earlier if (i in self.window_layers) == kind), default=-1)

@@ -1,4 +1,4 @@
-"""Names that the package of a family is made of: its description, config format, weight names and builders."""
+"""Building blocks of a family's package: description, config format, weight names and builders."""
 
 # ruff: noqa: F401 - families import these names from here
 import importlib
@@ -69,8 +69,8 @@ def family(
     """Make the specification of a family.
 
     Args:
-        name: name in the registry, that of the package.
-        hf_format: reads and writes its ``config.json``.
+        name: name in the registry, equal to the name of the package.
+        hf_format: reads and writes the ``config.json`` of the family.
         names: weight names of Hugging Face's files.
         formats: weight names of other formats.
         **more: further attributes of the :class:`ModelSpec`.
@@ -91,7 +91,7 @@ def face(
 
     Args:
         package: ``__name__`` of the package.
-        exports: further exported name -> module in the package.
+        exports: further exported names, each with its module in the package.
     """
     builders = importlib.import_module(f"{package}._model_builders")
     found = ("SPEC", *builders.BUILDERS, *getattr(builders, "COMPONENTS", ()))

@@ -23,8 +23,8 @@ def from_hf_config(
 ) -> TransformerDecoder:
     """Build a model from the ``config.json`` of a Hugging Face checkpoint, without its weights.
 
-    For a composite model (vision, audio, text), only the text decoder is built, unless it cannot be built alone. The
-    checkpointer writes the other parts back unchanged.
+    For a composite model (vision, audio, text), only the text decoder is built, unless it cannot be used alone. The
+    checkpointer copies the other parts unchanged.
 
     Args:
         checkpoint_dir: folder with ``config.json``, or the file itself.
@@ -60,7 +60,7 @@ def stored_dtype(checkpoint_dir: str | Path | None) -> torch.dtype | None:
         checkpoint_dir: folder with ``config.json``.
 
     Returns:
-        A floating-point dtype of 16 to 64 bits, or ``None`` if there is no such file or it has no such dtype.
+        A floating-point dtype of 16 to 64 bits, or ``None`` if the file does not exist or names no such dtype.
 
     Raises:
         ModelError: the file is unreadable.

@@ -56,28 +56,29 @@ class HFFormat:
         has_mlp_bias: whether there is a flag for biases of the feed-forward.
         bias_fields: names of the flags of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
-        mixer_kind: entry of ``layer_types`` for layers without attention or with chunks, which ``read_more`` reads.
-        windows: condition of sliding windows: ``sliding_window`` is set, ``use_sliding_window`` must also be true,
-            or the architecture has none.
-        window_layers: layers with a sliding window if ``layer_types`` is absent: all (there is no such field), all
-            but every n-th, layers from ``max_window_layers`` on, or layers without RoPE.
-        rotates_windows_only: whether, in a model with windows, the layers without a window have no RoPE.
+        mixer_kind: value in ``layer_types`` of layers with a mixer or chunked attention; ``read_more`` reads them.
+        windows: condition for sliding windows: ``"sliding_window"`` is set, ``"use_sliding_window"`` must also be true,
+            or the architecture has no sliding windows (``"none"``).
+        window_layers: layers with a sliding window if ``layer_types`` is absent: ``"all"``, all but every n-th (an
+            int), layers from ``max_window_layers`` on (``"late"``), or layers without RoPE (``"unrotated"``).
+        rotates_windows_only: whether, in a model with sliding windows, only the sliding-window layers have RoPE.
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head are rotated), ``"dim"``
-            (``rotary_dim`` is their number), ``"window"`` (a separate base in sliding-window layers), ``"kinds"`` (the
-            same, in ``rope_parameters`` only), ``"sections"`` (of the channels, for images), ``"alpha"`` (a scaled
-            base), ``"growth"`` (queries are scaled by position). ``"none"``: the architecture has no RoPE.
+            (the field ``rotary_dim`` sets their number), ``"window"`` (a separate base in sliding-window layers),
+            ``"kinds"`` (the same, in ``rope_parameters`` only), ``"sections"`` (channels are split among time, row and
+            column, for images), ``"alpha"`` (a scaled base), ``"growth"`` (queries are scaled by position). ``"none"``:
+            the architecture has no RoPE.
         activation: name of the activation field, and its default.
-        eps_field: name of the field with the norms' eps.
+        eps_field: name of the field with the eps of the norms.
         fixed: (field, value) pairs of a description that are not in the file.
-        only: (field, value) pairs of the file with the only value that is supported.
+        only: (field, value) pairs of the file; any other value is not supported.
         unused: fields of the file that do not affect the model.
-        own: fields with another name than in a description: (their name, our name, default and type).
+        own: further fields: (name in the file, name in a description, default, which also defines the type).
         read_more: reads fields that the other attributes cannot express: ``read_more(fields) -> values of a
             description``. It calls ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: inverse of ``read_more``: ``write_more(description) -> fields``.
         prepare: rewrites the fields of a file before they are read.
-        defaults: (field, value) pairs of ``transformers``' defaults for missing fields. Copy the defaults of its
-            configuration class that differ from those in :meth:`read`.
+        defaults: (field, value) pairs for missing fields: the defaults of the configuration class in ``transformers``
+            that differ from the defaults in :meth:`read`.
     """
 
     architecture: str
@@ -123,7 +124,8 @@ class HFFormat:
             ignore_fields: names of fields to skip.
 
         Raises:
-            ModelError: a field is missing, or its value has no equivalent in a description. The message names it.
+            ModelError: a field is missing, or its value has no equivalent in a description. The message names the
+                field.
         """
         try:
             return self._read(config, ignore_fields)
@@ -132,7 +134,7 @@ class HFFormat:
             raise ModelError(f"config.json of {self.architecture}: {zero} is 0, which no such model has.") from error
 
     def _divisor(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> str | None:
-        """Name of the field that must not be 0; found by trying other values."""
+        """Return the name of the field that must not be 0, found by trying other values."""
         zeros = [name for name, value in config.items() if type(value) in (int, float) and value == 0]
         for name, other in product(zeros, (1, 1 << 12)):
             try:
@@ -295,7 +297,7 @@ class HFFormat:
         return config
 
 
-# Fields in which null means absent, so that `defaults` apply.
+# Fields in which null means absent, so that HFFormat.defaults apply.
 _NEVER_NULL = (
     "rope_theta",
     "partial_rotary_factor",

@@ -27,7 +27,7 @@ def read_experts(fields: Fields, number: int, width: int, *, first_dense: int) -
         fields: fields of the file.
         number: default number of experts in ``transformers``.
         width: default width of an expert.
-        first_dense: default number of first layers without experts.
+        first_dense: default number of leading layers without experts.
     """
     fields.skip(*_UNUSED)  # two of them are numbers of MTP layers, which are not trained
     fields.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
@@ -57,13 +57,13 @@ def read_latents(fields: Fields, *, kv: int, queries: int, keys: int, values: in
     Args:
         fields: fields of the file.
         kv: default width of the latent of keys and values in ``transformers``.
-        queries: default width of the latent of queries; ``null`` in the file: no latent.
+        queries: default width of the latent of queries; ``null`` in the file means no latent.
         keys: default number of unrotated channels of a key.
         values: default size of a value.
-        whole_head: whether ``head_dim``, if present, is the number of all channels of a key or of the rotated ones.
+        whole_head: whether ``head_dim``, if present, counts all channels of a key, instead of only the rotated ones.
     """
     turning, fixed = fields.take("qk_rope_head_dim", 64), fields.take("qk_nope_head_dim", keys)
-    fields.skip("qk_head_dim", "num_key_value_heads")  # redundant: the sum of both, and num_attention_heads
+    fields.skip("qk_head_dim", "num_key_value_heads")  # redundant: the sum of the two sizes, and num_attention_heads
     parts = "qk_nope_head_dim + qk_rope_head_dim" if whole_head else "qk_rope_head_dim"
     size = turning + fixed * whole_head
     if fields.take("head_dim", size) != size:

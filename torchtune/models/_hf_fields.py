@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """Fields of a ``config.json``; records which were read."""
+    """Fields of a ``config.json``, with a record of the fields that were read."""
 
     _REQUIRED = object()
 
@@ -124,18 +124,18 @@ class Fields:
         return value
 
     def skip(self, *names: str) -> None:
-        """Mark fields as read that do not affect the model."""
+        """Mark fields that do not affect the model as read."""
         for name in names:
             self.take(name, None)
 
     def require(self, **values: Any) -> None:
-        """Raise :class:`ModelError` if a field has another value than the only one that is supported."""
+        """Raise :class:`ModelError` unless each field is absent or has the given value, the only supported one."""
         for name, value in values.items():
             if self.take(name, value) != value:
                 raise self.refusal(name, self.peek(name))
 
     def list_of(self, name: str, num_layers: int, kind: type, default: list[Any] | None = None) -> list[Any] | None:
-        """Return a list with one value per layer or with layer indices; the default if the field is absent."""
+        """Return a list field (one value per layer, or layer indices), or the default if the field is absent."""
         value = self.take(name, None)
         fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
         self._expect(fits, name, value, f"a list for {num_layers} layers")
@@ -154,7 +154,7 @@ class Fields:
             )
 
     def typed(self, name: str, default: Any) -> Any:
-        """Return a field's value with the type of its default; the first of a list of equal numbers."""
+        """Return a field's value in the type of its default; a list of equal numbers counts as one number."""
         value = self.take(name, default)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
@@ -164,7 +164,7 @@ class Fields:
         return type(default)(value)
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
-        """Return the entry of ``choices`` for a field's value; raises ``ModelError`` if there is none."""
+        """Return the entry of ``choices`` for a field's value. Raises :class:`ModelError` for other values."""
         value = self.take(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.refusal(name, value)
@@ -179,7 +179,7 @@ class Fields:
         return self._config.get(name)
 
     def refusal(self, name: str, value: Any, *, is_unread: bool = False) -> ModelError:
-        """Make the error for a value that a description cannot express; ``is_unread`` suggests to ignore the field."""
+        """Make the error for an unsupported value; with ``is_unread``, it suggests ignoring the field."""
         ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
             f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "

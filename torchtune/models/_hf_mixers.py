@@ -8,7 +8,7 @@ from torchtune.models._hf_fields import Fields, is_number, is_whole
 from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
 from torchtune.models._weight_ops import HeadGroups
 
-_NUMBERS = (  # their name, our name, default of transformers
+_NUMBERS = (  # name in config.json, name in the mixer, default of transformers
     ("linear_num_key_heads", "num_key_heads", 16),
     ("linear_num_value_heads", "num_value_heads", 32),
     ("linear_key_head_dim", "key_dim", 128),
@@ -16,14 +16,14 @@ _NUMBERS = (  # their name, our name, default of transformers
     ("linear_conv_kernel_dim", "conv_taps", 4),
 )
 
-_MAMBA = (  # the same
+_MAMBA = (  # as _NUMBERS
     ("mamba_n_heads", "num_heads", 128),
     ("mamba_n_groups", "num_groups", 1),
     ("mamba_d_state", "state_dim", 256),
     ("mamba_d_conv", "conv_taps", 4),
 )
 
-# Weight names of DeltaNetMixer with fused input projections, which checkpoints order by key head.
+# Weight names of DeltaNetMixer with fused input projections; checkpoints order their rows by key head.
 FUSED_DELTA_NET: Names = (
     (
         "linear_attn.in_proj_qkvz.weight",
@@ -57,7 +57,7 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
     layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
     if kinds is not None:
         layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
-    # Of MTP layers, which are not trained, and of caches.
+    # Fields of MTP layers, which are not trained, and of caches.
     fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     fields.require(attn_output_gate=True)
     if layers:
@@ -79,7 +79,7 @@ def read_mamba(fields: Fields, inner: int, **more: Any) -> Mamba2Mixer:
     Args:
         fields: fields of the file.
         inner: total width of all heads.
-        more: further arguments of the mixer.
+        **more: further arguments of the mixer.
     """
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _MAMBA}
     fields.skip("mamba_chunk_size")  # only affects how transformers computes

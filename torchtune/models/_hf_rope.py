@@ -15,7 +15,7 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 
-# rope_type -> (class, its fields as (their name, our name, type)).
+# rope_type -> (class, fields as (name in config.json, name in the class, type)).
 _FACTOR = ("factor", "factor", float)
 _ORIGINAL = ("original_max_position_embeddings", "original_max_seq_len", int)
 _MAGNITUDE = ("attention_factor", "attention_factor", float)
@@ -77,7 +77,7 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if "none" in allowed:
-        # Present in some files, but unused.
+        # Some files have these fields, but they are unused.
         fields.skip("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
         return found
     # Description raises for a size of 0.
@@ -104,11 +104,11 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         raise fields.refusal("rope_parameters", together)
     else:
         together = dict(scaling or together)
-    if "sections" in allowed:  # for images; the three positions of a text token are equal
+    if "sections" in allowed:  # only images need them: the three positions of a text token are equal
         together = {key: value for key, value in together.items() if not key.startswith("mrope_")}
     growth = _growth(fields, name, together) if "growth" in allowed else {}
     base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
-    if together.get("rope_type") != "proportional":  # there it is a parameter of the scaling
+    if together.get("rope_type") != "proportional":  # in this type, the factor is a parameter of the scaling
         share = together.pop("partial_rotary_factor", None)
         partial = partial if "kinds" in allowed else _number(fields, "partial_rotary_factor", share, partial)
     if partial != 1.0 and "partial" not in allowed:
@@ -126,7 +126,7 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _growth(fields: Fields, name: str, together: dict[str, Any]) -> dict[str, Any]:
-    """Read the scaling of queries by position; transformers requires it."""
+    """Read the scaling of queries by position, which ``transformers`` requires."""
     together.pop("max_position_embeddings", None)  # repeats the field of the config
     beta = together.pop("llama_4_scaling_beta", None)
     if not is_number(beta):

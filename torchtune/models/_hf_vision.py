@@ -1,4 +1,4 @@
-"""Read and write the ``config.json`` of text decoders with image tokens."""
+"""Read and write the ``config.json`` of vision-language models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from torchtune.models._hf_fields import Fields, architecture_of, is_whole
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Ids of tokens around images, and of other media.
+# Fields with ids of tokens around images and of other media, which are not read.
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
 
 
@@ -35,21 +35,22 @@ class ImageTextFormat:
         model_type: value of ``model_type``.
         text: format of ``text_config``.
         vision_type: ``model_type`` of ``vision_config``.
-        own: fields of ``vision_config``: (their name, our name, default of ``transformers`` and type). A text is an
-            activation.
-        tokens: fields with ids of placeholders, and their defaults.
-        beside: as ``own``, for fields outside ``vision_config``.
+        own: fields of ``vision_config``: (name in the file, name in the description, default of ``transformers``, which
+            also defines the type). A field with a string default is an activation.
+        tokens: fields with ids of placeholder tokens, and their defaults.
+        beside: fields outside ``vision_config``, in the format of ``own``.
         fixed: values of the tower's description that are not in the file.
-        derived: fields of ``vision_config`` that must be equal to another value: (their name, our name).
+        derived: fields of ``vision_config`` that must equal a field of the tower's description: (name in the file, name
+            in the description).
         unused: fields of ``vision_config`` that do not affect the tower.
         read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
-            ``whole`` has the fields of the file that contains it.
+            ``whole`` has the fields outside ``vision_config``.
         write_vision: inverse of ``read_vision``.
         sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without M-RoPE.
-        interleaved: whether the pairs of rows and columns take turns with those of time, or come after them.
+        interleaved: whether pairs rotated by time, row and column alternate, instead of forming three sections.
         rope_base: default base of the tower's rotary embedding.
         tied: default of ``tie_word_embeddings``.
-        ignored: other fields of the file that do not matter.
+        ignored: other fields of the file that do not affect the model.
         read_more: reads further values of the description: ``read_more(config) -> values``.
         write_more: inverse of ``read_more``: further fields, also within ``text_config``.
     """
@@ -76,14 +77,15 @@ class ImageTextFormat:
 
     @staticmethod
     def sizes(**defaults: int) -> tuple[tuple[str, str, int], ...]:
-        """Make the fields of the sizes of a tower for ``own``, from our names and their defaults."""
+        """Make the entries of ``own`` for the sizes of a tower, from names in the description and defaults."""
         return tuple((_SIZES.get(name, name), name, default) for name, default in defaults.items())
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
         """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
 
         Raises:
-            ModelError: a field is missing, or its value has no equivalent in a description. The message names it.
+            ModelError: a field is missing, or its value has no equivalent in a description. The message names the
+                field.
         """
         parts = {name: config.get(name) for name in ("text_config", "vision_config")}
         for name, part in parts.items():
@@ -166,8 +168,8 @@ class ImageTextFormat:
 def read_config(
     formats: Sequence[ImageTextFormat], config: Mapping[str, Any], ignore_fields: Collection[str] = ()
 ) -> ImageTextDescription:
-    """Read a ``config.json`` with the format of its architecture and text."""
-    if "text_config" not in config:  # files before transformers 5 have its fields beside the tower's
+    """Read a ``config.json``, in the format for its architecture and text decoder."""
+    if "text_config" not in config:  # before transformers 5, the fields of the text decoder are at the top level
         outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings"}
         outside |= {name for name in config if name.endswith("_token_id")}
         text = {name: value for name, value in config.items() if name not in outside}

@@ -1,4 +1,4 @@
-"""Builders of models with image tokens from a checkpoint's ``config.json``, with the parts that are trained."""
+"""Builders of vision-language models from a checkpoint's ``config.json``, with a choice of the parts to train."""
 
 from pathlib import Path
 
@@ -21,17 +21,17 @@ def image_text_model(
     projector: Part = "full",
     language_model: Part = "full",
 ) -> ImageTextModel:
-    """Build a model with image tokens from the ``config.json`` of its checkpoint.
+    """Build a vision-language model with image tokens from the ``config.json`` of its checkpoint.
 
     Args:
         checkpoint_dir: folder of the checkpoint.
         vision_tower: ``"full"`` trains the vision tower, ``"frozen"`` does not.
-        projector: the same for the projection of its output to tokens, including DeepStack's.
+        projector: the same for the projector of the tower's output, including DeepStack projectors.
         language_model: the same for the text decoder.
 
     Raises:
-        ModelError: see :func:`from_hf_config`; also if the model is a text model, a part is ``"lora"``, or all are
-            frozen.
+        ModelError: the model is a text model, a part is ``"lora"``, or all parts are frozen; further cases in
+            :func:`from_hf_config`.
 
     Example:
         >>> torchtune.models.image_text_model(checkpoint)
@@ -43,7 +43,7 @@ def image_text_model(
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
     check_parts(parts, "full", "lora_image_text_model has adapters")
     for path, parameter in model.named_parameters():
-        if parameter.requires_grad:  # else a constant of the checkpoint
+        if parameter.requires_grad:  # otherwise it is a constant of the checkpoint
             parameter.requires_grad_(parts[image_part(path)] == "full")
     return model
 
@@ -62,7 +62,7 @@ def lora_image_text_model(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> ImageTextModel:
-    """Build a model with image tokens and LoRA adapters from the ``config.json`` of its checkpoint.
+    """Build a vision-language model with LoRA adapters from the ``config.json`` of its checkpoint.
 
     Args:
         checkpoint_dir: folder of the checkpoint.
@@ -71,7 +71,7 @@ def lora_image_text_model(
         projector: the same for all linear layers of the projector.
         language_model: the same for the text decoder.
         apply_lora_to_mlp: whether the feed-forward projections have an adapter.
-        apply_lora_to_output: whether the output projection has one; it must not be tied to the embeddings.
+        apply_lora_to_output: whether the output projection has an adapter; it must not be tied to the embeddings.
         lora_rank: rank of the adapters.
         lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
         lora_dropout: dropout probability of the adapters' input.
@@ -79,8 +79,8 @@ def lora_image_text_model(
         quantize_base: quantize the frozen base weights to NF4.
 
     Raises:
-        ModelError: see :func:`from_hf_config`; also if the model is a text model, a part is ``"full"``, which adapter
-            files cannot store, or all are frozen.
+        ModelError: the model is a text model, a part is ``"full"``, which adapter files cannot store, or all parts are
+            frozen; further cases in :func:`from_hf_config`.
     """
     model = _build(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}

@@ -1,7 +1,7 @@
-"""Shared parts of image processors: sizes and token counts as integers, and the pixels of patches as arrays.
+"""Base classes of image processors.
 
-The processor of a family, an :class:`ImageProcessor`, has ``plan(size) -> Plan``, ``pixels(image) -> array``, and
-``layout(plan)``, the token ids or the text that replace an image's placeholder.
+The image processor of a family implements ``plan(size)``, which computes sizes and token counts (:class:`Plan`), and
+``layout(plan)``, the token ids or the text that replace an image's placeholder; ``pixels(image)`` returns the patches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,15 @@ _FILTERS = {BICUBIC: "bicubic", BILINEAR: "bilinear", LANCZOS: "Lanczos"}
 
 
 class Plan(NamedTuple):
-    """Size of an image after resizing, grids of patches of its parts, and number of its tokens with features.
+    """Sizes of an image or a video after resizing.
 
-    Of a video, ``texts`` precede its parts, and ``step`` is the distance of its frames in positions (see
-    :func:`torchtune.data.grid_positions`).
+    Attributes:
+        height: height in pixels.
+        width: width in pixels.
+        grids: frames, rows and columns of patches, for each part of the image.
+        tokens: number of tokens with features of the vision tower.
+        texts: for a video, the text before each frame of patches.
+        step: for a video, the time between frames, in positions; see :func:`torchtune.data.grid_positions`.
     """
 
     height: int
@@ -36,17 +41,17 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
-    """Base of the image processors of model families.
+    """Base class of image processors.
 
     Attributes:
         patch_size: rows and columns of pixels of a patch.
         merge: rows and columns of patches that become one token.
         mean: mean of red, green and blue.
         std: standard deviation of red, green and blue.
-        frames: frames of a patch; an image is repeated.
+        frames: number of frames in a patch; an image is repeated in each frame.
         channels_last: whether the values of a patch are ordered by row, column and color, instead of by color first.
         placeholder: special token that the chat template writes for an image; by default the image token.
-        video_placeholder: special token that stands for a video; empty if there are no plans of videos.
+        video_placeholder: special token that stands for a video; empty if the processor does not support videos.
         around: special tokens before and after a frame of a video.
         resample: filter that resizes images.
     """
@@ -64,7 +69,9 @@ class ImageProcessor:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """Read ``preprocessor_config.json``, with ``video_preprocessor_config.json`` in it, and ``config.json``.
+        """Build the processor from the contents of ``preprocessor_config.json`` and ``config.json``.
+
+        ``config`` also contains ``video_preprocessor_config.json``.
 
         Raises:
             DataError: a field has a value that this processor does not support.
@@ -85,17 +92,17 @@ class ImageProcessor:
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the numbers in the arguments of :meth:`from_config`, None for the default."""
+        """Return the integer attributes in the arguments of :meth:`from_config`; None stands for the default."""
         raise NotImplementedError
 
     def plan(self, size: tuple[Any, ...]) -> Plan:
-        """Return size, grids and number of tokens of an image or a video, from its size in pixels.
+        """Compute the size, the grids and the number of tokens of an image or a video.
 
         Args:
-            size: (width, height), and number of frames and frames per second of a video.
+            size: (width, height) in pixels; for a video also the number of frames and the frames per second.
 
         Raises:
-            DataError: the sides of the image are too different.
+            DataError: the aspect ratio of the image is too large.
         """
         raise NotImplementedError
 
@@ -104,7 +111,7 @@ class ImageProcessor:
         raise NotImplementedError
 
     def frames_layout(self, plan: Plan, token: str) -> str:
-        """Return the text of an image or a video: ``token`` as often as there are, between the special tokens."""
+        """Return the text that replaces an image or a video: per frame, repeated ``token`` between ``around``."""
         first, last = self.around
         texts = plan.texts or ("",)
         return "".join(f"{text}{first}{token * (plan.tokens // len(texts))}{last}" for text in texts)
@@ -112,7 +119,7 @@ class ImageProcessor:
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, pixels * 3]``, ordered by part and by block.
 
-        Of a :class:`torchtune.data.Video`, return ``[p, pixels * 3 * frames]``, ordered by frame and by block.
+        For a :class:`torchtune.data.Video`, return ``[p, pixels * 3 * frames]``, ordered by frame and by block.
         """
         if not isinstance(image, Video):
             plan = self.plan(image.size)
@@ -139,7 +146,7 @@ class ImageProcessor:
         return Plan(height, width, ((1, rows, columns),), rows * columns // self.merge**2)
 
     def plan_of_frames(self, plan: Plan, texts: Sequence[str]) -> Plan:
-        """Return the plan of a video with a frame of patches for each of ``texts``, from that of its frames."""
+        """Return the plan of a video, from the plan of one frame; ``texts`` has one text per frame of patches."""
         count = len(texts)
         grids = ((count, *plan.grids[0][1:]),)
         return plan._replace(grids=grids, tokens=count * plan.tokens, texts=tuple(texts))
@@ -160,11 +167,11 @@ class ImageProcessor:
 
 @dataclass(frozen=True, kw_only=True)
 class TiledProcessor(ImageProcessor):
-    """Base of image processors that cut a large image into tiles and add the whole image as a tile.
+    """Base class of image processors that cut a large image into tiles and add the resized whole image as a tile.
 
     Attributes:
-        tile: rows and columns of pixels of a tile.
-        tower_tile: default of the tower's rows and columns of pixels.
+        tile: side of a tile, in pixels.
+        tower_tile: default side of the vision tower's input, in pixels.
     """
 
     tower_tile: ClassVar[int]
@@ -174,7 +181,7 @@ class TiledProcessor(ImageProcessor):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
-        """See :meth:`ImageProcessor.from_config`; also refuses a tower that takes tiles of another side."""
+        """See :meth:`ImageProcessor.from_config`. Also raises if the tower takes tiles of another size."""
         found = super().from_config(config, model)
         side = (model.get("vision_config") or {}).get("image_size", cls.tower_tile)
         if found.tile != side:
@@ -185,13 +192,13 @@ class TiledProcessor(ImageProcessor):
         return found
 
     def plan_of_tiles(self, height: int, width: int) -> Plan:
-        """Return the plan of an image that is cut from ``height`` x ``width`` pixels."""
+        """Return the plan of an image of ``height`` x ``width`` pixels that is cut into tiles."""
         tiles, side = height * width // self.tile**2, self.tile // self.patch_size
         tiles += tiles > 1
         return Plan(height, width, ((1, side, side),) * tiles, tiles * (side // self.merge) ** 2)
 
     def cut_tiles(self, image: Any, whole: Any) -> np.ndarray:
-        """Return the patches of the tiles of ``image`` and, if there are several, of ``whole`` as a tile."""
+        """Return the patches of the tiles of ``image``; if there are several, also of ``whole``, resized to a tile."""
         rows, columns = (range(0, side, self.tile) for side in (image.height, image.width))
         tiles = [image.crop((left, top, left + self.tile, top + self.tile)) for top in rows for left in columns]
         if len(tiles) > 1:

@@ -1,4 +1,4 @@
-"""Transform of models with image tokens: text and images of a conversation to tokens and patches."""
+"""Transform of vision-language models: converts text and images of a conversation to tokens and patches."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,12 +39,12 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class ImageEncoder:
-    """Base of tokenizers that also make the patches of images.
+    """Base class of tokenizers that also convert images to patches.
 
     Attributes:
-        image_tokens: ids of the tokens of images.
+        image_tokens: ids of image tokens.
         processor: image processor of the family.
-        image_cache: cache of the features of images, which are not decoded then.
+        image_cache: cache of image features; images with cached features are not decoded.
     """
 
     takes_images = True
@@ -55,7 +55,7 @@ class ImageEncoder:
     _has_grid_positions = False
 
     def encode_images(self, messages: Sequence[MessageLike], tokens: Sequence[int]) -> dict[str, Any]:
-        """Return the ``encoder_input`` of a tokenized conversation; nothing without images.
+        """Return ``{"encoder_input": ...}`` with the images of a tokenized conversation; empty without images.
 
         Raises:
             DataError: an image cannot be read.
@@ -78,22 +78,22 @@ class ImageEncoder:
         return {"encoder_input": {"images": images}}
 
     def _pixels(self, image: Any) -> torch.Tensor:
-        """Return the pixels of an image's patches; none if it is None."""
+        """Return the pixels of an image's patches; no pixels for None."""
         found = np.empty((0, 0), np.uint8) if image is None else self.processor.pixels(open_image(image))
         return torch.from_numpy(found)
 
     def plan(self, image: Any) -> Plan:
-        """Return sizes and number of tokens of an image, from the header of its file."""
+        """Return sizes and number of tokens of an image or a video, from the header of its files."""
         if isinstance(image, Video) and not self.processor.video_placeholder:
             raise DataError("the model takes images, but no videos: give frames as images")
         return self.processor.plan(image_size(image))
 
 
 class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
-    """Tokenizer of a checkpoint with image tokens, which also processes the images of conversations.
+    """Tokenizer and image processor of a vision-language checkpoint.
 
-    The chat template writes a placeholder for each image or video. It is replaced by as many tokens as the image has,
-    which are never trained on. A row is refused if ``max_seq_len`` would cut an image.
+    The chat template writes a placeholder for each image or video, which is replaced by the image's tokens. Image
+    tokens are never trained on. Rows in which ``max_seq_len`` would cut off image tokens raise an error.
 
     Args:
         tokenizer_json_path: ``tokenizer.json``.
@@ -128,7 +128,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         """Replace ``messages`` by tokens and images.
 
         Args:
-            sample: sample with ``messages``; an image is a Pillow image, a path, or the bytes of a file.
+            sample: sample with ``messages``; for the types of images see :func:`torchtune.data.open_image`.
             inference: leave the last turn open, for a model to continue.
 
         Returns:
@@ -136,8 +136,8 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
             :class:`torchtune.data.Images` of the row.
 
         Raises:
-            DataError: the messages do not fit the chat template, an image cannot be read, or ``max_seq_len`` would cut
-                an image.
+            DataError: the chat template rejects the messages, an image cannot be read, or ``max_seq_len`` would cut
+                off image tokens.
         """
         sample = dict(sample)
         messages = as_messages(sample.pop("messages"))
@@ -157,7 +157,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         return {"role": role, "content": parts, **self._guard.hide(message.extra)}
 
     def _text(self, item: Mapping[str, Any]) -> str:
-        """Return a text, or the placeholder of a video, without the tokens that templates write around it."""
+        """Return a text, or the placeholder of a video without the tokens that templates write around it."""
         return self.processor.video_placeholder if item["type"] == "video" else self._guard.hide(item["content"])
 
     def _tokenized(
@@ -179,7 +179,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         return cut, cut_mask
 
     def _expanded(self, tokens: Sequence[int], mask: Sequence[int], plans: Iterator[Any]) -> Iterator[tuple[int, int]]:
-        """Yield (token, whether it is masked), with placeholders replaced by the tokens of their images."""
+        """Yield (token, whether it is masked); the tokens of an image replace its placeholder."""
         for token, masked in zip(tokens, mask, strict=True):
             if token not in self._placeholders:
                 yield token, masked
@@ -192,17 +192,17 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
 
 
 def _masked(message: Message) -> Message:
-    """Return a copy of a turn that is not trained on."""
+    """Return a masked copy of a turn."""
     message = copy(message)
     message.masked = True
     return message
 
 
 def checkpoint_tokenizer(model: nn.Module, path: str | Path) -> HuggingFaceModelTokenizer:
-    """Load the tokenizer of a Hugging Face checkpoint; for a model with image tokens, with its image processor.
+    """Load the tokenizer of a Hugging Face checkpoint; for a vision-language model, also its image processor.
 
     Args:
-        model: the model, as :func:`torchtune.models.from_hf_config` builds it.
+        model: the model, from :func:`torchtune.models.from_hf_config`.
         path: folder of the checkpoint.
 
     Raises:
@@ -214,11 +214,11 @@ def checkpoint_tokenizer(model: nn.Module, path: str | Path) -> HuggingFaceModel
 
 
 def image_text_transform(path: str, max_seq_len: int | None = None, **options: Any) -> ImageTextTransform:
-    """Load tokenizer, chat template and image processor of a Hugging Face checkpoint with image tokens.
+    """Load the tokenizer, chat template and image processor of a vision-language Hugging Face checkpoint.
 
     Args:
         path: folder of the checkpoint.
-        max_seq_len: maximum row length in tokens; rows of which it would cut an image are refused.
+        max_seq_len: maximum row length in tokens; rows in which it would cut off image tokens raise an error.
         **options: see :class:`~torchtune.tokenizers.HuggingFaceModelTokenizer`.
 
     Raises:

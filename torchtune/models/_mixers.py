@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-# Rows (Hugging Face's name within a layer, our name within the mixer, optional op that reorders rows).
+# Weight names: (Hugging Face name in a layer, our name in the mixer, optional op that reorders rows).
 Names = tuple[tuple[Any, ...], ...]
 
 
@@ -20,7 +20,7 @@ class DeltaNetMixer:
         key_dim: size of a query or key head.
         value_dim: size of a value head.
         conv_taps: kernel size of the convolution.
-        fused: use one projection for queries, keys, values and gates, and one for decay and beta.
+        fused: use two fused projections: one for queries, keys, values and gates, and one for beta and decay.
     """
 
     num_key_heads: int

@@ -1,4 +1,4 @@
-"""Composite models (vision, audio, text): weight names and config of their text decoder."""
+"""Weight names and config of the text decoder in composite models (vision, audio, text)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ _TEXT_ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
-# Composite models that are built completely.
+# Composite models that are always built completely.
 _WHOLE = (
     *("MllamaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
@@ -43,8 +43,8 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
         names: all tensor names of the checkpoint.
 
     Returns:
-        Name prefix in a text-only checkpoint -> prefix here. Empty if the checkpoint is text-only, or if its decoder
-        has cross-attention to the other parts and so cannot be used alone.
+        Name prefix in a text-only checkpoint -> prefix in this checkpoint. Empty if the checkpoint is text-only, or if
+        its decoder has cross-attention to the other parts and so cannot be used alone.
 
     Example:
         >>> torchtune.models.text_prefixes(["model.language_model.norm.weight", "lm_head.weight"])["model."]
@@ -61,10 +61,10 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
-    """Return the module prefixes in ``transformers``, with which peft's names begin, except Llama 4's.
+    """Return the module prefixes in ``transformers``, which names in ``peft`` begin with; not for Llama 4.
 
     Args:
-        prefixes: prefixes of the checkpoint's tensors, from :func:`text_prefixes`; they differ in older checkpoints.
+        prefixes: tensor name prefixes from :func:`text_prefixes`; in older checkpoints, module prefixes differ.
 
     Example:
         >>> torchtune.models.module_prefixes({"model.": "language_model.model."})["model."]
@@ -86,11 +86,11 @@ def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, Any]:
-    """Return the config of the model to build: ``text_config`` of a composite ``config``, else ``config`` itself.
+    """Return the config of the model to build: ``text_config`` of a composite ``config``, or ``config`` itself.
 
     Args:
         config: contents of a ``config.json``.
-        images: whether a composite model is built completely, also if its text decoder can be built alone.
+        images: whether to build a complete composite model, even if its text decoder can be built alone.
 
     Raises:
         ModelError: the text decoder is not supported, or ``architectures`` is not a list of names.
@@ -111,7 +111,7 @@ def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, An
 
 
 def _is_readable(quantization: object) -> bool:
-    """Whether checkpoints with this ``quantization_config`` can be dequantized when they are loaded."""
+    """Return whether checkpoints with this ``quantization_config`` can be dequantized when they are loaded."""
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return method == "compressed-tensors" or (
         method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")

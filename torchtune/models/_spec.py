@@ -28,21 +28,22 @@ class ModelSpec:
         architectures: supported ``architectures`` entries of a Hugging Face ``config.json``; exports write the first.
         from_hf_config: converts a ``config.json`` (a dict) to a description; raises :class:`ModelError` for the first
             field that a description cannot express. The second argument lists fields to skip.
-        to_hf_config: inverse: makes a ``config.json`` from which ``transformers`` builds the same model.
+        to_hf_config: inverse of ``from_hf_config``: makes a ``config.json`` from which ``transformers`` builds the same
+            model.
         weight_maps: weight maps by format: ``"hf"``, ``"meta"``, ``"gguf"``, ``"earlier"`` (names of this library's
             earlier releases); other keys are variants of ``"hf"`` that are read but not written.
-        untrained: prefixes of Hugging Face names of weights that the model does not have and an export copies, such as
-            multi-token prediction.
-        untrained_modules: further weights of this kind: (prefix of the name within a layer, attribute of a description
-            that lists the layers).
-        layers_prefix: prefix of the names of such weights.
-        untrained_layers: suffix of a name that identifies layers after the model's last one as such weights.
+        untrained: Hugging Face name prefixes of untrained weights: weights that the model lacks and that an export
+            copies, such as multi-token prediction.
+        untrained_modules: further untrained weights: (name prefix within a layer, attribute of a description that lists
+            the layers).
+        layers_prefix: prefix of layer names, for ``untrained_modules``.
+        untrained_layers: name suffix of a weight that identifies layers after the model's last layer as untrained.
         builder: builds a composite model: ``builder(description, spec) -> model``. Checkpoints then hold the full
             model, and ``config.json`` describes it.
-        image_processor: makes the image processor of a model with image tokens from ``preprocessor_config.json`` and
+        image_processor: makes the image processor of a vision-language model from ``preprocessor_config.json`` and
             ``config.json`` (dicts).
-        module_prefixes: prefix of a module in transformers' class of the text decoder -> prefix in its class of a
-            composite model; empty where :func:`torchtune.models.module_prefixes` finds it.
+        module_prefixes: module name prefix in the text-only class of ``transformers`` -> prefix in the composite class;
+            empty if :func:`torchtune.models.module_prefixes` finds the prefixes.
         not_in_peft: suffixes of Hugging Face names of modules that ``peft`` cannot adapt.
         model_types: values of ``model_type:`` in YAML for this family.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default the plan of
@@ -84,14 +85,14 @@ class ModelSpec:
         return self.weight_maps[kind]
 
     def as_part(self, prefixes: Mapping[str, str]) -> "ModelSpec":
-        """Return this spec for the text decoder of a composite model.
+        """Return the specification of this family as the text decoder of a composite model.
 
         Args:
             prefixes: name prefix in a text-only Hugging Face checkpoint -> prefix in the composite checkpoint, for
                 example from :func:`torchtune.models.text_prefixes`.
 
         Returns:
-            The spec with the composite checkpoint's names, for the Hugging Face format only.
+            The specification with the composite checkpoint's names, for the Hugging Face format only.
         """
         return replace(self, weight_maps={"hf": self.weight_map("hf").prefixed(prefixes)})
 
@@ -111,7 +112,7 @@ class ModelSpec:
         return [path for path in paths if names is not None and names.named_like_experts(path, description)]
 
     def fused_with(self, paths: Collection[str], description: Description) -> list[str]:
-        """Return the other modules that checkpoints and peft fuse with modules of ``paths`` into one projection."""
+        """Return the other modules that checkpoints and ``peft`` fuse with modules of ``paths`` into one projection."""
         if "hf" not in self.weight_maps:
             return []
         names = self.weight_maps["hf"]
@@ -143,7 +144,7 @@ def _layers_beyond(names: Collection[str], description: Description, mark: str |
     return {int(match[1]) for match in found if match and int(match[1]) >= description.num_layers}
 
 
-# Architectures of several families -> the family that reads them.
+# Architectures that several families list -> the family that reads them.
 _READERS = {"LlamaForCausalLM": "llama3", "Phi3ForCausalLM": "phi3", "Qwen2ForCausalLM": "qwen2"}
 
 _registered: dict[str, ModelSpec] = {}
@@ -151,7 +152,7 @@ _registered: dict[str, ModelSpec] = {}
 
 @cache
 def _builtin() -> Mapping[str, ModelSpec]:
-    """Built-in families by name: packages in this folder with a ``SPEC`` of the package's name."""
+    """Return the built-in families by name: packages in this folder with a ``SPEC`` named like the package."""
     specs = {}
     for name in packages_in([str(Path(__file__).parent)]):
         spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)

@@ -11,23 +11,23 @@ from torchtune.models._builders import dress
 from torchtune.tokenizers import parse_hf_tokenizer_json
 
 T = TypeVar("T")
-_SETTINGS = ("prompt_template", "truncation_type")  # never keyword-only in a builder
+_SETTINGS = ("prompt_template", "truncation_type")  # positional in every builder
 _TEMPLATE_DOC = "prompt_template: dotted path of a template, or a mapping role -> [text before, text after]."
 
 
 def tokenizer_builder(
     tokenizer: type[T], name: str, title: str, *, first: str = "path", **defaults: Any
 ) -> Callable[..., T]:
-    """Make the builder of a tokenizer class, with the arguments of the class as far as YAML has them.
+    """Make the builder of a tokenizer class, with the arguments that YAML can express.
 
-    ``special_tokens`` becomes ``special_tokens_path``, ``prompt_template`` a dotted path or a mapping.
+    ``special_tokens`` becomes ``special_tokens_path``; ``prompt_template`` becomes a dotted path or a mapping.
 
     Args:
         tokenizer: class of the tokenizer.
         name: name of the new function.
         title: name of the family in docstrings.
         first: argument that comes first in the builder.
-        **defaults: argument -> default that differs from the one of the class.
+        **defaults: arguments with a default that differs from the class.
     """
     special_doc = f"special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace {title}'s."
     found, documented = [], _documented(tokenizer)

@@ -1,4 +1,4 @@
-"""Descriptions of vision towers, and of text decoders with image tokens."""
+"""Descriptions of vision towers and vision-language models."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +38,7 @@ class VisionDescription:
     embed_dim: int
     intermediate_dim: int = 0
     num_heads: int = 0
-    attn_bias: bool = True  # of queries, keys and values
+    attn_bias: bool = True  # biases of the query, key and value projections
     attn_output_bias: bool = True
     mlp_bias: bool = True
     mlp_gated: bool = False
@@ -46,17 +46,17 @@ class VisionDescription:
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
     post_norms: bool = False  # norms of the outputs of attention and feed-forward
-    head_norms: bool = False  # RMSNorms of queries, keys and, without weight, values
+    head_norms: bool = False  # RMSNorms of queries and keys, and an RMSNorm without weight of values
     attn_scale: float | None = None
     clipped: bool = False  # linear layers clip their input and output
     first_norm: bool = False  # norm before the layers
     last_norm: bool = False  # norm after the layers
     window: int = 0  # rows and columns of tokens in an attention window; 0: none
-    full_layers: tuple[int, ...] = ()  # layers without the window
+    full_layers: tuple[int, ...] = ()  # layers with attention to the whole frame
 
     # Positions
-    positions: Literal["none", "interpolated", "classed", "axes"] = "none"  # use of the learned table
-    positions_side: int = 0  # rows and columns of the table
+    positions: Literal["none", "interpolated", "classed", "axes"] = "none"  # kind of learned position embeddings
+    positions_side: int = 0  # rows and columns of the embedding table
     rope: Literal["none", "axial", "alternating", "halves", "neighbors"] = "none"  # see GridRotaryPositionalEmbeddings
     rope_base: float = 10_000.0
 
@@ -65,14 +65,14 @@ class VisionDescription:
     output_dim: int  # width of the text decoder
     merge_channels_first: bool = False
     merge_pools: bool = False  # a token is the mean of its patches
-    merge_standardized: bool = False  # the means are shifted and scaled
-    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # of a patch, or of means; plain: without weight
+    merge_standardized: bool = False  # tokens are shifted and scaled by constants
+    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # norm before the projector; plain: without weight
     merge_norm_eps: float = 1e-6
-    merge_reduces: bool = False  # a projection of the merged patches to the width of one
+    merge_reduces: bool = False  # merged patches are projected to the width of one patch
     projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer
-    projector_first: bool = False  # a layer of projector_dim before the projector
+    projector_first: bool = False  # the projector has a further first layer of width projector_dim
     projector_bias: bool = True
-    deep_layers: tuple[int, ...] = ()  # layers whose outputs are projected for the decoder's first layers (DeepStack)
+    deep_layers: tuple[int, ...] = ()  # layers with outputs that are added in the decoder's first layers (DeepStack)
 
     def __post_init__(self) -> None:
         for field in (*_SIZES, *(_OF_LAYERS if self.num_layers else ())):
@@ -106,19 +106,19 @@ class VisionDescription:
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
-        """Shape of a patch in convolutions of checkpoints: channels, frames (unless 1), rows, columns."""
+        """Shape of a patch in the convolution of a checkpoint: channels, frames (unless 1), rows, columns."""
         frames = (self.frames_per_patch,) if self.frames_per_patch > 1 else ()
         return (self.num_channels, *frames, self.patch_size, self.patch_size)
 
     @property
     def num_deep_layers(self) -> int:
-        """Number of layers whose outputs the decoder adds."""
+        """Number of ``deep_layers``."""
         return len(self.deep_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTextDescription(Description):
-    """Description of a text decoder with the tokens of a vision tower among its own.
+    """Description of a vision-language model: a text decoder with image tokens in the text sequence.
 
     Raises:
         ModelError: a field is invalid, or fields are inconsistent.
@@ -129,9 +129,9 @@ class ImageTextDescription(Description):
     """
 
     vision: VisionDescription
-    image_tokens: tuple[int, ...]  # ids of the placeholders of images and videos
-    pad_token: int | None = None  # its embedding replaces that of placeholders
-    image_blocks: bool = False  # in layers with a window, a token of an image also sees the rest of the image
+    image_tokens: tuple[int, ...]  # ids of the placeholder tokens of images and videos
+    pad_token: int | None = None  # token whose embedding replaces the placeholders' embeddings
+    image_blocks: bool = False  # tokens of an image attend to each other in both directions in sliding-window layers
 
     def __post_init__(self) -> None:
         super().__post_init__()
