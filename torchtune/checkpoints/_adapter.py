@@ -40,27 +40,27 @@ from torchtune.models import (
 from torchtune.modules.peft import LoRA
 from torchtune.utils import get_logger
 
-# Names the base, and the conversion of each file of :attr:`ModelWeights.owned_files`.
+# JSON file with the base model's name and the conversion of each file of :attr:`ModelWeights.owned_files`.
 OWNED_INDEX = "adapter_conversions.json"
 # Folder of the adapter in a checkpoint of merged weights.
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-# In order of preference. Older checkpoints hold the adapter twice: with this library's names in .pt, and with Qwen's
-# rows in the wrong order in .safetensors.
+# In order of preference. Older checkpoints hold the adapter twice: as .pt, with this library's names, and as
+# .safetensors, in which the rows of Qwen models are in the wrong order.
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
-# transformers' parameters of stacked experts, gated ones. Adapter files hold one tensor per expert, which peft stacks,
-# if checkpoints do.
+# Names in transformers of the stacked weights of gated experts. If checkpoints hold one tensor per expert, adapter
+# files do too, and peft stacks them.
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-# Ends of our names of adapters of linear layers; other adapters are of experts.
+# Suffixes of this library's adapter names for linear layers; other adapters belong to experts.
 _OF_LINEAR = (".weight", ".magnitude")
 _LORA_A = ".lora_a.weight"
-_LAYER = re.compile(r".*\.layers\.\d+\.")  # what comes before the path in a layer
+_LAYER = re.compile(r".*\.layers\.\d+\.")  # prefix of a path within a layer
 
 
 def find_adapter(path: Path, weights: ModelWeights) -> Path:
-    """A file of an adapter: ``path`` itself, or the first one in the folder ``path`` that the model may have.
+    """Return an adapter file: ``path`` itself, or the preferred adapter file in the folder ``path``.
 
     Raises:
         CheckpointError: there is no adapter.
@@ -109,8 +109,8 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
 
     Args:
         weights: the model's weights, with base weights filled.
-        file: adapter file with PEFT's names (of the text model or of a composite model around it) or this library's
-            names; or one of :attr:`ModelWeights.owned_files`, which are all read from its folder.
+        file: adapter file with this library's names or PEFT's (for the text model or for a composite model that
+            contains it). For one of :attr:`ModelWeights.owned_files`, all of them are read from its folder.
         device: device for parameters on the meta device.
         dtype: dtype for parameters on the meta device; by default they keep theirs.
 
@@ -188,7 +188,7 @@ def _load_owned(
 
 
 def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
-    """The tensors with this library's names and order of rows."""
+    """Return the tensors with this library's names and row order."""
     tensors = [(name, source.read(name)) for name in source.names()]
     spec, description = weights.identity
     if not any(name.startswith(PEFT_PREFIX) for name, _ in tensors):
@@ -214,7 +214,7 @@ def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[
 
 
 def _map_of(spec: ModelSpec, names: Collection[str]) -> WeightMap:
-    """Return the map of an adapter's names: of experts it has one tensor per expert, or one of all."""
+    """Return the weight map for an adapter's names; experts have one tensor each, or one tensor for all."""
     is_fused = any(".experts.lora_" in name for name in names) and "hf_fused" in spec.weight_maps
     return spec.weight_map("hf_fused" if is_fused else "hf").peft()
 
@@ -230,7 +230,7 @@ def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]
 def _spread(
     weights: ModelWeights, tensors: dict[str, torch.Tensor], groups: Mapping[str, Group]
 ) -> dict[str, torch.Tensor]:
-    """Split adapters of fused projections that have the model's rank into one for each of the projections."""
+    """Split adapters of fused projections, if they have the model's rank, into one adapter per projection."""
     for name in list(tensors):
         group = groups.get(name)
         if group is None or name != group.external[0] or not isinstance(group.op, FusedAdapter | ExpertAdapter):
@@ -244,7 +244,7 @@ def _spread(
 
 
 def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
-    """Return whether a tensor of an adapter file is a base weight; ``peft`` adds an adapted output layer's.
+    """Return whether a tensor of an adapter file is a base weight: ``peft`` saves that of an adapted output layer.
 
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
@@ -265,7 +265,7 @@ def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Pa
 def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
     """Raise on a shape that does not fit, before rows are reordered."""
     if not all(ours in weights.parameters for ours in group.tune):
-        return  # not adapted here: refused with the list of layers
+        return  # the caller raises with the list of layers without adapters
     wanted = group.to_external([weights.specs[ours] for ours in group.tune])[group.external.index(name)].shape
     if tensor.shape != wanted:
         raise CheckpointError(
@@ -282,8 +282,8 @@ def adapter_entries(
     Args:
         view: view of a model that has a conversion with a ``peft_config``.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
-        whole: the multimodal checkpoint that the model is the text decoder of: the adapter uses the names that peft
-            gives the modules of the composite model.
+        whole: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
+            modules of the composite model.
 
     Raises:
         CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
@@ -433,7 +433,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Raises:
-        CheckpointError: a file is missing, or the adapter is of another model.
+        CheckpointError: a file is missing, or the adapter belongs to another model.
     """
     file, settings = folder / ADAPTER_FILE, read_settings(folder / ADAPTER_CONFIG_FILE)
     names = [name for name in open_source([file]).names() if ".lora_A." in name]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torchtune.training.quantization import Quantizer
 
 POLICY = "policy"
-# Names of folders and prefixes in a checkpoint, not allowed for models.
+# Folders and prefixes in a checkpoint; models must have other names.
 _RESERVED = (STATE_DIR, ADAPTER_DIR, "logs", "original")
 
 # One model (the policy), or models by name, in a mapping or an ``nn.ModuleDict``.
@@ -53,15 +53,15 @@ Models = nn.Module | Mapping[str, nn.Module]
 class CheckpointStore:
     """Loads the models of a run, and saves and resumes its checkpoints.
 
-    A model has a name: ``policy``, the default, is the main model; ``reference``, ``value``, ``teacher`` or any other
-    name is a further model. Each has a source. Models passed to :meth:`save` are trained: the policy is saved in the
-    checkpoint folder, every other model in a subfolder of its name, under one completion marker. A model with a source
-    that is not saved is frozen: checkpoints record a fingerprint of its weights, which a resume verifies.
+    Every model has a name and a source. The main model is ``policy``, the default name; further models have names such
+    as ``reference``, ``value`` or ``teacher``. Models passed to :meth:`save` are trained: the policy is saved in the
+    checkpoint folder, every other model in a subfolder with its name; one completion marker covers all. Models with a
+    source that are not saved are frozen: checkpoints record a fingerprint of their weights, and a resume verifies it.
 
     All ranks call every method; each reads and writes its own shards.
 
     Args:
-        sources: a source for each model, by name; a mapping holds the arguments of :class:`ModelSource`.
+        sources: source of each model, by name: a :class:`ModelSource`, or a mapping of its arguments.
         output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``; required to save and to resume.
         keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
             ``step_N``.
@@ -112,7 +112,7 @@ class CheckpointStore:
 
         Args:
             name: name of the model, for example ``"reference"``.
-            source: a :class:`ModelSource`, or a checkpointer, of which the policy's source is used.
+            source: a :class:`ModelSource`, or a checkpointer (its policy's source is used).
 
         Raises:
             CheckpointError: the name exists or is reserved, or ``source`` has the wrong type.
@@ -146,15 +146,16 @@ class CheckpointStore:
     ) -> None:
         """Load ``model`` from its source; parameters on the meta device are materialized on ``device``.
 
-        Parameters that conversions added are loaded from ``adapter_checkpoint``, else from an adapter in PEFT's layout
-        in ``checkpoint_dir``; without either, their modules initialize them.
+        Parameters that conversions added are loaded from ``adapter_checkpoint`` if it is set, otherwise from an adapter
+        in PEFT's layout in ``checkpoint_dir``. If there is none either, their modules initialize them.
 
         Args:
             model: model built by :mod:`torchtune.models`, on the meta device or materialized, sharded or not.
             device: device of materialized parameters.
             dtype: dtype of materialized parameters; unchanged by default.
             name: name of the source.
-            whole: raise if the files lack a parameter; for a frozen model, which must not start with new parameters.
+            whole: raise if the files lack a parameter; set it for frozen models, which must not start with new
+                parameters.
 
         Raises:
             CheckpointError: files are missing or corrupt, or do not fit the model.
@@ -218,7 +219,7 @@ class CheckpointStore:
     def lock_output_dir(self) -> None:
         """Lock the output folder against other runs until :meth:`close`, or until the process ends.
 
-        Without this call, every save and every search for a checkpoint locks the folder while it lasts.
+        Without this call, each save and each search for a checkpoint locks the folder only while it runs.
 
         Raises:
             UserError: another run holds the lock, or the folder cannot be written to.
@@ -227,7 +228,7 @@ class CheckpointStore:
         self._ranks.run_on_rank_0(lambda: self.lock.acquire())
 
     def open_output_dir(self, cfg: Any, *, resume: bool) -> ResumePoint | None:
-        """Check and lock the output folder, and find the resume point; call it before anything is loaded.
+        """Check and lock the output folder, and find the resume point; call it before loading anything.
 
         Args:
             cfg: settings of this run.
@@ -246,11 +247,11 @@ class CheckpointStore:
     def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """Return the newest complete and undamaged checkpoint; None, with a warning, if there is no checkpoint.
 
-        The ranks share the work of verifying the checksums of files that a resume needs. If a checkpoint is damaged, an
-        error is logged and the one before it is tried.
+        The ranks divide the files that a resume needs, and verify their checksums. If a checkpoint is damaged, an error
+        is logged and the previous checkpoint is tried.
 
         Args:
-            cfg: settings of this run; changes since the checkpoint are logged, or raise.
+            cfg: settings of this run; allowed changes since the checkpoint are logged, others raise.
 
         Raises:
             CheckpointError: the run is finished, every checkpoint is damaged, or settings, frozen models or base
@@ -284,7 +285,7 @@ class CheckpointStore:
         return None
 
     def check_resume(self, cfg: Any) -> None:
-        """Check that the newest complete checkpoint can be resumed, without lock and checksums."""
+        """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums."""
         for newest in complete_directories(self.require_output_dir())[-1:]:
             resume_point(newest)
             check_resumed_settings(cfg, newest)
@@ -337,16 +338,17 @@ class CheckpointStore:
         Args:
             name: ``epoch_N`` or ``step_N``.
             models: the trained models: the policy, or several by name.
-            contents: the weights to write: ``"model"``, all weights without adapters; ``"adapter"``, in PEFT's layout;
-                ``"merged"``, all weights with the adapter merged. ``("adapter", "merged")`` writes both, the adapter
-                into the subfolder ``adapter``. A mapping holds the contents by name of the model.
+            contents: weights to write: ``"model"`` (all weights of a model without adapters), ``"adapter"`` (the
+                adapter, in PEFT's layout), ``"merged"`` (all weights, with the adapter merged), or ``("adapter",
+                "merged")`` (both, with the adapter in the subfolder ``adapter``). A mapping has the contents of each
+                model, by name.
             state: training state for a resume; None for the last checkpoint of a run.
             cfg: settings of the run, saved as ``torchtune_config.yaml``.
             max_shard_bytes: maximum bytes of tensors per file.
-            async_save: write in the background. The tensors are first copied to host memory: before this method
-                returns, or, if ``state`` has optimizers and no weight needs a conversion, before the next optimizer
-                step; do not change the weights in another way until then. The next save and :meth:`close` wait for the
-                write and raise its errors.
+            async_save: write in the background. The tensors are first copied to host memory. The copy is complete when
+                this method returns; if ``state`` has optimizers and no weight needs a conversion, it is complete only
+                at the next optimizer step, and nothing else may change the weights until then. The next save and
+                :meth:`close` wait for the write and raise its errors.
             optional: on failure to write, log a warning and continue without this checkpoint.
 
         Returns:
@@ -383,7 +385,7 @@ class CheckpointStore:
         own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
         files = [file for export in exports for file in export.files]
         job = Job(output_dir, name, files, own, agreed, write_small_files, self.keep_last_n_checkpoints, optional)
-        # All ranks make these weights together, which they cannot do while training goes on.
+        # Computing these weights needs collectives, which must not run in the background of training.
         together = any(view.merges or view.stored for view in views.values())
         optimizers = [] if together else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, in_background=async_save, optimizers=optimizers)
@@ -457,7 +459,7 @@ def _views(models: Models, contents: Contents, ranks: Ranks | None = None) -> di
 
 
 def _folder(name: str) -> str:
-    """Subfolder of a model in a checkpoint, with a slash at its end; the policy's is the checkpoint itself."""
+    """Return a model's subfolder of a checkpoint with a trailing slash; the policy has none."""
     return "" if name == POLICY else f"{name}/"
 
 

@@ -21,7 +21,7 @@ MARKER = ".complete"
 # File in the run's folder that lists the checkpoints of its best validations.
 BEST = "best.json"
 _NAME = re.compile(r"^(epoch|step)_(\d+)$")
-# Leftovers of a killed process, of atomic_directory and prune.
+# Temporary folders that atomic_directory and prune leave behind in a killed process.
 _LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
 # Number of step_N kept by default; all epoch_N are kept.
 KEPT_STEPS = 3
@@ -39,7 +39,7 @@ class ResumePoint:
     """A complete checkpoint to resume from.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
 
     Example:
         >>> torchtune.checkpoints.ResumePoint(folder / "epoch_0").path.name
@@ -104,8 +104,8 @@ def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int
     Args:
         output_dir: folder of the run.
         name: ``epoch_N`` or ``step_N``.
-        sums: size and checksum of files, known from writing them; the block may add to it. Checksums of other files are
-            computed.
+        sums: size and checksum of each file, if known from writing it; the block may add entries. Checksums of all
+            other files are computed.
 
     Raises:
         CheckpointError: the size of a file differs from the number of bytes written.
@@ -221,7 +221,7 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
 
 
 def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the last record of a best validation with a complete ``checkpoint``."""
+    """Return the newest record of ``best.json`` with a complete checkpoint."""
     names = {path.name for path in complete_directories(output_dir)}
     return next((record for record in reversed(records) if record["checkpoint"] in names), None)
 

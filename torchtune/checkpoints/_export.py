@@ -33,8 +33,8 @@ class Export:
 
     Attributes:
         source: source of the model.
-        folder: its subfolder with a slash at its end, ``""`` for the checkpoint itself.
-        files: files of tensors.
+        folder: subfolder of the model with a trailing slash; ``""`` for the checkpoint itself.
+        files: tensor files.
         json_files: contents of JSON files by their path.
     """
 
@@ -55,11 +55,11 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
     """Describe the files of a model in a checkpoint; every rank creates its shards when the files are written.
 
     Args:
-        view: weights of the model, and what of them is written.
-        source: source of the model. Its tokenizer and other small files are exported too; of a multimodal checkpoint
-            with this model as the text decoder, also the names and, unchanged, the other towers.
+        view: weights of the model, and the choice of weights to write.
+        source: source of the model. Its tokenizer and other small files are exported too. If the model is the text
+            decoder of a multimodal checkpoint, the export has that checkpoint's names and its other towers, unchanged.
         max_shard_bytes: larger models are split into several files.
-        folder: subfolder of the checkpoint with a slash at its end, ``""`` for the checkpoint itself.
+        folder: subfolder of the checkpoint with a trailing slash; ``""`` for the checkpoint itself.
 
     Raises:
         CheckpointError: a parameter has no name in Hugging Face's or PEFT's format.
@@ -99,7 +99,7 @@ def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> 
     Args:
         entries: the tensors.
         max_shard_bytes: larger models are split into several files.
-        folder: subfolder of the checkpoint, with a slash at its end.
+        folder: subfolder of the checkpoint, with a trailing slash.
     """
     split, size = [[]], 0
     for entry in aligned(entries):
@@ -134,7 +134,8 @@ def config_of_model(weights: ModelWeights, source_dir: Path, *, is_part: bool) -
     Args:
         weights: weights of the model, which determines the description, the dtype and the vocabulary size.
         source_dir: folder of the source.
-        is_part: whether the model is the text decoder of a multimodal source, which the file also describes.
+        is_part: whether the model is the text decoder of a multimodal source; the file then describes the composite
+            model.
     """
     spec, description = weights.identity
     embedding = weights.specs[next(name for name in weights.base if name.endswith("tok_embeddings.weight"))]

@@ -18,7 +18,8 @@ from torchtune.utils import require
 # general.architecture -> architecture in a Hugging Face config.json
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Values of a header, two for a text: the largest vocabularies have about a million tokens and merges.
+# Maximum number of values in a header, where a string counts as two: the largest vocabularies have about a million
+# tokens and merges.
 _MOST_READS = 2**23
 
 
@@ -215,7 +216,7 @@ def _short_float(value: float) -> float:
 def _make_reader(gguf: Any, path: Path) -> Any:
     """Open a file; a header that announces more than the file holds, or than any model has, is an error.
 
-    The package ``gguf`` creates Python objects for the announced counts, also for values behind the end.
+    The ``gguf`` package would create a Python object for every announced value, even beyond the end of the file.
     """
 
     class Reader(gguf.GGUFReader):

@@ -1,6 +1,6 @@
 """Convert checkpoints to GGUF files for llama.cpp (written by the optional package ``gguf``), and back.
 
-They have the architectures, names and layouts that :mod:`torchtune.checkpoints._gguf` reads.
+The files have the architectures, names and layouts that :mod:`torchtune.checkpoints._gguf` reads.
 """
 
 import json
@@ -34,7 +34,7 @@ from torchtune.utils import atomic_directory, require, sign_of_life, write_json
 
 # Texts that GGUF's known pre-tokenizers split differently.
 _PROBES = ("It's 12345 o'clock,  isn't\n\n it? ", "naïve café 3.14 x=y+z;\t{a_b}", "WE'LL don't\r\n 2024年 日本語")
-_BLOCK = 32  # neighbors in a row that share a scale, in every supported type
+_BLOCK = 32  # consecutive elements of a row per scale, in every supported type
 
 
 def export_gguf(
@@ -228,7 +228,7 @@ def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype
     Quantized weights are dequantized and rounded to ``dtype``, one tensor at a time.
 
     Args:
-        gguf_file: file of the architecture llama, qwen2 or qwen3, with a byte-level BPE tokenizer.
+        gguf_file: GGUF file with the architecture llama, qwen2 or qwen3, and a byte-level BPE tokenizer.
         output_dir: output folder, written atomically; an existing one is replaced.
         dtype: dtype of the weights.
 

@@ -46,7 +46,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 class LegacyInterface(CheckpointStore):
     """A :class:`CheckpointStore` with ``load_checkpoint`` and ``save_checkpoint`` for full state dicts.
 
-    Base class of the checkpointers, which have ``should_load_recipe_state``.
+    Base class of the checkpointers, which define ``should_load_recipe_state``.
     """
 
     should_load_recipe_state: bool
@@ -155,7 +155,7 @@ class LegacyInterface(CheckpointStore):
     def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
         """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.
 
-        PEFT's files of a merged model go into ``adapter/``: transformers would apply an adapter next to the weights a
+        For a merged model, PEFT's files go into ``adapter/``: transformers would apply an adapter next to the weights a
         second time.
         """
         adapter = _on_cpu(state_dict[ADAPTER_KEY].items())
@@ -184,7 +184,7 @@ class LegacyInterface(CheckpointStore):
             write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
 
     def _latest(self) -> Path:
-        """Return the newest checkpoint: the last complete one, else (earlier releases) that with the largest number."""
+        """Return the newest complete checkpoint, or the one with the largest number (earlier releases)."""
         output_dir = self.require_output_dir()
         complete = complete_directories(output_dir)
         names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
@@ -239,7 +239,7 @@ def update_state_dict_for_classifier(
     model_named_parameters: Iterable[tuple[str, nn.Parameter]],
     force_override: bool = False,
 ) -> None:
-    """Replace the output layer of ``state_dict`` by that of a classifier, in place.
+    """Replace the output layer of ``state_dict`` by a classifier's, in place.
 
     If the shape of the output projection differs from the model's, the model's (newly initialized) projection replaces
     it. An output bias is removed unless the model has one.

@@ -78,7 +78,7 @@ def load_base(
         source: weights in any format of the model's spec.
         device: device for parameters on the meta device.
         dtype: dtype for parameters on the meta device; by default they keep theirs.
-        starts: adapted layers, by name of the weight that is split into the initial adapter and the rest.
+        starts: adapted layers with weights that are split into the initial adapter and the rest, by name of the weight.
 
     Returns:
         Names of base weights to initialize: the output layer of a classifier, if the source is a language model.
@@ -180,7 +180,7 @@ def _own_groups(weights: ModelWeights, source: Source, description: Description)
 
 
 def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Description, source: Source) -> None:
-    """Raise if a tensor that the model ties and the source repeats differs; every rank compares its own shard."""
+    """Raise if the source stores a tied tensor twice with different values; every rank compares its own shard."""
     names = set(source.names())
     originals = {name: group.external[0] for group in weight_map.groups(description) for name in group.tune}
     for tie in weight_map.tied:
@@ -264,7 +264,7 @@ def read_json(path: Path) -> dict:
 
 
 def initialize_rest(model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Initialize the parameters that are not in the checkpoint by ``initialize_parameters()`` of their modules.
+    """Initialize parameters that are not in the checkpoint with their modules' ``initialize_parameters()``.
 
     Args:
         model: model after :func:`load_base`.

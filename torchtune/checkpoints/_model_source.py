@@ -96,13 +96,13 @@ class ModelSource:
         self._token_ids: dict[str, int] = {}
 
     def open(self, model: nn.Module | None = None) -> Source:
-        """Open the weight files; of a multimodal checkpoint, the text decoder unless ``model`` is composite."""
+        """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files), model)
 
     def whole(self, model: nn.Module) -> TextTower | None:
-        """Return the checkpoint if it has more than the model (opened once); None if the model is exported alone.
+        """Return the opened checkpoint if it has more tensors than the model; None if the model is exported alone.
 
-        Other contents are other towers, or weights that are not trained (multi-token prediction).
+        The other tensors belong to other towers, or to untrained layers for multi-token prediction.
         """
         if not hasattr(self, "_whole"):
             self._whole = self._find_whole(model)
@@ -198,7 +198,7 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> list[list[int]]:
-        """:attr:`base_fingerprint` plus that of the adapters loaded with the weights."""
+        """:attr:`base_fingerprint`, extended by the adapters that are loaded with the weights."""
         paths = _adapters_in(self.checkpoint_dir)
         if self.adapter_checkpoint is not None:
             path = self._adapter_path(self.adapter_checkpoint)

@@ -25,10 +25,10 @@ Read = Callable[[Slices, torch.Tensor], None]
 
 
 def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
-    """Spec and description of a model.
+    """Return the spec and description of a model.
 
     Raises:
-        CheckpointError: no builder of this library attached them.
+        CheckpointError: the model was not built by :mod:`torchtune.models`.
     """
     spec, description = getattr(model, "spec", None), getattr(model, "description", None)
     if spec is None or description is None:
@@ -40,7 +40,7 @@ def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
 
 
 def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Make a parameter on the meta device real, uninitialized; a real one is returned itself."""
+    """Materialize a parameter on the meta device, uninitialized; return any other parameter unchanged."""
     parameter = model.get_parameter(name)
     if not parameter.is_meta:
         return parameter
@@ -56,7 +56,7 @@ def _set_parameter(model: nn.Module, name: str, new: nn.Parameter) -> nn.Paramet
 
 @contextmanager
 def replaced_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A block in which parameters of the model are replaced by these tensors."""
+    """Context manager that replaces parameters of the model by ``tensors``."""
     kept = {name: model.get_parameter(name) for name in tensors}
     for name, tensor in tensors.items():
         _set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
@@ -82,12 +82,12 @@ def check_shape(where: Path, name: str, found: Sequence[int], wanted: Sequence[i
 class ModelWeights:
     """View of a model's weights, one at a time, independent of conversions; built once for a load or a save.
 
-    A full weight has a name of the weight map. Most are stored as a parameter of that name; a conversion may store a
+    Full weights have the names of the weight map. Most are parameters with the same name; a conversion may store a
     weight in another form (:meth:`torchtune.modules.conversion.Conversion.stored_weights`).
 
     Args:
-        model: the model, on the meta device or real, sharded or not. Its current parameters are read and written;
-            during a training step FSDP replaces them.
+        model: the model, on the meta device or materialized, sharded or not. Its parameters are looked up on each
+            access, because FSDP replaces them during a training step.
 
     Attributes:
         model: the model.
@@ -95,9 +95,10 @@ class ModelWeights:
         parameters: parameters of the model, by name.
         owned: names of the parameters that conversions save apart from the base weights.
         stored: base weights that a conversion stores in another form, by name.
-        inside: names of the parameters that store these.
+        inside: names of the parameters that store the weights in :attr:`stored`.
         base: names of the base weights.
-        starts: adapted layers, by name of the weight that :meth:`fill` splits into initial adapter and rest.
+        starts: adapted layers with weights that :meth:`fill` splits into the initial adapter and the rest, by name of
+            the weight.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,13 +120,13 @@ class ModelWeights:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """Hugging Face names of the base weights: the group of the family's weight map, by our name."""
+        """Group of each base weight in the weight map, which has its Hugging Face name, by this library's name."""
         spec, description = self.identity
         return {name: group for group in spec.weight_map("hf").groups(description) for name in group.tune}
 
     @cached_property
     def adapter_groups(self) -> dict[str, Group]:
-        """PEFT's names of possible adapters: the group of the family's weight map, by our name."""
+        """Group of each possible adapter in the weight map, which has its PEFT name, by this library's name."""
         spec, description = self.identity
         return {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
 
@@ -146,12 +147,12 @@ class ModelWeights:
 
     @cached_property
     def new_rows(self) -> dict[str, tuple[str, list[int]]]:
-        """Name of a weight -> name of the parameter with its trained rows, and their token ids."""
+        """Name of a weight -> name of the parameter with its trained rows, and the token ids of these rows."""
         return {name: rows for one in self.conversions for name, rows in one.new_rows(self.model).items()}
 
     @cached_property
     def owned_files(self) -> dict[str, list[str]]:
-        """Files of owned parameters that PEFT's layout has no names for, one for each class of conversions."""
+        """Files for owned parameters without a name in PEFT's layout, one for each class of conversions."""
         placed, files = {rows for rows, _ in self.new_rows.values()}, {}
         for settings, owned in zip(self._peft_configs, self._owned_by, strict=True):
             placed |= owned if settings else set()
@@ -162,14 +163,14 @@ class ModelWeights:
         return files
 
     def check_names(self, *, exported: bool = False) -> None:
-        """Check that the parameters have the names that the family's weights have.
+        """Check that the parameters have the names of the family's weight map.
 
         Args:
-            exported: whether weights are exported, so that every parameter that no conversion owns needs a name in
+            exported: whether the weights are exported; every parameter that no conversion owns then needs a name in
                 files.
 
         Raises:
-            CheckpointError: a conversion took a weight away, or added a parameter.
+            CheckpointError: a conversion removed a weight, or added a parameter that it does not own.
         """
         known = set(self.groups)
         modules = {path for path, _ in self.model.named_modules()}  # a simulated model lacks whole layers
@@ -191,7 +192,7 @@ class ModelWeights:
     def load(
         self, name: str, value: torch.Tensor, where: Path, device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
-        """Copy this rank's shard of ``value`` into a parameter, which becomes real on ``device`` if it is on meta.
+        """Copy this rank's shard of ``value`` into a parameter; one on the meta device is materialized on ``device``.
 
         Raises:
             CheckpointError: the shapes differ.
@@ -203,7 +204,7 @@ class ModelWeights:
     def _materialized(
         self, name: str, device: torch.device, dtype: torch.dtype | None = None
     ) -> tuple[Slices, torch.Tensor]:
-        """Make a parameter real; return this rank's slice of it, and its values."""
+        """Materialize a parameter; return this rank's slice of it, and the values of the slice."""
         self.parameters[name] = materialize(self.model, name, device, dtype)
         return my_shard(self.parameters[name])
 
@@ -261,7 +262,7 @@ class ModelWeights:
         self.fill(name, lambda slices, target: target.copy_(value[slices]), device, dtype)
 
     def equals(self, name: str, value: torch.Tensor) -> bool:
-        """Whether this rank's shard equals that of ``value``, a full weight of the same shape, as it is stored."""
+        """Return whether this rank's shard equals its shard of the full weight ``value`` in the stored form."""
         tensors = {name: value}
         if name in self.stored:
             tensors = self._from_full(name, value.to(self.specs[name].dtype))
@@ -269,7 +270,7 @@ class ModelWeights:
         return all(torch.equal(tensors[part][slices].to(local), local) for part, (slices, local) in shards.items())
 
     def full(self, name: str, gathered: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The full weight on every rank, by an all-gather; all ranks call it.
+        """Return the full weight on every rank, by an all-gather. A collective.
 
         Args:
             name: name of the weight.
@@ -302,7 +303,7 @@ class ModelWeights:
 
 
 def wrong(conversion: Conversion, call: str, found: str, wanted: str) -> ConversionError:
-    """Return the error for a conversion whose method returned other tensors than it must."""
+    """Return the error for a conversion's method that returned wrong tensors."""
     name = type(conversion).__name__
     return ConversionError(f"model_converters: {call} of {name} returned {found}, but {wanted}: make them equal.")
 

@@ -18,12 +18,12 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class ModelsOfRun:
-    """The models of a run; a run that trains all weights of only a policy records nothing.
+    """Models of a run; nothing is recorded for a run with only a policy that trains all its weights.
 
     Attributes:
         trained: names of the models in checkpoints.
         frozen: ``{"folder": path, "files": fingerprint}`` of every other model, by name.
-        bases: the same of the base weights of adapters that a resume reads, by name of the model.
+        bases: the same for the base weights of every model that is saved as an adapter, by name.
     """
 
     trained: tuple[str, ...] = _ONE_MODEL
@@ -72,7 +72,7 @@ class ModelsOfRun:
             )
 
     def check_sources(self, sources: Mapping[str, ModelSource], checkpoint: Path) -> None:
-        """Check that the resuming run has the same frozen models and base weights of adapters.
+        """Check that the resuming run has the same frozen models, and the same base weights below its adapters.
 
         Args:
             sources: sources of all models of the resuming run, by name.

@@ -18,7 +18,7 @@ _ALONE = {"": ""}
 
 
 class TextTower(Source):
-    """The text decoder of a checkpoint with more tensors, with the names of a text-only checkpoint.
+    """Text decoder of a larger checkpoint, with the names of a text-only checkpoint.
 
     Args:
         source: checkpoint of a multimodal model, or of a decoder with weights that are not trained.
@@ -69,12 +69,12 @@ class TextTower(Source):
 
 
 def open_source(paths: Sequence[Path], model: nn.Module | None = None) -> Source:
-    """Open weight files of one format; of a multimodal model, return the text decoder unless the model is composite.
+    """Open weight files of one format; for a multimodal model, only the text decoder unless ``model`` is composite.
 
     Args:
         paths: the files.
-        model: the model that is read; weights that it does not train, such as those for multi-token prediction, are
-            left out.
+        model: the model that is read; weights that it does not train, such as weights for multi-token prediction, are
+            omitted.
 
     Raises:
         CheckpointError: formats are mixed or unknown, or a file is invalid.

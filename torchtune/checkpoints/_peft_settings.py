@@ -19,10 +19,10 @@ _COMPARED = (
     "peft_type r lora_alpha use_dora use_rslora rank_pattern alpha_pattern init_lora_weights bias "
     "trainable_token_indices"
 ).split()
-# Alpha and rank beyond this are no numbers of an adapter; NaN is not below it either.
+# Maximum of alpha and rank; NaN fails the comparison with it, too.
 _LARGEST = 1e30
-# Settings with any value: origin and training of the adapter, options of other settings, and target modules, which
-# follow from the tensors.
+# Settings that may have any value: origin and training of the adapter, options of other settings, and target modules,
+# which follow from the tensors.
 _ANY = (
     "auto_mapping base_model_name_or_path revision peft_version task_type inference_mode lora_dropout loftq_config "
     "eva_config corda_config lora_ga_config megatron_core qalora_group_size target_modules target_parameters "
@@ -59,7 +59,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any]) -> dict[str, Any]:
     """Compare an ``adapter_config.json`` with the model; return its settings.
 
-    Unknown settings raise unless they are off, because they may change the computation of the same tensors.
+    An unknown setting raises unless it is off, because it may change how the same tensors are used.
 
     Args:
         weights: weights of a model with adapters.

@@ -36,7 +36,7 @@ def check_quantizer(quantizer: Any, model: nn.Module, source: ModelSource | None
         source: checkpoint to quantize; None for quantization-aware training.
 
     Raises:
-        UserError: it does not fit or is not a quantizer, or the checkpoint is already quantized.
+        UserError: ``quantizer`` does not fit or is not a quantizer, or the checkpoint is already quantized.
     """
     _refuse_parts(model)
     if source is None:
@@ -245,10 +245,11 @@ def _refuse_quantized(source: ModelSource) -> None:
 
 
 def _groups(source: ModelSource, model: nn.Module) -> list[Group]:
-    """Check a checkpoint that is quantized, with Hugging Face names; return the groups of its weight map.
+    """Check a checkpoint before it is quantized; return the groups of its weight map.
 
     Raises:
-        CheckpointError: it is already quantized, has other names, is multimodal, or does not fit the model.
+        CheckpointError: it is already quantized, has other names than Hugging Face's, is multimodal, or does not fit
+            the model.
     """
     _refuse_parts(model)
     _refuse_quantized(source)

@@ -1,6 +1,6 @@
 """Quantized weights in safetensors files, which are dequantized when they are read.
 
-- float8 by blocks (DeepSeek V3, MiniMax-M2, Mistral Small 4): a weight ``X`` ``[…, out, in]`` in float8 and
+- Block-wise float8 (DeepSeek V3, MiniMax-M2, Mistral Small 4): a weight ``X`` ``[…, out, in]`` in float8 and
   ``X_scale_inv`` ``[…, ceil(out / rows), ceil(in / columns)]``, with the block size ``weight_block_size`` of
   ``config.json`` (128 x 128), or one scale per matrix.
 - The package ``compressed-tensors`` (0.20): ``X.weight`` in int8 or float8, or ``X.weight_packed`` int32
@@ -41,7 +41,7 @@ _ACTIVATIONS = (
 )
 _STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _BEFORE = "use the checkpoint before it was quantized"
-# Fields of quantization_config with a meaning that the tensors do not show -> values that can be read.
+# Fields of quantization_config that the tensors do not determine -> supported values.
 _FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
 _FIELDS: dict[str, tuple[Any, ...]] = {
     "quant_method": (None, "compressed-tensors", "fp8", "fbgemm_fp8"),
@@ -98,7 +98,7 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 class _QuantizedFiles(SafetensorsFiles):
-    """Base class: several stored tensors count as one weight, named by their common start."""
+    """Base class: several stored tensors count as one weight, named by their common prefix."""
 
     def _join(self, weights: Iterable[str], ends: tuple[str, ...]) -> None:
         self._ends = ends
@@ -117,7 +117,7 @@ class _QuantizedFiles(SafetensorsFiles):
 class ScaledFiles(_QuantizedFiles):
     """Safetensors files with float8 or compressed-tensors weights.
 
-    float8 by blocks is read as bfloat16, the others in the dtype of their scales.
+    Block-wise float8 weights are read as bfloat16, all others in the dtype of their scales.
 
     Raises:
         CheckpointError: a weight is stored in an unsupported way.

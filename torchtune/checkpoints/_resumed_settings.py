@@ -23,7 +23,7 @@ class OnResume(Enum):
 
 
 # Every setting of the training recipes; a dotted name has precedence over the setting that contains it. Settings that
-# the data loader checks, such as the content of a dataset or the product of the batch sizes, may change here.
+# the data loader itself checks, such as the content of a dataset or the product of the batch sizes, may change here.
 _SETTINGS = {
     OnResume.SILENT: "recipe resume_from_checkpoint",
     OnResume.KEPT: "seed",
@@ -54,7 +54,7 @@ _SETTINGS = {
 }
 ON_RESUME = {name: kind for kind, names in _SETTINGS.items() for name in names.split()}
 _NOT_SET = "not set"
-# Changes of a fixed setting that lose nothing, with their effect.
+# Allowed changes of fixed settings, which lose nothing, and their effects.
 _EXACT = {
     ("dtype", "bf16", "fp32"): "weights and optimizer states keep their values, and updates are no longer rounded"
 }

@@ -103,9 +103,9 @@ class TensorFile:
         metadata: text for the header, by name.
 
     Attributes:
-        entries: its tensors in their order in the file.
+        entries: the tensors, in file order.
         specs: full tensors on the meta device, by name.
-        header: its first bytes.
+        header: first bytes of the file.
         size: bytes of all tensors.
 
     Raises:
@@ -137,7 +137,7 @@ class FileWriter:
 
     Attributes:
         size: number of bytes written.
-        crc: their CRC-32.
+        crc: CRC-32 of the bytes written.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -199,7 +199,7 @@ class FileWriter:
 
 
 def _joined(spec: torch.Tensor, slices: Iterable[tuple[TensorSlice, memoryview | bytes]]) -> memoryview:
-    """The bytes of a full tensor, from slices that are cut in other dimensions than the first."""
+    """Return the bytes of a full tensor from slices along other dimensions than the first."""
     whole = torch.empty(*spec.shape, spec.itemsize, dtype=torch.uint8)
     for part, values in slices:
         place = tuple(slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True))

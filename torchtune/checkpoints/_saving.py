@@ -63,7 +63,7 @@ class _Item:
     shared: bool = True
 
 
-# One collective step: one entry each of several files with different writers.
+# One collective step: one entry from each of several files, which have different writers.
 _Round = list[_Item]
 
 
@@ -103,8 +103,8 @@ class Saver:
             job: the checkpoint.
             in_background: copy the tensors to host memory and write them in the background; the next call raises any
                 error.
-            optimizers: if not empty, the copy runs until the next step of one of them; the tensors must not change
-                before that.
+            optimizers: if not empty, the copy may last until the next step of any of them; the tensors must not change
+                before then.
 
         Raises:
             UserError: the disk is full or not writable; earlier checkpoints are unchanged.

@@ -64,8 +64,8 @@ def _parameters(
     """Return the parameters of every optimizer in a state.
 
     Returns:
-        Their names, group by group, by path of the optimizer, whose ``state_dict`` only has their indices; and the
-        parameters by path of their optimizer state, which has the index, as in torch, or the name.
+        Path of an optimizer -> parameter names by parameter group (its ``state_dict`` only has indices); and path of a
+        parameter's optimizer state -> parameter, once with the parameter's index, as in torch, and once with its name.
 
     Raises:
         CheckpointError: an optimizer has a parameter of another model, which the checkpoint would not contain.
@@ -104,7 +104,7 @@ class LocalState:
 def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> LocalState:
     """Describe the training state on this rank: tensors as a file, all other values as JSON.
 
-    Values that are not sharded are rank 0's, except the random number generators, which each rank saves.
+    Rank 0 saves the values that are not sharded; every rank saves its own random number generators.
 
     Args:
         state: objects with ``state_dict()``, or dicts, by name.
@@ -262,7 +262,7 @@ _WRONG = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeEr
 
 @contextmanager
 def damage_named(path: Path, what: str = "") -> Iterator[None]:
-    """Raise ``CheckpointError`` for errors in the block, which reads values that :func:`local_state` did not write."""
+    """Context manager that raises ``CheckpointError`` for errors caused by values not written by this library."""
     try:
         yield
     except CheckpointError:
@@ -402,7 +402,7 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     for ours, theirs in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
-        # Settings on one side only come from a newer release; on both sides, from another optimizer.
+        # If only one side has additional settings, the release is another; if both have some, the optimizer is.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
         if lacking and left:
             raise CheckpointError(
