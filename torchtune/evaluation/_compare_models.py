@@ -50,7 +50,7 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
 
     Args:
         first: for each prompt, logits ``[s, v]``, for example :func:`logits_of` a model.
-        second: the same of the other model.
+        second: logits of the other model for the same prompts.
 
     Raises:
         EvaluationError: the shapes of the logits differ.

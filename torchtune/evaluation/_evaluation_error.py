@@ -4,4 +4,4 @@ from torchtune.utils import UserError
 
 
 class EvaluationError(UserError):
-    """An evaluation that is impossible with its arguments."""
+    """Invalid arguments or data of an evaluation."""

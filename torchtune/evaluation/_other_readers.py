@@ -1,6 +1,6 @@
-"""Read exported files in the libraries that they are for: transformers, peft and llama.cpp.
+"""Read exported files with the libraries for which they are written: transformers, peft and llama.cpp.
 
-They are optional, and nothing else of this library imports them.
+These libraries are optional.
 """
 
 import warnings
@@ -39,7 +39,7 @@ def read_elsewhere(
 
     Raises:
         EvaluationError: the library raises an error.
-        UserError: it is not installed.
+        UserError: the library is not installed.
     """
     with hide_import_warnings("torchao"):
         module = require(library, extra="check", purpose="The check of an export")
@@ -48,7 +48,7 @@ def read_elsewhere(
             warnings.simplefilter("ignore")
             model, unread = _READERS[library](module, files)
             logits = [found.float().cpu() for found in _compute(model, prompts, device)]
-    except Exception as error:  # of another library
+    except Exception as error:  # raised by the other library
         raise EvaluationError(f"{library} cannot read {files}: {first_line(error)}.") from error
     return f"{library} {module.__version__}", logits, unread
 

@@ -18,7 +18,7 @@ class Perplexity:
     """Mean negative log-likelihood over labeled tokens.
 
     Attributes:
-        loss: in nats per labeled token.
+        loss: mean negative log-likelihood in nats per labeled token.
         tokens: number of labeled tokens.
 
     Example:

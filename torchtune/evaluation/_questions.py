@@ -19,7 +19,7 @@ from torchtune.datasets import format_of, read_rows
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.generation import Prompt, to_be_answered
 
-# Column names of questions, and of their answers, in rows without a conversation.
+# Names of question and answer columns, in rows without a conversation.
 _QUESTIONS = ("prompt", "question", "input", "instruction")
 _ANSWERS = ("answer", "output", "completion", "response")
 

@@ -64,8 +64,9 @@ def evaluate_answers(
 ) -> AnswerReport:
     """Generate and score an answer for each row.
 
-    Answers are appended to a file in ``folder`` as they end; its name contains a digest of model, tokenizer, prompts
-    and sampling. The same call resumes after an interruption; if all answers exist, it only scores them again.
+    Answers are appended to a file in ``folder`` as they end; the file name contains a digest of model, tokenizer,
+    prompts and sampling settings. The same call resumes after an interruption; if all answers exist, it only scores
+    them again.
 
     Args:
         model: the decoder.

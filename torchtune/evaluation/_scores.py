@@ -109,5 +109,5 @@ def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str 
 
 
 def combine_scores(scores: Sequence[Reward]) -> RewardSum:
-    """Combine the scores into one function that names the failing one."""
+    """Combine the scores into one function; its errors name the score that failed."""
     return RewardSum(scores, setting="score")

@@ -1,4 +1,4 @@
-"""Compare runs: their differences, their curves, and the scores of the same rows."""
+"""Compare runs: their settings, their curves, and their scores on the same rows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ _AXES = {"trained_tokens": "trained tokens", "elapsed_seconds": "seconds"}
 
 
 class Comparison:
-    """A comparison of runs; the first is the one that the others are compared with.
+    """Comparison of runs with the first of them.
 
     Args:
         runs: two runs or more.
 
     Attributes:
-        names: the shortest different ends of their paths.
-        verdicts: the verdict on each.
+        names: shortest distinct suffixes of the runs' paths.
+        verdicts: verdict on each run.
 
     Raises:
         UserError: there are fewer than two runs, or a run occurs twice.
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def differences(self) -> dict[str, list[Any]]:
-        """Setting, data or code that differs -> value of each run, None if it has none."""
+        """Setting, data or code that differs -> its value in each run, None if the run lacks it."""
         facts = [_facts(run) for run in self.runs]
         rows = {name: [one.get(name) for one in facts] for one in facts for name in one}
         return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def milestones(self) -> Iterator[tuple[str, list[float]]]:
-        """(Text, metric of each run) at half and all of the tokens and of the time that all runs have."""
+        """Yield (text, metric of each run) at half and at all of the tokens, and of the time, that all runs reached."""
         for axis, label in _AXES.items() if self.metric else ():
             curves = [self.curve(run, axis) for run in self.runs]
             if all(curves):
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def scores(self) -> Iterator[tuple[str, str, Interval, str]]:
-        """(Run, score, difference from the first run, its meaning) of rows that both were measured on.
+        """Yield (run, score, difference from the first run, meaning) over the rows on which both were measured.
 
         Scores are the measured loss or reward after training, and the results of ``tune eval --output RUN/eval``.
         """

@@ -1,4 +1,4 @@
-"""Did the run learn: paired values before and after training, with an interval."""
+"""Verdict on a run, from paired values before and after training and a confidence interval."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,8 +55,8 @@ class Verdict:
 
     Attributes:
         word: ``learned``, ``same within noise``, ``diverged``, ``nothing trained``, or ``unfinished``.
-        reason: the numbers.
-        interval: difference of the measured rows, if there are pairs.
+        reason: numbers that support the verdict.
+        interval: interval of the differences of the measured rows, if there are pairs.
 
     Example:
         >>> print(torchtune.reports.Verdict("learned", "loss of 8 rows 2 → 1"))
@@ -99,7 +99,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
 
 
 def pair(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) -> list[tuple[float, float]]:
-    """Return the (before, after) values of the rows that both have; an ``after`` that is not finite is NaN."""
+    """Return the (before, after) values of the rows in both mappings; an ``after`` that is not finite is NaN."""
     both = ((before[row], after[row]) for row in before if row in after and before[row] is not None)
     return [(one, math.nan if other is None else other) for one, other in both]
 
@@ -113,8 +113,9 @@ def compare_rows(before: Mapping[Any, float | None], after: Mapping[Any, float |
 def judge(run: RunFolder) -> Verdict:
     """Return the verdict on a run, from the values of the same rows before and after training.
 
-    A run has *learned* if losses fall, or rewards rise, by an interval without 0. It has *diverged* if they move the
-    other way or are not finite. *Nothing trained*: no bit of a trained parameter has changed.
+    *Learned*: losses fell, or rewards rose, and the interval excludes 0. *Diverged*: losses rose, or rewards fell, and
+    the interval excludes 0; or the values are not finite, or too many steps were skipped. *Nothing trained*: no bit of
+    a trained parameter changed.
 
     Example:
         >>> torchtune.reports.judge(torchtune.reports.RunFolder("/tmp/run")).word  # doctest: +SKIP

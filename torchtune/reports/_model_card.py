@@ -19,7 +19,7 @@ _LICENCE = ("license", "license_name", "license_link")
 
 
 def model_card(run: RunFolder | str | Path, *, check: str | None = None, library: str = "transformers") -> str:
-    """Return the README.md of an export: base, licence, data, results, settings that differ, and how to repeat it.
+    """Return the README.md of an export: base, licence, data, results, changed settings, and how to reproduce it.
 
     The licence comes from the base's own README.md; without one, the field is missing, with a note in the card. Secrets
     are redacted.
@@ -30,7 +30,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
         library: ``library_name`` of the export, ``transformers`` or ``peft``.
 
     Raises:
-        UserError: the folder is not that of a run.
+        UserError: the folder is not the output folder of a run.
 
     Example:
         >>> card = torchtune.reports.model_card("/tmp/run", check="equal in transformers")  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The report of a run: ``report.html``, one file without a network, and ``report.json``."""
+"""The report of a run: ``report.html``, a single file that needs no network, and ``report.json``."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from torchtune.reports._run_folder import RunFolder
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.utils import atomic_write, valid_json, write_json
 
-# Title -> pattern of the metrics in one chart; any other metric has its own.
+# Title -> pattern of the metrics in one chart; any other metric has its own chart.
 _CHARTS = {
     "Loss": r"(val_)?loss",
     "Loss by dataset": r"loss/.*",
@@ -39,8 +39,8 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
 
     Args:
         run: the run, finished or not.
-        price_per_hour: price of an hour of all its machines, for the cost.
-        estimated_gib: estimate of the peak memory of a device, drawn next to the measured one.
+        price_per_hour: price per hour of all machines of the run, to compute its cost.
+        estimated_gib: estimated peak memory of a device, drawn next to the measured peak.
 
     Raises:
         UserError: the files cannot be written.
@@ -84,7 +84,7 @@ def write_page(template: str, path: Path, **values: Any) -> None:
 
 @functools.cache
 def environment(*, autoescape: bool) -> jinja2.Environment:
-    """Return the environment of the templates; the filters ``code`` and ``plain`` quote text for Markdown."""
+    """Return the Jinja environment of the templates; the filters ``code`` and ``plain`` quote text for Markdown."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     found = jinja2.Environment(loader=loader, autoescape=autoescape, trim_blocks=True, lstrip_blocks=True)
     found.filters |= {"short": short_number, "duration": duration, "flat": flatten_dict, "code": _code, "plain": _plain}

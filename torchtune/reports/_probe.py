@@ -22,7 +22,7 @@ from torchtune.utils import UserError, get_logger
 # step and there are two, so that this costs about 3 % of the time of a long run.
 _FEWEST, _ROWS = 8, 32
 _PROMPTS, _SAMPLES, _BINS = 8, 5, 24
-# Longest answer in tokens, and the seconds that all answers may take, by the time of one forward pass.
+# Maximum tokens per answer, and maximum seconds for all answers, estimated from the time of one forward pass.
 _ANSWER, _SECONDS = 64, 30.0
 _TEXT = 4000  # characters
 # Settings of caches, which hold values only for the rows that a run visits.
@@ -30,10 +30,10 @@ _CACHES = ("teacher_cache", "reference_cache")
 
 
 class Probe:
-    """Rows of the validation data, or else of the training data, that a run is measured on.
+    """Measures a run on rows of its validation data or, if it has none, of its training data.
 
-    Recipes with a method ``sample`` are measured by the reward of greedy answers, others by the loss of single rows
-    (packs of packed data). No random number is drawn, and all ranks call :meth:`measure` together.
+    Recipes with a method ``sample`` are measured by the reward of greedy answers, others by the loss of each row (of
+    each pack, if the data is packed). No random numbers are drawn.
 
     Args:
         recipe: recipe after ``setup``.
@@ -60,7 +60,7 @@ class Probe:
         self._indices = _spread(indices, count)
 
     def measure(self) -> dict[str, Any]:
-        """Return ``values`` (digest of a row -> loss or reward, None without labels) and ``answers``. A collective."""
+        """Return ``values`` (digest of a row -> loss or reward; None without labels) and ``answers``. A collective."""
         if not self._indices:
             return {"values": {}, "answers": []}
         recipe, data_size, answers = self._recipe, self._recipe.dims.data_size, []
@@ -88,7 +88,7 @@ class Probe:
         return {"what": what, "on": self._setting, "values": values, "answers": answers}
 
     def _answers(self, seconds: float) -> list[dict[str, str]]:
-        """Answer prompts greedily; none for images or scores, with context parallelism, or if that would take long."""
+        """Return greedy answers; none for images, reward models or context parallelism, or if it takes too long."""
         model, tokenizer = self._recipe.model, getattr(self._recipe, "tokenizer", None)
         if text_decoder(model) is not model or self._recipe.dims.cp > 1 or not hasattr(tokenizer, "decode"):
             return []
@@ -152,7 +152,7 @@ def _spread(indices: Sequence[int], count: int) -> list[int]:
 
 
 def _first_rows(recipe: Any, count: int) -> list[Any]:
-    """Return the first rows of a stream, read anew, so that the position of the run's own stays; none on errors."""
+    """Return the first rows of a stream from a new reader, so that the run keeps its position; none on errors."""
     settings = SettingsView.of(recipe.cfg)
     try:
         with _undisturbed(), workers(1):
@@ -164,7 +164,7 @@ def _first_rows(recipe: Any, count: int) -> list[Any]:
 
 
 def _first_turn(row: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the prompt of a row and the tokens that are trained after it; a text of trained tokens is split."""
+    """Yield a row's first prompt and the trained tokens after it; a row of only trained tokens is split."""
     for _, tokens, labels in texts_of(row)[:1]:
         is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
         first = int(is_label.argmax())
@@ -179,7 +179,7 @@ def _as_texts(tokenizer: Any, prompt: list[int], expected: list[int]) -> dict[st
 
 
 def _digest(row: Any) -> str:
-    """Return a name of a row by its tokens and labels; a pack's name covers all documents."""
+    """Return a digest of a row's tokens and labels; for a pack, of all its documents."""
     found = hashlib.sha256()
     for document in row if isinstance(row, list) else [row]:
         for name in sorted(document):

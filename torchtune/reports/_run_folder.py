@@ -42,7 +42,7 @@ class RunFolder:
         events: records of ``logs/run.jsonl`` since the run began, oldest first.
 
     Raises:
-        UserError: the folder is not that of a run.
+        UserError: the folder is not the output folder of a run.
 
     Example:
         >>> torchtune.reports.RunFolder("/tmp/run").curve("loss")  # doctest: +SKIP
@@ -152,7 +152,7 @@ class RunFolder:
             yield {"step": int(head), **{name: float(text) for name, text in _PAIR.findall(rest) if _is_number(text)}}
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of a metric."""
+        """Return (step, value) for every logged value of a metric."""
         return [(step, values[name]) for step, values in self.steps.items() if name in values]
 
     def last(self, name: str) -> float | None:

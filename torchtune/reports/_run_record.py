@@ -54,7 +54,7 @@ def describe_start(recipe: Any) -> dict[str, Any]:
 
 
 def describe_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Return type of the modules with weights -> their number and the dtype of their weights."""
+    """Return module type -> number of such modules and dtype of their weights, for modules with weights."""
     weights = ((type(module).__name__, next(module.parameters(recurse=False), None)) for module in model.modules())
     found = Counter((name, str(one.dtype).removeprefix("torch.")) for name, one in weights if one is not None)
     return {name: f"{count} in {dtype}" for (name, dtype), count in found.items()}

@@ -59,7 +59,7 @@ class TrainedRecipe(Protocol):
 
 
 class RunReport:
-    """Logs on rank 0 a summary of the run, and at its end the verdict, the result and the next command.
+    """Logs a summary of the run before its first step, and the verdict, result and next command at its end, on rank 0.
 
     It measures the model on a few rows before the first step and after the last (see docs/reports.rst), and writes
     ``report.html`` and ``report.json`` to ``output_dir``; as a context manager, also if the run fails. It raises for a
@@ -176,7 +176,7 @@ class RunReport:
         yield "settings", str(Path(cfg.output_dir) / "torchtune_config.yaml")
 
     def end(self, code: int) -> int:
-        """Log the result of the run; all ranks call it after the last step. Return ``code``, that of ``train``."""
+        """Log the result of the run, on all ranks after the last step. Return ``code``, the result of ``train``."""
         recipe, steps = self._recipe, self._recipe.global_step - self._first_step
         changed = recipe.dims.any(checksum_trained(recipe.model) != self._initial_fingerprint)
         took = duration(time.monotonic() - self._started)
