@@ -27,7 +27,7 @@ _PROMPTS_PER_SEQUENCE = 64
 
 @torch.no_grad()
 def model_digest(model: nn.Module, tokenizer: Any) -> str:
-    """Return a text that changes with any bit of the weights (adapters included), the layers, or the tokenizer.
+    """Return a digest of the weights (every bit, adapters included), the layers, and the tokenizer.
 
     Args:
         model: the model with its weights, on one device.
@@ -153,7 +153,7 @@ def answer_prompts(
 
 
 def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Yield groups of prompts to answer in one batch; those with images are small, because all are read at once."""
+    """Yield groups of prompts to answer in one batch; groups with images are small, as all their images are loaded."""
     for has_images, count in ((False, _PROMPTS_PER_SEQUENCE * size), (True, size)):
         some = [prompt for prompt in prompts if prompt.has_images == has_images]
         for start in range(0, len(some), count):

@@ -30,7 +30,7 @@ class Job:
         top_k: see :func:`stream_tokens`.
         seed: seed of sampling; ``None`` draws one.
         is_cancelled: set it to end the answer.
-        has_left: whether nobody waits for the answer any more; asked before every token.
+        has_left: returns whether nobody waits for the answer any more; called before every token.
 
     Raises:
         GenerationError: from the iterator, if the model fails, the server is closed, or nobody waits.
@@ -95,7 +95,7 @@ class BatchServer:
         self._thread.start()
 
     def submit(self, job: Job) -> bool:
-        """Let a job wait for its turn; return False if too many are waiting, or the server is closed."""
+        """Queue a job; return False if too many jobs are waiting, or the server is closed."""
         with self._changed:
             if self._is_closed or len(self._waiting) >= self._max_waiting:
                 return False
@@ -125,7 +125,7 @@ class BatchServer:
             job.found.put(self._failure(job))
 
     def _failure(self, job: Job) -> GenerationError | None:
-        """Return the reason why a job is not answered any more."""
+        """Return the reason to stop answering a job; None if there is none."""
         if self._is_closed:
             return GenerationError("The server is closed.")
         return GenerationError("The client has closed the connection.") if job.has_left() else None

@@ -19,7 +19,7 @@ from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-# Keys and values [n_kv, s, h] of each KV cache.
+# Keys and values [n_kv, s, hd] of each KV cache.
 Past = list[tuple[Tensor, Tensor]]
 
 
@@ -39,7 +39,7 @@ class Request:
 
     @property
     def offset(self) -> int:
-        """Difference of position and index of new tokens."""
+        """Position minus index of new tokens."""
         images = self.images.get("encoder_input", {}).get("images")
         return images.offset if isinstance(images, Images) else 0
 
@@ -54,7 +54,7 @@ class Request:
 class Row:
     """A running sequence: index, column of its first token, number of new tokens, and maximum number of them.
 
-    ``images`` are those of its prompt, and ``offset`` is the difference of position and index of new tokens.
+    ``images`` belong to its prompt, and ``offset`` is position minus index of its new tokens.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Row:
 
 
 def _takes_prompts_in_a_row(model: nn.Module) -> bool:
-    """Return whether a step depends on earlier ones only by keys and values: no recurrent state, no encoder output."""
+    """Return whether a step depends on earlier ones only through keys and values: no recurrence, no encoder output."""
     if not isinstance(model, TransformerDecoder | ImageTextModel):
         return False
     return not (model.text.attends_to_encoder() or model.text.has_states())
@@ -87,7 +87,7 @@ class Batch:
         ranks: the ranks that share the model.
         device: device of the tokens.
         use_cache: use KV caches; without them every step runs the model on whole sequences.
-        step: runs the model on one position per row after those in the caches; by default as on prompts.
+        step: runs the model on one position per row after the cached positions; by default as it runs on prompts.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Batch:
         return bool(len(self._rows) > len(self._ended) or self._waiting or self._added)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Let more prompts wait for free rows, before those that wait from the start."""
+        """Queue more prompts, ahead of the prompts that wait from the start."""
         self._added.extend(requests)
 
     def past(self, index: int) -> Past | None:
-        """Copy the keys and values of a sequence that ended in the last step, all but those of its last token.
+        """Copy the keys and values of a sequence that ended in the last step, except for its last token.
 
         Returns:
             ``None`` if a sequence cannot be continued from keys and values.
@@ -191,7 +191,7 @@ class Batch:
         found, waiting = [], self._added or self._waiting
         while waiting and waiting[0].num_samples <= free:
             if any("encoder_mask" in one.images for one in [waiting[0], *found, *self._rows]) and (found or self._rows):
-                break  # caches of an encoder are those of one prompt
+                break  # caches of an encoder hold one prompt
             found.append(waiting.popleft())
             free -= found[-1].num_samples
         return found
@@ -226,12 +226,12 @@ class Batch:
         return logits, rows
 
     def _after_past(self, newcomers: list[Request], stop: int) -> Tensor | None:
-        """Return logits ``[m, v]`` after new rows with known keys and values of their first tokens.
+        """Return logits ``[m, v]`` after new rows, reusing known keys and values of their first tokens.
 
-        All rows run the same number of last columns, known ones among them, so that no row has padding.
+        All rows run the same number of last columns, even if some are known, so that no row has padding.
 
         Returns:
-            ``None`` if this takes more tokens than running the whole rows, or is not possible.
+            ``None`` if this takes as many tokens as running the whole rows, or is not possible.
         """
         known = [request.past[0][0].shape[1] if request.past else 0 for request in newcomers]
         lengths = [len(request.tokens) for request in newcomers]
@@ -242,7 +242,7 @@ class Batch:
         input_pos = columns - starts + self._offsets[count:, None]
         if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
-        if any(len(request.tokens) - new < request.images_end for request in newcomers):  # they are encoded elsewhere
+        if any(len(request.tokens) - new < request.images_end for request in newcomers):  # images are encoded elsewhere
             return None
         for row, request in enumerate(newcomers, count):
             for cache, past in zip(self._caches, request.past or [], strict=False):

@@ -40,8 +40,8 @@ def decode(
             to yield with them.
         ends: takes the index of a sequence and its new token; True ends the sequence.
         step: see :class:`Batch`.
-        more: called after every step with the batch; returns further prompts. Generation ends without any, if the
-            batch has ended, too.
+        more: called with the batch after every step; returns further prompts. Generation ends when it returns none and
+            the batch is finished.
 
     Yields:
         Indices of the unfinished sequences, their next tokens ``[m, 1]`` and the second tensor of ``draw``.

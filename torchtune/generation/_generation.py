@@ -100,8 +100,8 @@ def generate(
 
     :func:`generate_tokens` returns log-probabilities instead of logits, which divides the memory by the vocabulary
     size. With KV caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) a step runs the model on
-    one position; without them, on the whole sequence. The caches must fit prompt and continuation. They do not change,
-    because generation makes its own. The model runs in evaluation mode.
+    one position; without them, on the whole sequence. The caches must be long enough for prompt and continuation. Their
+    contents do not change, because generation uses its own caches. The model runs in evaluation mode.
 
     Args:
         model: the decoder.

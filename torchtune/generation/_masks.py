@@ -34,7 +34,7 @@ def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int 
 
 
 def get_position_ids_from_padding_mask(padding_mask: Tensor) -> Tensor:
-    """Positions int ``[b, s]`` that count real tokens from 0; padding gets 0.
+    """Return positions int ``[b, s]`` that count real tokens from 0; padding gets 0.
 
     Args:
         padding_mask: bool ``[b, s]``, True for real tokens.

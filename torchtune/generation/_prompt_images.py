@@ -46,7 +46,8 @@ def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int],
     Args:
         images: results of :func:`images_of_row`; at most one has an ``encoder_mask``.
         lengths: lengths of the prompts, in the order of the tokens.
-        positions: positions ``[b, s]`` of the tokens; those after a prompt use the last row of its ``encoder_mask``.
+        positions: positions ``[b, s]`` of the tokens; positions after a prompt use the last row of its
+            ``encoder_mask``.
     """
     if masked := [each for each in images if "encoder_mask" in each]:
         mask = masked[0]["encoder_mask"]

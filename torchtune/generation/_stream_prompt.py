@@ -32,8 +32,8 @@ def stream(
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end generation.
         use_cache: use a KV cache.
-        encoder_input: images of the prompt, as :func:`images_of_row` gives them.
-        encoder_mask: bool ``[1, s, t]``, likewise. New tokens use the row of the prompt's last token.
+        encoder_input: images of the prompt, as returned by :func:`images_of_row`.
+        encoder_mask: mask of these images, bool ``[1, s, t]``. New tokens use the row of the prompt's last token.
 
     Raises:
         GenerationError: there are images, but the model reads text only; see also :func:`stream_tokens`.

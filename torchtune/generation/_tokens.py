@@ -152,9 +152,9 @@ def stream_tokens(
         max_sequences: number of sequences in the batch; by default all. Samples of one prompt are always together.
         is_over: called with the index of a sequence and its new token, before the step is yielded; True ends the
             sequence.
-        more: called after every step with the batch; returns further prompts, with indices of their own, to join it
-            before prompts that wait. Generation ends without any, if the batch has ended, too.
-        images: images of each prompt, as :func:`images_of_row` gives them.
+        more: called with the batch after every step; returns further prompts, with new indices, which join it ahead of
+            waiting prompts. Generation ends when it returns none and the batch is finished.
+        images: images of each prompt, as returned by :func:`images_of_row`.
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or

@@ -27,10 +27,10 @@ class BestValidation:
 
     Args:
         output_dir: folder of the run.
-        metric: validation metric, such as ``val_loss``; with the prefix ``max:`` higher is better. None: ``val_loss``
-            if there is a patience, else nothing is compared.
+        metric: validation metric, such as ``val_loss``; with the prefix ``max:``, higher is better. None means
+            ``val_loss`` if ``patience`` is set; otherwise nothing is compared.
         patience: number of validations without improvement after which the run ends; None never ends it.
-        dims: processes of the run, of which the main one writes ``best.json``; None is one process.
+        dims: processes of the run; the main process writes ``best.json``. None means a single process.
 
     Attributes:
         metric: the metric without ``max:``, or None.
@@ -64,7 +64,7 @@ class BestValidation:
         return self._patience is not None and self._num_worse >= self._patience
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Compare a validation with the best so far; return whether it is better. NaN and infinity never are.
+        """Compare a validation with the best so far; return whether it is better; NaN and infinity never are.
 
         Raises:
             ValidationMetricError: the first validation lacks the metric.

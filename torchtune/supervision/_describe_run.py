@@ -73,7 +73,7 @@ def component_name(node: Any) -> str:
 
 
 def row_lengths(dataset: Any) -> np.ndarray | None:
-    """Return the tokens of each row (of all answers for preference data), if known without reading the rows."""
+    """Return the number of tokens per row (of all answers for preference data), if known without reading rows."""
     if stores := getattr(dataset, "stores", None):
         return sum(store.lengths for store in stores.values())
     lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
@@ -81,6 +81,6 @@ def row_lengths(dataset: Any) -> np.ndarray | None:
 
 
 def count_tokens(dataset: Any) -> int | None:
-    """Return the tokens of a dataset, if known without reading all rows."""
+    """Return the number of tokens in a dataset, if known without reading all rows."""
     lengths = row_lengths(dataset)
     return None if lengths is None else int(lengths.sum())

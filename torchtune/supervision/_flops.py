@@ -79,7 +79,7 @@ class FlopCount:
         token: FLOPs per token, without attention.
         label: FLOPs per labeled token.
         pair: FLOPs per visible query-key pair, by the window of the layers (None: no window).
-        chunked: the same in layers with chunked attention, by chunk size.
+        chunked: FLOPs per visible query-key pair in layers with chunked attention, by chunk size.
     """
 
     token: float
@@ -115,8 +115,9 @@ def attention_pairs(length: int, window: int | None) -> int:
 def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopCount | None:
     """Count the training FLOPs of a decoder; None for a model without layers or with an image encoder.
 
-    An image encoder's FLOPs depend on the number of images in a batch. Only the experts that a token is routed to
-    count: a module with ``experts`` and a ``router`` that has ``num_experts`` and ``experts_per_token``.
+    An image encoder's FLOPs depend on the number of images in a batch. In a mixture of experts (a module with
+    ``experts`` and a ``router`` that has ``num_experts`` and ``experts_per_token``), only the experts to which a token
+    is routed count.
 
     Args:
         model: converted model, possibly sharded; trained parameters require gradients.

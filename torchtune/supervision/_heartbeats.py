@@ -26,7 +26,7 @@ class Beat:
 
     Attributes:
         number: increases with every beat.
-        step, phase, moves, signs: fields of its ``Activity``.
+        step, phase, moves, signs: fields of the rank's ``Activity``.
         moved: time of its last sign of life, seconds since the epoch.
         waits: whether it waits in a collective.
         where: source line, if it stalls.
@@ -65,8 +65,8 @@ class PeerBeat:
 class Heartbeats:
     """Publishes this rank's beat in the store of the process group, and reads the other ranks' beats.
 
-    It waits for the store, which rank 0 may open only when it joins the process group. Store calls block if the process
-    that serves the store is stopped, so a separate thread with its own connection makes them.
+    Store calls block while the process that serves the store is stopped, so a separate thread with its own connection
+    makes them. The thread first waits for the store, which rank 0 may open only when it joins the process group.
 
     Args:
         rank: rank of this process.
@@ -155,13 +155,13 @@ class Heartbeats:
         self._wake_event.set()
 
     def find_lost_ranks(self, seconds: float, patience: float) -> dict[int, Beat] | None:
-        """Return the last beats of ranks that are gone, else of ranks that failed; None if the store does not answer.
+        """Return the last beats of the ranks that are gone or, if there are none, of the ranks that failed.
 
-        It returns early if a rank publishes why it ends.
+        Returns None if the store does not answer, and returns early if a rank publishes why it ends.
 
         Args:
             seconds: a rank without a new beat for this time is gone.
-            patience: timeout in seconds of the first answer; a slow name server may delay the connection.
+            patience: timeout in seconds for the first answer; a slow name server may delay the connection.
         """
         start, first = time.monotonic(), {}
         deadline = start + patience
@@ -181,7 +181,7 @@ class Heartbeats:
         return {rank: beat for rank, beat in beats.items() if not beat.left and beat.number == first[rank].number}
 
     def failed_ranks(self) -> dict[int, Beat]:
-        """Return the last beats (as read) of ranks that lost their agent, else of ranks that failed."""
+        """Return the last beats read of ranks that lost their agent or, if there are none, of ranks that failed."""
         beats = self._peer_beats()
         orphaned = {rank: beat for rank, beat in beats.items() if beat.left == ORPHANED}
         return orphaned or {rank: beat for rank, beat in beats.items() if beat.failed}
@@ -224,8 +224,8 @@ def list_ranks(ranks: Iterable[int]) -> str:
 def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     """Return one sentence: the stalled ranks and their location.
 
-    These are the ranks without heartbeat or with an error, else the ranks that are behind in the loop, else the ranks
-    that do not wait in a collective.
+    Ranks without a heartbeat or with an error count as stalled. If there are none, ranks that are behind in the loop
+    do; if there are none either, ranks that do not wait in a collective.
 
     Args:
         beats: beats of all ranks that have one.

@@ -14,7 +14,7 @@ def machine_name() -> str:
 
 
 def agent_pid() -> int | None:
-    """Return the process that started this rank, even if it has died since; None without torchrun."""
+    """Return the id of the process that started this rank, even if it has died since; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent, agent = os.getppid(), int(os.environ.get(AGENT_VARIABLE, "0"))
@@ -42,7 +42,7 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
     """Return the error for ranks that are gone or failed.
 
     Args:
-        lost: their last beats; None if the store does not answer.
+        lost: last beats of these ranks; None if the store does not answer.
         address: address of the store.
     """
     if lost is None:

@@ -46,9 +46,9 @@ def _memory_kind(error: BaseException) -> str | None:
 def explain_out_of_memory(
     settings: Any, activity: Activity, dims: ParallelDims, *, record_history: bool = False
 ) -> Iterator[None]:
-    """Turn an out-of-memory error inside the block into one that names settings that need less memory.
+    """Context manager that turns an out-of-memory error into one that names settings that need less memory.
 
-    On CUDA it writes a memory snapshot for https://pytorch.org/memory_viz to
+    On CUDA, it also writes a memory snapshot for https://pytorch.org/memory_viz to
     ``<output_dir>/memory/rank_<r>_step_<n>.pickle``.
 
     Args:

@@ -60,7 +60,8 @@ class RunControl:
         every_n_steps: interval of checkpoints; None saves after every epoch.
         every_n_minutes: maximum time since the last checkpoint, or None.
         clock: monotonic time in seconds.
-        best: the best validation so far; requests a checkpoint of a new best, and ends the run after its patience.
+        best: tracks the best validation; requests a checkpoint for each new best, and stops the run when the patience
+            is exhausted.
 
     Attributes:
         finished: whether this is the last step of the run.
@@ -114,8 +115,7 @@ class RunControl:
             throughput: measures the time of data loading.
 
         Raises:
-            DifferentDataError: ranks read different data; otherwise they would mix up rows, or deadlock at the end of
-                an epoch.
+            DifferentDataError: ranks read different data, which would mix up rows, or deadlock at the end of an epoch.
         """
         self._loader, self._epochs = loader, epochs
         self._throughput = Throughput(dims=self._dims) if throughput is None else throughput

@@ -77,7 +77,7 @@ class StepMetrics:
 
     Attributes:
         losses: losses of the step's micro-batches, scalars.
-        history: name -> first (step, value) since start or resume, and last, of ``loss``, ``rewards/total`` and
+        history: first and last (step, value) since start or resume, by name, for ``loss``, ``rewards/total`` and
             ``rewards/accuracies``.
 
     Example:
@@ -110,9 +110,10 @@ class StepMetrics:
 
     @contextmanager
     def by_source(self, batch: Batch) -> Iterator[None]:
-        """Log the losses inside the block by source dataset, as ``loss/<name>``, if the batch is of a mixture.
+        """Log the losses inside the block by source dataset, as ``loss/<name>``, if the batch is from a mixture of
+        datasets.
 
-        A loss that only returns a mean cannot be split; that is logged once.
+        A loss that only returns a mean cannot be split; a message about it is logged once.
 
         Args:
             batch: batch on the device of the losses.

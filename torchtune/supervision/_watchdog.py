@@ -45,7 +45,7 @@ T = TypeVar("T")
 HANG_EXIT_CODE = 76
 # Seconds without progress after which a rank ends if another one has failed.
 _QUIET_SECONDS = 10.0
-# Least share of a processor that counts as progress outside the loop; code that polls takes less.
+# Minimum share of a CPU core that counts as progress outside the loop; code that polls uses less.
 _MIN_CPU_SHARE = 0.002
 # Logged once per machine, for any number of ranks.
 _STALLED = "the run stalls"
@@ -77,7 +77,7 @@ def watch_run(
     Args:
         cfg: settings of the recipe.
         dims: the device mesh.
-        throughput: has the activity of this process.
+        throughput: holds the activity of this process.
         hang_timeout_minutes: timeout of the watchdog; None disables it.
 
     Raises:
@@ -102,7 +102,7 @@ class Watchdog:
     it is also in every log file. Every rank writes its stacks to its log file and exits with code 76. The timeout of
     torch's collectives is set to more than twice ``timeout``, so that this message comes first.
 
-    A thread reads ``activity`` once a second; the loop does no work for it, and a step has no further collective. Ranks
+    A thread reads ``activity`` once a second; a step needs no additional work and no additional collective. Ranks
     exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward passes,
     steps, and the beginning and end of validation; in other phases, CPU time of the thread that entered the
     block, and tensors written to a checkpoint.
@@ -227,7 +227,7 @@ class Watchdog:
                 self._exit_stalled(now)
 
     def _check_for_progress(self, elapsed: float) -> None:
-        """Outside the loop and rows of data, count CPU time of the watched thread and written tensors as signs of life.
+        """Outside the loop, count CPU time of the watched thread and written tensors as signs of life, except in a row.
 
         Stacks would tell more, but CPython 3.11 crashes now and then if they are read while their threads run.
         """
