@@ -14,10 +14,10 @@ from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero
 
 
 def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
-    """Read the features of images from a folder, and add those that it lacks.
+    """Read features of images from a folder, and add missing ones.
 
-    The features are tokens if the projector is frozen, too; else they are the input of the projector. An image whose
-    features are cached is not decoded.
+    Cached features are the outputs of the projector if it is frozen, too, and otherwise its inputs. Images with cached
+    features are not decoded.
 
     Args:
         model: model with its weights; its vision tower must be frozen.

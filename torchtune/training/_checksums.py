@@ -14,7 +14,7 @@ def checksum_bits(tensor: Tensor) -> Iterator[Tensor]:
     """Yield sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantized
         for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(inner := getattr(tensor, name), Tensor):  # others are the device mesh
+            if isinstance(inner := getattr(tensor, name), Tensor):  # other attributes, such as the device mesh
                 yield from checksum_bits(inner)
         return
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -28,8 +28,8 @@ def _log_compilation(what: str, module: torch.nn.Module, backend: str) -> None:
     get_logger().info(f"Compiling {what} with {backend}: {takes}, at the first batch and at one of another length.")
 
 
-# Maximum compiled versions of one layer: training, validation and reference (adapters off), with or without a shared
-# prompt, of static or dynamic length. Torch's default limit of 8 would leave some of them uncompiled.
+# Maximum number of compiled versions of one layer: for training, validation and reference (adapters off), with or
+# without a shared prompt, with static or dynamic length. With torch's default limit of 8, some would run uncompiled.
 _MAX_VERSIONS = 32
 
 
@@ -41,9 +41,9 @@ def _compile_module(module: torch.nn.Module, backend: str) -> None:
     """Compile ``module`` in place.
 
     A checkpointed module is compiled inside the checkpoint, because a graph break inside a checkpoint would disable
-    compilation; the backward pass recomputes with the compiled code. Selective checkpointing decides per operation,
-    so such a module is compiled as a whole. ``Module.compile`` has no effect on torch's own modules, so their forward
-    is compiled instead.
+    compilation; the backward pass recomputes with the compiled code. A module with selective checkpointing, which
+    decides per operation, is compiled as a whole. ``Module.compile`` has no effect on torch's own modules, so their
+    forward is compiled instead.
     """
     forward = module.forward
     if isinstance(forward, CheckpointedForward) and "context_fn" not in forward.kwargs:

@@ -21,7 +21,7 @@ def is_distributed() -> bool:
 
 
 def is_restart() -> bool:
-    """Return whether torchrun restarted a worker of this run after a failure, so that the run resumes by itself.
+    """Return whether torchrun restarted a worker of this run after a failure, so that the run resumes automatically.
 
     A collective: torchrun counts restarts per machine, and all ranks return the same value. A change in the number of
     machines (``--nnodes 1:4``) is not a restart: set ``resume_from_checkpoint=True`` for it.

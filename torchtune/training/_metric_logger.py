@@ -68,14 +68,14 @@ class MetricLoggerInterface(Protocol):
         """Log several scalars of one step."""
 
     def log_answers(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Log sampled answers, rows of ``rollouts.jsonl``; does nothing in a logger that shows no conversations."""
+        """Log sampled answers (rows of ``rollouts.jsonl``); does nothing by default."""
 
     def close(self) -> None:
         """Write pending metrics, and close files and connections."""
 
 
 class TrackingLogger(MetricLoggerInterface):
-    """Base class of the loggers of an optional package, which log on rank 0 only."""
+    """Base class of loggers that need an optional package; they log on rank 0 only."""
 
     _package: ClassVar[str]
     _extra: ClassVar[str]

@@ -6,7 +6,7 @@ from torchtune.utils import get_logger, log_once
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of ``model`` to 0 in place and log it: preference losses compare two forward passes.
+    """Set every dropout of ``model`` to 0 in place and log it, as preference losses compare two forward passes.
 
     Covers ``torch.nn.Dropout`` and modules with a probability in ``attn_dropout``.
 

@@ -41,12 +41,13 @@ _DEFAULTS: dict[str, Any] = {
     "dtype": "fp32",
     "model_converters": (),
 }
-# A copied recipe that declares two of a group must declare all: a renamed setting would silently read as its default.
+# A copied recipe that declares two settings of a group must declare all of them: otherwise the library would silently
+# use the default of a renamed setting.
 _REQUIRED_TOGETHER = (tuple(_DEFAULTS)[:5], tuple(_DEFAULTS)[5:10])
 
 
 class RecipeSettingsError(UserError):
-    """A recipe's settings lack a name that the library reads."""
+    """A setting that the library reads is missing from a recipe's settings."""
 
     rank0_only = True  # all ranks raise the same error
 
@@ -93,7 +94,7 @@ class SettingsView:
         return _get_setting(self.source, name) if _has_setting(self.source, name) else _DEFAULTS.get(name)
 
     def replace(self, **changes: Any) -> "SettingsView":
-        """Return a view of the same settings with these values changed."""
+        """Return a view of the same settings, with ``changes`` applied."""
         return SettingsView(self.source, **{**self._changes, **changes})
 
     @property
@@ -102,7 +103,7 @@ class SettingsView:
         return None if self.tokenizer is None else self.tokenizer.get("max_seq_len")
 
     def other_models(self) -> dict[str, tuple[Any, "SettingsView"]]:
-        """Map the name of each further model to its checkpointer and a view of the settings with it as the only model.
+        """Map the name of each further model to its checkpointer, and to a view of the settings with only this model.
 
         The model ``value`` is trained; all others are frozen.
         """

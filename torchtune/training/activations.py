@@ -12,7 +12,7 @@ from torchtune.utils import UserError, onednn_linear_op, reduce_scatter_op
 
 
 class ActivationCheckpointingError(UserError, ValueError):
-    """The mode or option does not exist."""
+    """Invalid mode or option of activation checkpointing."""
 
 
 def _attention_ops() -> set[Any]:
@@ -58,8 +58,8 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
     Args:
         module: usually a layer.
         ac_mode: ``"full"`` recomputes everything, ``"selective"`` follows ``ac_style``.
-        ac_style: ``"op"`` saves attention and every other matrix product; an integer means that the caller already
-            selects every n-th layer.
+        ac_style: ``"op"`` saves attention and every other matrix product; for an integer, the module is recomputed as a
+            whole, because the caller already selects every n-th layer.
 
     Raises:
         ActivationCheckpointingError: the mode or option is unknown.

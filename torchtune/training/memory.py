@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune._lazy import attach
 from torchtune.utils import get_logger, log_once
 
-# Their former address.
+# Functions that moved to other modules.
 __getattr__, _, _ = attach(
     __name__,
     dict.fromkeys(
@@ -135,7 +135,7 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
 
     On an accelerator: ``peak_memory_active`` (tensors in use), ``peak_memory_alloc`` (allocated blocks) and
     ``peak_memory_reserved`` (reserved from the driver; not on MPS). On CPU: ``peak_memory_resident`` (of the process).
-    MPS has no peaks: its values are the current ones.
+    MPS does not record peaks: its values are current memory.
 
     Args:
         device: device to measure.

@@ -42,7 +42,7 @@ __all__ = [
 class DiskLogger(MetricLoggerInterface):
     """Metric logger that appends one line per call to a text file; a resumed run appends to the same file.
 
-    NaN is written as ``null``, as JSON lacks it.
+    In ``jsonl`` files, NaN is ``null``, because JSON has no NaN.
 
     ``txt`` lines read ``Step 3 | loss:1.5 lr:2e-05``, ``jsonl`` lines ``{"step": 3, "loss": 1.5, "lr": 2e-05}``.
 
@@ -115,7 +115,7 @@ class WandBLogger(TrackingLogger):
 
     Args:
         project: name of the project.
-        entity: user or team; by default that of the account.
+        entity: user or team; by default the account's.
         group: group of runs.
         log_dir: folder of W&B's files.
         kwargs: arguments of ``wandb.init``, for example ``mode="offline"``, ``name`` or ``id``.
@@ -200,7 +200,7 @@ class CometLogger(TrackingLogger):
 
     Args:
         api_key: key of the account; by default from Comet's own configuration.
-        workspace: workspace; by default that of the account.
+        workspace: workspace; by default the account's.
         project: name of the project.
         experiment_key: key of an experiment to continue.
         mode: ``"get_or_create"``, ``"get"`` or ``"create"``.
@@ -321,7 +321,7 @@ class TrackioLogger(TrackingLogger):
 
     Args:
         project: name of the project.
-        name: name of the run; by default one that Trackio makes.
+        name: name of the run; by default chosen by Trackio.
         log_dir: folder of the stored name.
         kwargs: arguments of ``trackio.init``, for example ``space_id`` or ``webhook_url``.
 
@@ -373,7 +373,7 @@ def _is_rank_0() -> bool:
 
 
 def _stored_name(folder: str | None, file: str) -> str | None:
-    """Return the name of the run that this one continues, if there is one."""
+    """Return the stored name of the run that this run continues; None if there is none."""
     path = None if folder is None else Path(folder) / file
     return path.read_text(encoding="utf-8").strip() if path is not None and path.exists() else None
 

@@ -19,7 +19,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in PRECISION_STR_TO_DTYPE.items()}
 
 
 class PrecisionError(UserError, ValueError):
-    """The dtype does not exist, or the device does not support it."""
+    """Unknown dtype, or a dtype that the device does not support."""
 
 
 def verify_bf16_support(device: torch.device | None = None) -> bool:
@@ -88,7 +88,7 @@ def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | 
 
     Args:
         dtype: name from the settings; a warning is logged if the device only emulates it. None means the best dtype of
-            the device: ``stored``, or float32 if the device emulates that.
+            the device: ``stored``, or float32 if the device only emulates ``stored``.
         device: device of the model.
         stored: dtype of the checkpoint's weights; bfloat16 by default.
 

@@ -1,8 +1,8 @@
 """Quantizers of a model's weights: in quantization-aware training (``*QATQuantizer``) and at export.
 
-A quantizer names a configuration of torchao. It quantizes the weights of linear layers; each group of neighbors along
-the input dimension has one scale. Embeddings, norms and the output projection keep their precision. Recipes for
-quantization-aware training take a ``*QATQuantizer``; the recipe ``quantize`` takes any quantizer.
+A quantizer stands for a configuration of torchao. It quantizes the weights of linear layers, with one scale per group
+of consecutive elements along the input dimension. Embeddings, norms and the output projection keep their precision.
+Recipes for quantization-aware training take a ``*QATQuantizer``; the recipe ``quantize`` takes any quantizer.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from torchtune.modules.peft import QATLoRALinear
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.utils import UserError
 
-# Their former address.
+# Functions that moved to other modules.
 __getattr__, _, _ = attach(__name__, dict.fromkeys(("check_quantizer", "quantize_checkpoint"), "torchtune.checkpoints"))
 
 __all__ = [
@@ -56,7 +56,8 @@ class Quantizer:
     """Base class of quantizers of a model's linear layers.
 
     Args:
-        group_size: number of neighbors along the input dimension that share a scale; None: one scale per row.
+        group_size: number of consecutive elements along the input dimension that share a scale; None: one scale per
+            row.
 
     Attributes:
         mode: short name, for example ``"8da4w"``.
@@ -108,7 +109,7 @@ class Quantizer:
 
 
 class QATQuantizer(Quantizer):
-    """Base class of quantizers that training simulates (quantization-aware training).
+    """Base class of quantizers for quantization-aware training, which simulates the quantization.
 
     Example:
         >>> from torchtune.training.quantization import Int8WeightOnlyQATQuantizer, QATQuantizer
@@ -157,7 +158,7 @@ class Int8DynActInt4WeightQuantizer(Quantizer):
     """int4 weights with one scale per group; int8 inputs with one range per token (8da4w).
 
     Args:
-        groupsize: number of neighbors along the input dimension that share a scale.
+        groupsize: number of consecutive elements along the input dimension that share a scale.
 
     Example:
         >>> model = torchtune.training.quantization.Int8DynActInt4WeightQuantizer(groupsize=32).quantize(model)
@@ -173,7 +174,7 @@ class Int4WeightOnlyQuantizer(Quantizer):
     """int4 weights with one scale per group; inputs keep their precision.
 
     Args:
-        groupsize: number of neighbors along the input dimension that share a scale.
+        groupsize: number of consecutive elements along the input dimension that share a scale.
         inner_k_tiles: accepted for older configs; ignored, as checkpoints do not depend on a kernel's weight layout.
 
     Example:
@@ -228,7 +229,7 @@ class Int8DynActInt4WeightQATQuantizer(QATQuantizer):
     """int4 weights with one scale per group; int8 inputs with one range per token.
 
     Args:
-        groupsize: number of neighbors along the input dimension that share a scale.
+        groupsize: number of consecutive elements along the input dimension that share a scale.
 
     Example:
         >>> qat = torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer(groupsize=32)
@@ -245,7 +246,7 @@ class Int4WeightOnlyQATQuantizer(QATQuantizer):
     """int4 weights with one scale per group; inputs keep their precision.
 
     Args:
-        groupsize: number of neighbors along the input dimension that share a scale.
+        groupsize: number of consecutive elements along the input dimension that share a scale.
         inner_k_tiles: accepted for older configs; ignored, as checkpoints do not depend on a kernel's weight layout.
 
     Example:
@@ -295,7 +296,7 @@ class Int8DynActInt4WeightQATQuantizerModuleSwap(Int8DynActInt4WeightQATQuantize
 
 
 class GGUFQuantizer:
-    """One GGUF file for llama.cpp. Embedding and output projection have at least 8 bits, vectors are float32.
+    """Quantizer for GGUF files (llama.cpp). Embedding and output projection have at least 8 bits, vectors are float32.
 
     Args:
         file_type: ``"Q8_0"``, ``"Q5_1"``, ``"Q5_0"``, ``"Q4_1"``, ``"Q4_0"`` (blocks of 32), or ``"BF16"``, ``"F16"``,

@@ -12,7 +12,7 @@ from torchtune.utils import UserError, get_world_size_and_rank
 
 
 class SeedError(UserError, ValueError):
-    """The generators do not accept the seed."""
+    """Seed that the random number generators do not accept."""
 
 
 def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> int:

@@ -37,7 +37,7 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None) 
     once.
 
     Args:
-        parameters: parameters; those without a gradient are skipped.
+        parameters: parameters; parameters without a gradient are skipped.
         max_norm: maximum norm; None only computes the norm.
 
     Returns:

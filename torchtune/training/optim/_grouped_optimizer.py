@@ -30,8 +30,8 @@ class GroupedOptimizer:
             - {pattern: norm, weight_decay: 0.0}
             - {pattern: lora_b, lr_ratio: 16}
 
-    A parameter belongs to the first group with a pattern that matches its name (``re.search``), else to the group of
-    the outer settings. A schedule scales the learning rates of all groups alike. This object only describes the
+    A parameter belongs to the first group with a pattern that matches its name (``re.search``); without a match, the
+    outer settings apply. A schedule scales the learning rates of all groups alike. This object only describes the
     optimizer: :func:`~torchtune.training.setup_optimizer` builds it with the parameter names of the model.
 
     Args:
@@ -171,7 +171,7 @@ class MuonWithAdamW(GroupedOptimizer):
         adjust_lr_fn: Muon's ``match_rms_adamw`` or ``original``.
         betas: AdamW's betas.
         eps: AdamW's epsilon.
-        groups: see :class:`GroupedOptimizer`; they take precedence over the choice between the two.
+        groups: see :class:`GroupedOptimizer`; groups take precedence over the choice between Muon and AdamW.
 
     Example:
         >>> muon = lambda params: torchtune.training.MuonWithAdamW(params, lr=1e-4)

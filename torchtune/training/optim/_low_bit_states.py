@@ -1,4 +1,4 @@
-"""Optimizer states with 8 or 4 bits per element: torchao's tensors, which are read and written in pieces.
+"""Optimizer states with 8 or 4 bits per element: torchao's tensors, read and written in pieces.
 
 torchao finds the nearest code by a search that needs compilation to be fast; ``bucketize`` is one fused kernel.
 """

@@ -34,7 +34,7 @@ _MASTER = "master"
 
 
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Return whether it is one of torch's optimizers that are not elementwise, such as Muon."""
+    """Return whether the optimizer is one of torch's that are not elementwise, such as Muon."""
     return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) not in _ELEMENTWISE
 
 
@@ -43,20 +43,21 @@ class OptimizerStateError(UserError, ValueError):
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """Optimizer with the groups of another one, which it lets step float32 stand-ins of the parameters.
+    """Optimizer that wraps another one and lets it step float32 stand-ins of the parameters.
 
     An elementwise optimizer steps each rank's shards. Any other, such as Muon, steps full matrices, one at a time, and
     every rank stores its shard of the result.
 
     ``stochastic_rounding`` needs no more memory between steps than plain bfloat16 training. The rounding depends only
     on the seed, the step, and the parameter's name and shard, so a resumed run continues bit for bit. Different shards
-    are rounded independently and replicas of a shard alike; another mesh gives other, equally valid results. States are
-    rounded stochastically too: rounded to nearest, even the fast mean of a constant gradient stops 2 to 15 % short.
+    are rounded independently, replicas of a shard equally; another mesh gives other, equally valid results. States are
+    rounded stochastically, too: with rounding to nearest, even the fast moving average of a constant gradient stays 2
+    to 15 % too small.
 
-    ``fp32_master`` keeps the float32 weight as the state ``master``. A bfloat16 weight only determines an interval. The
-    master weight starts at a random point of it, not in the middle: from the middle, no rounded weight would change
-    until its updates add up to half a spacing, and at a small learning rate the model would not change for tens of
-    steps.
+    ``fp32_master`` keeps the float32 weight as the state ``master``. A bfloat16 weight only determines an interval of
+    float32 values. The master weight starts at a random point of this interval. If it started in the middle, no rounded
+    weight would change until its updates add up to half a spacing, and at a small learning rate the model would not
+    change for tens of steps.
 
     Attributes:
         precision: ``stochastic_rounding`` or ``fp32_master``.
@@ -64,7 +65,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     Args:
         optimizer: new optimizer of 16-bit (and possibly float32) parameters; do not use it elsewhere.
-        names: name of every parameter; keys of the state dict.
+        names: name of every parameter; the names are the keys of the state dict.
         precision: see above.
         seed: seed of the rounding.
         low_bit: format of low-bit states, for elementwise optimizers; by default the precision's dtype.
@@ -109,7 +110,7 @@ class LowPrecisionOptimizer(Optimizer):
         return make_generator(self._seed, stream, step, parameter.device)
 
     def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether states are low-bit: as in torchao, if the full parameter is large, in full blocks."""
+        """Return whether states are low-bit: as in torchao, for large full parameters that consist of full blocks."""
         numel = parameter.numel()
         return self._low_bit is not None and numel >= SMALLEST and numel % self._low_bit.block_size == 0
 
@@ -134,7 +135,7 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
-        """Return whether torch's fused kernel takes the step: if possible, unless the user disabled it."""
+        """Return whether torch's fused kernel can take the step, and the user has not disabled it."""
         others = any(map(group.get, ("foreach", "capturable", "differentiable")))
         return type(self._worker) in _FUSABLE and group.get("fused") is not False and not others
 
@@ -171,14 +172,14 @@ class LowPrecisionOptimizer(Optimizer):
         return result
 
     def _pieces(self, weights: torch.Tensor) -> list[slice | None]:
-        """Return the pieces to step one after another; None stands for all, in its shape."""
+        """Return the slices to step one after another; None stands for the whole tensor in its own shape."""
         size = piece_size(weights.device)
         if not self._elementwise or not weights.is_contiguous() or weights.numel() <= size:
             return [None]
         return [slice(start, start + size) for start in range(0, weights.numel(), size)]
 
     def _stand_in(self, parameter: torch.nn.Parameter, stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return what the optimizer sees of a stored tensor: itself if it is float32, or a copy shaped like another."""
+        """Return a stored tensor in float32, in the shape of ``like``: itself if it is float32, or a copy."""
         if is_low_bit(stored):
             return stored.dequantize()[: like.numel()].view(like.shape)
         wide = (stored.float() if stored.dtype in HALF else stored).contiguous()
@@ -187,7 +188,7 @@ class LowPrecisionOptimizer(Optimizer):
     def _store(
         self, parameter: torch.nn.Parameter, stored: torch.Tensor, new: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """Write what the optimizer left of a stand-in."""
+        """Write the values of a stand-in after the step back to the stored tensor."""
         if new is stored:
             return
         if is_low_bit(stored):
@@ -227,7 +228,7 @@ class LowPrecisionOptimizer(Optimizer):
         return state[key]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything besides the weights that the next step depends on.
+        """Return all values besides the weights that the next step depends on.
 
         Returns:
             ``state``: states by parameter name; ``param_groups``: settings, with names as ``params``;
@@ -247,7 +248,7 @@ class LowPrecisionOptimizer(Optimizer):
         """Load a ``state_dict`` of this class, of another precision or of a plain optimizer.
 
         Raises:
-            OptimizerStateError: groups or names do not fit; then nothing is loaded.
+            OptimizerStateError: groups or names do not fit. Nothing is loaded then.
         """
         check_state_format(self, state_dict)
         groups, states = state_dict["param_groups"], state_dict["state"]
@@ -299,9 +300,9 @@ class LowPrecisionOptimizer(Optimizer):
 
 
 def piece_size(device: torch.device) -> int:
-    """Return the number of elements to step at a time; temporary memory is a few times that in float32.
+    """Return the number of elements to step at a time; temporary memory is a few times as many float32 values.
 
-    It is a multiple of the blocks of low-bit states.
+    The number is a multiple of the block size of low-bit states.
     """
     return 2**20 if computes_on_cpu(device) else 2**23
 

@@ -33,12 +33,12 @@ def prepare_optimizer(
 ) -> Optimizer:
     """Return an optimizer for bfloat16 weights that does not lose small updates to rounding.
 
-    bfloat16 has 8 significant bits: rounding to nearest loses an update below 1/512 of a weight, which most are at a
-    learning rate of 2e-5. Likewise ``exp_avg_sq`` does not change with ``beta2=0.999``.
+    bfloat16 has 8 significant bits: rounding to nearest loses every update below 1/512 of a weight, and most updates
+    are smaller at a learning rate of 2e-5. For the same reason, ``exp_avg_sq`` does not change with ``beta2=0.999``.
 
     - ``stochastic_rounding``: steps are computed in float32, a bounded number of elements at a time; weights and states
-      are rounded stochastically to bfloat16, so that the mean is exact. Memory is that of plain bfloat16 training (6
-      bytes per parameter with Adam, including the weight).
+      are rounded stochastically to bfloat16, so that the mean is exact. The memory is the same as in plain bfloat16
+      training (6 bytes per parameter with Adam, including the weight).
     - ``fp32_master``: float32 weights and states next to the bfloat16 weights (14 bytes per parameter).
     - ``param_dtype``: plain torch.
 
@@ -91,7 +91,7 @@ def prepare_optimizer(
     elif low_bit is not None or needs_full_matrices(optimizer):
         precision = "fp32_master"  # float32 weights are their own master weights
     else:
-        optimizer.register_load_state_dict_post_hook(adopt_masters)  # a state saved with bf16 weights has them
+        optimizer.register_load_state_dict_post_hook(adopt_masters)  # states saved with bf16 weights have masters
         return optimizer
     for kind, reason in _UNSUPPORTED.items():
         if isinstance(optimizer, kind):

@@ -1,8 +1,8 @@
 """Stochastic rounding from float32 to bfloat16, with an exact mean.
 
 bfloat16 is the upper half of a float32. Between two neighbors ``a < x < b`` the result is ``b`` with probability
-``(x - a) / (b - a)``: its expectation is ``x``, so that updates far below the spacing of bfloat16 take effect with the
-right frequency instead of never. In bits: add a uniform 16-bit number and drop the lower half.
+``(x - a) / (b - a)``: its expectation is ``x``, so updates far below the spacing of bfloat16 take effect with the right
+frequency instead of never. In bits: add a uniform 16-bit number and drop the lower half.
 """
 
 import random

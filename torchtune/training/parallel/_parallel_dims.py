@@ -152,8 +152,8 @@ class ParallelDims:
     def build_mesh(self, device_type: str) -> Any:
         """Build the device mesh with joined dimensions, for recipes copied from earlier releases.
 
-        These are ``dp`` (data), ``dp_shard_cp`` (for sharding parameters) and ``dp_cp`` (for reducing losses). All
-        processes call it.
+        The joined dimensions are ``dp`` (data), ``dp_shard_cp`` (for sharding parameters) and ``dp_cp`` (for reducing
+        losses). A collective.
         """
         mesh = self._make_mesh(device_type)
         flatten_mesh(mesh["dp_replicate", "dp_shard"], "dp")
@@ -165,7 +165,7 @@ class ParallelDims:
         """Build the device mesh ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
         sizes = [getattr(self, name) for name in _MESH]
         self.mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
-        # A group costs every rank memory and connections, so only join dimensions that need it.
+        # A process group costs every rank memory and connections, so dimensions are joined only if needed.
         self._sharded = self.mesh["dp_shard"]
         if self.cp > 1:
             self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
@@ -173,7 +173,7 @@ class ParallelDims:
             sizes = [self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep]
             names = ("dp_replicate", "dp_shard_of_experts", "ep")
             self._experts = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        # No separate group for messages: NCCL sends them from the device, which is in sync at the end of a step.
+        # Messages need no separate group: NCCL sends them from the device, which is in sync at the end of a step.
         if device_type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
         return self.mesh
@@ -215,7 +215,7 @@ class ParallelDims:
 
     @property
     def min_seq_len_divisor(self) -> int:
-        """Divisor of the padded sequence length of a batch."""
+        """Number by which the padded sequence length of a batch must be divisible."""
         return self.cp * self.tp
 
     @property
@@ -237,7 +237,7 @@ class ParallelDims:
             return self._sharded
         if self.cp == 1:
             return self.mesh["dp_replicate", "dp_shard"]
-        with warnings.catch_warnings():  # torch prefers to keep it separate, but has no other way to join the two
+        with warnings.catch_warnings():  # torch warns about joined dimensions, but has no other way to join the two
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.mesh["dp_replicate", "dp_shard_cp"]
 
@@ -273,7 +273,7 @@ class ParallelDims:
     ) -> tuple[list[Any], list[bool]]:
         """All-reduce numbers and flags in one message. A collective.
 
-        Scalar tensors stay on their device; the host waits for it once, for the result.
+        Scalar tensors stay on their device; the host waits for the device once, for the result.
 
         Args:
             numbers: summed as in :meth:`sum`, in float64; sums of int are int.
@@ -299,8 +299,8 @@ class ParallelDims:
     def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks of a sequence. A collective.
 
-        Every rank then computes the same loss from the sums; divided by ``cp``, its gradient is this rank's summand, as
-        losses and gradients are sums over ranks.
+        Every rank then computes the same loss from the sums. Divide this loss by ``cp``, because losses and gradients
+        are summed over ranks.
 
         Args:
             values: for example log-probs of documents, from :meth:`Batch.sum_per_document
@@ -344,7 +344,7 @@ class ParallelDims:
             dist.destroy_process_group()
 
     def collate(self, collate_fn: Collate) -> Collate:
-        """Wrap ``collate_fn`` to return this rank's part of every batch.
+        """Wrap ``collate_fn`` to return this rank's shard of every batch.
 
         Sequences are padded to a multiple of :attr:`min_seq_len_divisor` and sharded over the context-parallel ranks:
         see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and

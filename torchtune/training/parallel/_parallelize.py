@@ -213,7 +213,7 @@ def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
 def get_shard_conditions(
     name: str, module: nn.Module, names_to_match: Sequence[str] | None = None, *args: Any, **kwargs: Any
 ) -> bool:
-    """Return whether to shard a module separately: it is listed, a layer (``...layers.3``), or the layer embeddings."""
+    """Return whether to shard a module separately: it is listed, a layer (``...layers.3``), or ``layer_embeddings``."""
     if names_to_match and name in names_to_match:
         return True
     *_, parent, last = ["", "", *name.split(".")]
@@ -254,8 +254,8 @@ def shard_model(
         cpu_offload: keep the shards in host memory.
         reshard_after_forward: see :func:`parallelize`.
         dp_mesh: mesh to shard over; two dimensions mean HSDP. All ranks by default.
-        meshes: other meshes, by name of the module to shard separately over each; its parameters may be DTensors of
-            other dimensions. A mesh of size one shards nothing, except for ``cpu_offload``.
+        meshes: other meshes, by name of the module that is sharded separately over it; its parameters may be DTensors
+            on other mesh dimensions. A mesh of size one shards nothing, except for ``cpu_offload``.
 
     Raises:
         ValueError: no module is selected.

@@ -12,7 +12,7 @@ from torchtune.training._rng import RNGState
 from torchtune.utils import UserError, get_world_size_and_rank
 
 T = TypeVar("T")
-# How long a rank waits for another one that writes; a dead rank is noticed at once.
+# Timeout for a rank that waits while another one writes; a dead rank is noticed immediately.
 _TIMEOUT = timedelta(hours=3)
 
 
@@ -136,7 +136,7 @@ class Ranks:
             del error, failure  # their tracebacks reference this frame and the objects of its callers
 
     def _choose_error(self, failures: list[tuple[bool, str] | None], own: Exception | None) -> Exception | None:
-        """Return this rank's exception: its own if that is a bug, else that of the first failed rank."""
+        """Return this rank's own exception if it is a bug, otherwise the exception of the first failed rank."""
         rank, first = next(((rank, found) for rank, found in enumerate(failures) if found is not None), (0, None))
         if first is None:
             return None

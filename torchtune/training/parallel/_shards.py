@@ -20,8 +20,8 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 def shard_key(parameter: torch.nn.Parameter) -> str:
     """Return the name of this rank's shard of ``parameter``: equal on replicas, different on other shards.
 
-    It consists of the rank's coordinates in the mesh dimensions that shard the parameter; ``""`` for a replicated
-    parameter.
+    The name consists of the rank's coordinates in the mesh dimensions that shard the parameter; it is ``""`` for a
+    replicated parameter.
     """
     if not hasattr(parameter, "device_mesh"):
         return ""
@@ -35,8 +35,8 @@ def shard_key(parameter: torch.nn.Parameter) -> str:
 class ShardGrid:
     """Grid of a parameter's shards over the mesh dimensions that shard it, and this rank's place in it.
 
-    It stores data of a shard without the parameter's layout, such as quantized states: stacked as a tensor
-    [*sizes, longest], one row per shard.
+    Data of shards without the parameter's layout, such as quantized states, is stacked as a tensor [*sizes, longest]
+    with one row per shard.
     """
 
     sizes: tuple[int, ...]
@@ -115,7 +115,8 @@ class LocalShard:
             tensor: sharded, or full and equal on all ranks.
             ranks: all ranks.
             turn: selects the writer among replicas: with consecutive numbers, ranks take turns.
-            parameter: a sharded parameter. A plain ``tensor`` with the shape of its shard counts as such a shard.
+            parameter: a sharded parameter. A plain ``tensor`` with the shape of the parameter's shard counts as a
+                shard, too.
         """
         layout, is_plain = tensor, not isinstance(tensor, DTensor)
         if is_plain and isinstance(parameter, DTensor) and tensor.dim() > 0:
@@ -161,7 +162,7 @@ def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
 def read_shard(
     parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Slices], torch.Tensor]
 ) -> DTensor:
-    """Return a tensor of optimizer state, sharded like its parameter if the shapes agree, else replicated.
+    """Return a tensor of optimizer state, sharded like its parameter if the shapes are equal, otherwise replicated.
 
     Args:
         parameter: sharded parameter; the tensor is created on its device.

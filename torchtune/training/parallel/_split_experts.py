@@ -8,7 +8,7 @@ from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDim
 
 
 def check_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, nn.Module]:
-    """Return the layers of ``model`` with experts, by path; ``dims.ep`` divides the experts of each.
+    """Return the layers of ``model`` with experts, by path; ``dims.ep`` must divide their numbers of experts.
 
     Raises:
         ParallelDimsError, ParallelError: there are no experts, or ``dims.ep`` does not divide their number.
