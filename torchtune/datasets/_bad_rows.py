@@ -19,8 +19,8 @@ class BadRows:
     Args:
         source: name of the source, for messages.
         rows: the rows; a ``place`` method, if any, gives the file and line of a row.
-        skips: skip any number of rows.
-        way_out: the setting that leaves such rows out, for messages.
+        skips: skip rows instead of raising, however many there are.
+        way_out: the setting that skips such rows, for messages.
 
     Attributes:
         found: (row, reason) of each row.
@@ -75,7 +75,7 @@ def num_left_out() -> int:
 
 
 def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Append skipped rows to ``skipped_rows.jsonl`` in the run's folder, on rank 0, each once even after a resume.
+    """Append skipped rows to ``skipped_rows.jsonl`` in the run's folder, on rank 0; a resume does not repeat rows.
 
     Args:
         rows: (``source`` and ``line`` or ``row``, reason).
@@ -90,7 +90,7 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     listed.update(new)
     if path is None or get_rank() != 0:
         return str(path or "")
-    with suppress(OSError):  # a file that cannot be written, either
+    with suppress(OSError):  # the file cannot be written
         before = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
         new = [line for line in new if line not in before]
     if new:
@@ -99,7 +99,7 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
 
 
 def say_what_is_left_out(bad: Sequence[tuple[int, str]], source: str, total: int) -> None:
-    """Log a warning about skipped rows and list all of them, also if they were found by an earlier run.
+    """Log a warning about skipped rows and list all of them, including rows that an earlier run found.
 
     Raises:
         DataError: no row is left.

@@ -14,7 +14,7 @@ from torchtune.utils import UserError, decode_line, has_json_lines, numbered_lin
 SAMPLE = 2000  # rows that are inspected by default
 _BAR = 32
 _CALLS = ("tool_calls", "function_call", "tools")
-# Name of a conversation format -> field of a turn that only it has, and its transform with the name of its column.
+# Name of a conversation format -> turn field that only this format has, its transform, and its column's name.
 _STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "openai": ("role", OpenAIToMessages, "messages"),
     "sharegpt": ("from", ShareGPTToMessages, "conversations"),
@@ -33,7 +33,7 @@ class FileFacts:
         columns: names of all columns of a row -> number of rows.
         calls: number of rows with tools or tool calls.
         problems: (line or row, reason) of rows that cannot be used.
-        copies: (row, earlier equal row), counted from 1, of all rows.
+        copies: (row, earlier equal row) for every duplicate in the file, counted from 1.
         characters: number of characters of each inspected row.
         hashes: hash of a row -> number of the first row with it.
     """
@@ -99,7 +99,7 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _problem(row: Any, reader: str) -> str | None:
-    """Return why a conversation cannot be trained on, as far as a check without tokenizer can tell."""
+    """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason."""
     if not reader.startswith("chat_dataset"):
         return None
     column, style = (word.partition("=")[2] for word in reader.split()[1:])
@@ -121,7 +121,7 @@ def _characters(value: Any) -> int:
 
 
 def _others(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line, or row number in .json and .parquet files; row) of a file that is not JSON Lines."""
+    """Yield (number, row) of a file that is not JSON Lines; .json and .parquet files have row numbers, others lines."""
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix == ".json":
         with open_lines(path) as file:
@@ -183,7 +183,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a data file; the number is the line in text files, else the row, counted from 1.
+    """Yield (number, row) of a data file; the number is the line in text files, the row in others, counted from 1.
 
     Raises:
         UserError: the file type is not supported, or a line is broken.

@@ -21,21 +21,21 @@ _PACKAGES = ("datasets", "jinja2", "sentencepiece", "tiktoken", "tokenizers")
 _ROOMS = ("data", "datasets", "models", "modules/transforms", "tokenizers")
 _WHOLE = 1 << 28  # 256 MiB: up to this total size, files are hashed completely
 _EDGE = 1 << 20
-_PICKLED = ("sentencepiece", "tiktoken", "tokenizers")  # packages whose pickles are the whole state and nothing else
+_PICKLED = ("sentencepiece", "tiktoken", "tokenizers")  # packages that pickle exactly their state
 
 
 class Fingerprint:
-    """Fingerprint of rows, from the data and settings that they depend on.
+    """Fingerprint of rows, computed from the data and settings that determine them.
 
-    The pickles that the ``datasets`` package hashes contain module functions by name, without their code, and caches
-    of tokenizers; they also do not show which setting has changed.
+    The ``datasets`` package hashes pickles instead. Pickles contain functions by name, without their code, and caches
+    of tokenizers, and do not show which setting has changed.
 
     Args:
         values: name -> value, see :meth:`add`.
 
     Attributes:
-        parts: name -> value if it is short, else its digest.
-        is_exact: whether it covers all values completely, so that other runs can reuse the rows.
+        parts: name -> value, or digest of a long value.
+        is_exact: whether the fingerprint covers all values completely, so that other runs can reuse the rows.
         is_shared: whether all processes of this run see the same data, as far as is known.
     """
 

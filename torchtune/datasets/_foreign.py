@@ -85,7 +85,7 @@ class CheckedDataset(Dataset):
                 for key, found in rows.items():
                     found.append(torch.as_tensor(document[key], dtype=torch.int64))
                 differs = rows["labels"][-1] != rows["tokens"][-1]
-                # Prompts of the rollout recipes have a number; their labels are placeholders.
+                # Prompts of the rollout recipes have a number and placeholder labels.
                 if "number" in document or differs[rows["labels"][-1] != CROSS_ENTROPY_IGNORE_IDX].any():
                     return
         tokens, labels = (torch.cat(found) for found in rows.values())

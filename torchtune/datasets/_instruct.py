@@ -93,10 +93,10 @@ def alpaca_dataset(
 def alpaca_cleaned_dataset(
     tokenizer: ModelTokenizer, *, source: Source = "yahma/alpaca-cleaned", **settings: Any
 ) -> SFTDataset | PackedDataset:
-    """Rows of :func:`alpaca_dataset` with fewer mistakes. For the arguments see there.
+    """Build a dataset like :func:`alpaca_dataset`, from data with fewer mistakes; the arguments are the same.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
 
     Example:
         >>> rows = [{"instruction": "Count.", "input": "", "output": "one two"}]
@@ -109,12 +109,12 @@ def alpaca_cleaned_dataset(
 def grammar_dataset(
     tokenizer: ModelTokenizer, *, source: Source = "liweili/c4_200m", **settings: Any
 ) -> SFTDataset | PackedDataset:
-    """Sentences with and without mistakes, columns ``input`` and ``output``.
+    """Build a dataset of sentences with and without mistakes, columns ``input`` and ``output``.
 
-    Goes with ``torchtune.data.GrammarErrorCorrectionTemplate``. For the arguments see :func:`instruct_dataset`.
+    Use it with ``torchtune.data.GrammarErrorCorrectionTemplate``. For the arguments see :func:`instruct_dataset`.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
 
     Example:
         >>> rows = [{"input": "the cats sees", "output": "the cat sees"}]
@@ -131,12 +131,12 @@ def samsum_dataset(
     column_map: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> SFTDataset | PackedDataset:
-    """Dialogues and their summaries, columns ``dialogue`` and ``summary``.
+    """Build a dataset of dialogues and their summaries, columns ``dialogue`` and ``summary``.
 
-    Goes with ``torchtune.data.SummarizeTemplate``. For the arguments see :func:`instruct_dataset`.
+    Use it with ``torchtune.data.SummarizeTemplate``. For the arguments see :func:`instruct_dataset`.
 
     Raises:
-        DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
 
     Example:
         >>> rows = [{"dialogue": "A: Why? B: So.", "summary": "A asks why."}]

@@ -49,7 +49,7 @@ class LabelledAnswerToMessages(Transform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``messages`` and ``is_chosen``, True for a good answer."""
         label = column(sample, self.column_map["label"])
-        if label not in (True, False):  # 1 and 0 are equal to these
+        if label not in (True, False):  # also accepts 1 and 0
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         answer = column(sample, self.column_map["completion"])
         turns = prepend_prompt(answer, sample, self.column_map.get("prompt", "prompt"))

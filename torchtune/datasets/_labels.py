@@ -1,4 +1,4 @@
-"""Labels of token rows: the token to predict at each position, or -100 where none is trained on.
+"""Labels of token rows: the token to predict at each position, or -100 where no token is trained on.
 
 A transform to messages masks turns (:func:`torchtune.data.mask_messages`), the tokenizer masks the tokens of these
 turns, and :func:`shifted_labels` turns tokens and mask into labels. Other places that decide on labels:
@@ -19,7 +19,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | np.ndarray:
-    """Return pre-shifted labels: label i is token i + 1, or ignored if that token is masked; the last is ignored.
+    """Return pre-shifted labels: label i is token i + 1, or -100 if that token is masked; the last label is -100.
 
     Returns:
         a list; int32 ``[s]`` if ``tokens`` is an ``array("i")``.
@@ -41,7 +41,7 @@ def has_label(sample: Mapping[str, Any]) -> bool:
 
 
 def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return both as int32 ``[s]``; raise :class:`DataError` unless they are sequences of ids of the same length."""
+    """Return tokens and labels as int32 ``[s]``; raise :class:`DataError` unless both are ids of equal length."""
     for name, values in (("tokens", tokens), ("labels", labels)):
         if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
             raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")

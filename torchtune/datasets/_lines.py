@@ -21,7 +21,7 @@ class Line(bytes):
 class LineRows:
     """Sequence of rows that are parsed when they are read; takes 8 bytes of memory per row.
 
-    The ``datasets`` package does not name broken lines, and gives every row the columns of all others.
+    The ``datasets`` package does not name broken lines, and gives every row the columns of all other rows.
 
     Args:
         paths: paths of the files.
@@ -111,7 +111,7 @@ def refuse_shrunk(path: str, before: int, now: int) -> None:
 
 
 def parsed(row: Any, *, is_text: bool = False) -> Any:
-    """Decode a :class:`Line` to its columns, with ``is_text`` to the column ``text``; return other rows unchanged.
+    """Decode a :class:`Line` to its columns (``is_text``: to the column ``text``); return other rows unchanged.
 
     Raises:
         DataError: the line is broken; the message does not name file and line.
@@ -133,12 +133,12 @@ def unparsed(rows: Any) -> Iterable[Any]:
 
 
 def matching(names: Sequence[str]) -> list[str]:
-    """Return the files that match names and glob patterns; names without a match are returned as they are."""
+    """Return the files that match names and glob patterns; names without a match are returned unchanged."""
     return [path for name in names for path in sorted(glob.glob(name, recursive=True)) or [name]]
 
 
 def line_files(names: Sequence[str], *suffixes: str) -> list[str] | None:
-    """Return the :func:`matching` files if all are uncompressed JSON Lines or have one of the suffixes, else None."""
+    """Return the :func:`matching` files; None unless all are uncompressed JSON Lines or have one of the suffixes."""
     paths = matching(names)
     try:
         found = all(

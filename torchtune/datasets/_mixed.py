@@ -73,7 +73,7 @@ class MixedDataset(ConcatDataset):
         """Return the indices of an epoch, int64 ``[examples_per_epoch]``.
 
         Examples are sorted by ``(k + u) / w`` for example ``k`` of a dataset of weight ``w``; ``u`` is random in [0, 1)
-        if ``shuffle``, else 1 / 2. Thus every section of the order has the datasets in proportion.
+        if ``shuffle``, otherwise 1 / 2. Therefore every section of the order contains the datasets in proportion.
         """
         turns, found = [], []
         start = 0

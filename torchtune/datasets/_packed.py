@@ -20,7 +20,7 @@ _MOST_TRIES = 16
 
 
 def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) -> list[list[int]]:
-    """Place the rows with images so that the vision tower has about as much to do for every pack.
+    """Assign rows with images to packs so that the vision tower has about equal work in every pack.
 
     Args:
         lengths: int64 ``[rows]``, each at most ``capacity``.
@@ -28,11 +28,11 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
         image_tokens: int64 ``[rows]``, number of tokens of images.
 
     Returns:
-        rows of each pack, with as many packs as all rows need at least; packs without images are empty.
+        rows of each pack, for the minimum number of packs that hold all rows; packs without images are empty.
     """
     packs: list[list[int]] = [[] for _ in range(-(-int(lengths.sum()) // capacity))]
     rooms = [capacity] * len(packs)
-    least = [(0, pack) for pack in range(len(packs))]  # a heap of (tokens of images, pack)
+    least = [(0, pack) for pack in range(len(packs))]  # heap of (image tokens, pack)
     for row in np.argsort(-image_tokens, kind="stable")[: np.count_nonzero(image_tokens)].tolist():
         length, passed = int(lengths[row]), []
         while least and rooms[least[0][1]] < length and len(passed) < _MOST_TRIES:
@@ -50,7 +50,7 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
 
 
 def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None = None) -> list[list[int]]:
-    """Pack rows by best-fit decreasing: longest first, each into the fullest pack with enough space.
+    """Pack rows by best-fit decreasing: longest row first, each into the fullest pack with enough space.
 
     Args:
         lengths: int64 ``[rows]``, each at most ``capacity``.
@@ -58,7 +58,7 @@ def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None
         image_tokens: int64 ``[rows]``, number of tokens of images; rows with images are placed first, and evenly.
 
     Returns:
-        sorted rows of each pack; packs are sorted by their first row.
+        rows of each pack, sorted; packs are sorted by their first row.
     """
     if image_tokens is None:
         image_tokens = np.zeros_like(lengths)
@@ -143,7 +143,7 @@ class PackedDataset(Dataset):
 
     An item is a list of documents (``tokens`` and pre-shifted ``labels``, and images), which
     :func:`torchtune.data.collate_documents` concatenates. Attention and positions are per document. Rows with images
-    are never split, and are spread so that all packs have about as many tokens of images.
+    are never split; they are distributed so that all packs have about the same number of image tokens.
 
     Args:
         ds: dataset of rows with ``tokens`` and ``labels``.
@@ -155,7 +155,7 @@ class PackedDataset(Dataset):
 
     Raises:
         DataError: a row is longer than ``max_seq_len`` without ``split_across_pack``, there are no rows, or rows have
-            images and ``split_across_pack`` is set or the tokenizer is not one of a model with image tokens.
+            images and either ``split_across_pack`` is set or the model has no image tokens.
 
     Example:
         >>> rows = [{"tokens": [n] * n, "labels": [n] * n} for n in (3, 1, 2, 2)]

@@ -109,12 +109,12 @@ class PreferenceDataset(TokenizedDataset):
             item |= {f"{side}_{name}": value for name, value in self._images(index, side, row["tokens"]).items()}
         if inputs := [item[f"{side}_encoder_input"] for side in _SIDES if f"{side}_encoder_input" in item]:
             one, other = inputs[0]["images"], inputs[-1]["images"]
-            if torch.equal(one.pixels, other.pixels):  # the vision tower shall see them once
+            if torch.equal(one.pixels, other.pixels):  # run the vision tower once for both
                 inputs[-1]["images"] = replace(other, pixels=one.pixels)
         return item
 
     def _images(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return the ``encoder_input`` of a conversation, which the message transform gives under ``name``."""
+        """Return the ``encoder_input`` of the conversation that the message transform returns under ``name``."""
         if self._rows is None:
             return {}
         row = int(self._numbers[index])
@@ -168,7 +168,7 @@ def preference_dataset(
         tokenizer: tokenizer of the model.
         source: Hub dataset, folder, file, loader name (``json``, ``parquet`` …), or rows in memory.
         column_map: columns of ``chosen``, ``rejected`` and ``prompt``; by default the same names. The prompt is used if
-            the answers are texts, or messages that begin with the assistant's.
+            the answers are texts, or messages that begin with an assistant turn.
         train_on_input: deprecated, use ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
         new_system_prompt: system prompt that replaces the conversations' own.
@@ -229,7 +229,7 @@ def stack_exchange_paired_dataset(
 def hh_rlhf_helpful_dataset(
     tokenizer: ModelTokenizer, *, source: Source = "RLHFlow/HH-RLHF-Helpful-standard", **settings: Any
 ) -> PreferenceDataset:
-    """Helpfulness comparisons, columns ``chosen`` and ``rejected``. For the arguments see :func:`preference_dataset`.
+    """Build a dataset of helpfulness comparisons. For the arguments see :func:`preference_dataset`.
 
     Raises:
         DataError: see :class:`PreferenceDataset`.

@@ -1,4 +1,4 @@
-"""Previews of datasets, with which a dry run reads only the first rows of each source."""
+"""Previews of datasets, for a dry run that reads only the first rows of each source."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def preview(limit: int) -> Iterator[Preview]:
 
 
 def is_preview() -> bool:
-    """Return whether a :func:`preview` is active. Its partial rows must not be cached."""
+    """Return whether a :func:`preview` is active. Rows read in a preview are incomplete and must not be cached."""
     return _current.get() is not None
 
 
@@ -60,7 +60,7 @@ def reads_nothing() -> bool:
 
 
 def look(source: str, *, is_remote: bool) -> None:
-    """Raise :class:`NotRead` if the active preview does not read a source; called before it is read."""
+    """Raise :class:`NotRead` if the active preview does not read a source; call it before reading the source."""
     found = _current.get()
     if found is None:
         return

@@ -28,7 +28,7 @@ Part = TypeVar("Part")
 ROWS = 256  # per part
 _FEW = 2048  # rows that are processed faster than processes start
 _MOST = 16  # default maximum number of processes
-_AHEAD = 4  # parts that a worker is asked for at once
+_AHEAD = 4  # maximum number of parts requested from a worker at a time
 _asked: ContextVar[int | None] = ContextVar("workers", default=None)
 
 
@@ -43,7 +43,7 @@ def workers(count: int | None) -> Iterator[None]:
 
 
 def processes() -> int:
-    """Return the number of processes for rows; 1 is this process alone, for example in a daemon."""
+    """Return the number of processes for rows; 1 means this process alone, for example in a daemon."""
     if multiprocessing.current_process().daemon or not hasattr(os, "fork"):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -66,7 +66,7 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
     starts = range(first, len(rows), ROWS)
     pool: list[Worker] = []
     if len(rows) - first > _FEW and processes() > 1:
-        yield part(first)  # before the fork, so that all inherit the caches that it fills
+        yield part(first)  # before the fork, so that workers inherit the filled caches
         starts, pool = starts[1:], _pool(part)
     if not pool:
         yield from map(part, starts)
@@ -152,7 +152,7 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """Whether the current process created this object, and is not a later fork."""
+        """Whether the current process, and not its parent, created this object."""
         return os.getpid() == self._owner
 
     def ask(self, *arguments: Any) -> int:
@@ -181,7 +181,7 @@ class Worker:
         return value
 
     def drain(self) -> None:
-        """Receive the answers that are there, so that the process can go on."""
+        """Receive available answers, so that the worker process is not blocked."""
         while self._answers.poll():
             self._receive()
 
@@ -230,7 +230,7 @@ def _end(process: Any) -> None:
 
 
 def _serve(work: Callable[..., Any], calls: Any, answers: Connection, forgotten: Any, parent: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group, but the parent may still save
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent may still save
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
@@ -243,7 +243,7 @@ def _serve(work: Callable[..., Any], calls: Any, answers: Connection, forgotten:
             try:
                 signs.sign()
                 value = work(*arguments)
-            except Exception as error:  # noqa: BLE001  (is raised where the answer is read)
+            except Exception as error:  # noqa: BLE001  (raised where the answer is read)
                 failure = that_travels(error)
             except _Forgotten:
                 continue

@@ -33,8 +33,8 @@ class PromptDataset(TokenizedDataset):
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
-        DataError: the data cannot be loaded, has no rows, or has rows without a prompt or with one of at least the
-            tokenizer's ``max_seq_len`` tokens (listed by number).
+        DataError: the data cannot be loaded, has no rows, or has rows without a prompt, or with a prompt of at least
+            ``max_seq_len`` tokens (listed by number).
 
     Example:
         >>> data = torchtune.datasets.PromptDataset(source=[{"prompt": "What is 2 + 3?"}], tokenizer=tokenizer)
@@ -88,10 +88,10 @@ class PromptDataset(TokenizedDataset):
         return messages, answer
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row), the prompt's ``messages`` and,
-        if there are images, ``encoder_input``.
+        """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row), ``messages`` (of the prompt)
+        and, if there are images, ``encoder_input``.
 
-        ``labels`` equal the tokens; a prompt is not answered if all its labels are ignored.
+        ``labels`` equal ``tokens``; the recipes do not answer a prompt if all its labels are ignored.
         """
         tokens = self.store.lists(index)["tokens"]
         row = dict(self._rows[index])

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     origin: dict[str, Any]
 
     def columns(self) -> Mapping[str, Any]:
-        """Return column -> value; raise :class:`DataError`, without the place, if the line is broken."""
+        """Return column -> value; raise :class:`DataError`, without the line's place, if the line is broken."""
         return parsed(self.content, is_text=self.origin["source"].lower().endswith(".txt"))
 
     @property
@@ -40,8 +40,8 @@ class Row(NamedTuple):
 class FileReader:
     """Reader of local files with a row per line. A position is (index in the file order, byte offset, lines before it).
 
-    The ``datasets`` package also streams such files, but reads a file from its beginning to resume in it, and does not
-    name broken lines.
+    The ``datasets`` package can stream such files, too, but resumes inside a file by reading it from its beginning, and
+    does not name broken lines.
 
     Args:
         paths: paths of the files.
@@ -64,10 +64,10 @@ class FileReader:
         return digest.hexdigest()[:16]
 
     def window(self, position: Position, count: int, order: Sequence[int] | None) -> tuple[list[Row], Position]:
-        """Return up to ``count`` rows from a position, and the next position, None at the end.
+        """Return up to ``count`` rows from a position, and the next position (None at the end).
 
         Args:
-            position: a returned next position; None starts at the beginning.
+            position: next position from an earlier call; None starts at the beginning.
             count: maximum number of rows.
             order: order of the files; None keeps it.
 
@@ -105,7 +105,7 @@ class FileReader:
 
 
 class HubReader:
-    """Reader of Hub datasets with the ``datasets`` package. A position is (its state, rows before).
+    """Reader of Hub datasets with the ``datasets`` package. A position is (state, number of rows before it).
 
     Args:
         rows: a ``datasets.IterableDataset``.
@@ -142,7 +142,7 @@ class HubReader:
 
 
 class TableReader(FileReader):
-    """Reader of local files of other kinds with the ``datasets`` package, whose state is the offset."""
+    """Reader of local files of other kinds with the ``datasets`` package; the offset is the package's state."""
 
     _opened: tuple[str, HubReader | None] = ("", None)
 
@@ -158,7 +158,7 @@ class TableReader(FileReader):
 
 
 def _plain(state: Any) -> Any:
-    """Copy a state, so that iterators do not change it; JSON converts it as a checkpoint does."""
+    """Copy a state through JSON, as a checkpoint does, so that iterators do not change it."""
     return json.loads(json.dumps(state))
 
 

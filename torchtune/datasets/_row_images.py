@@ -56,7 +56,7 @@ def size_of(image: Any) -> tuple[int, int]:
 
 
 def content_of(image: Any) -> Any:
-    """Return a value that identifies an image: its bytes or path, else the ``id`` of the object."""
+    """Return a value that identifies an image: its bytes or path, or the ``id`` of any other object."""
     if isinstance(image, Video):
         return tuple(map(content_of, image.frames))
     if isinstance(image, Mapping):
@@ -67,7 +67,7 @@ def content_of(image: Any) -> Any:
 
 
 def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
-    """Check a conversation's images, and decode all if ``decode``; raise :class:`DataError` if one cannot be read.
+    """Check a conversation's images and, if ``decode``, decode them; raise :class:`DataError` if one is unreadable.
 
     Returns:
         number of images, and a checksum of their paths or bytes (0 if they have neither).

@@ -46,7 +46,7 @@ def _is_remote(name: str) -> bool:
 
 
 def _files(data_files: Any) -> list[str]:
-    """Return all files of a ``data_files`` setting: None, one, a list, or a mapping split -> files."""
+    """Return all files of a ``data_files`` setting, which is None, a file, a list, or a mapping split -> files."""
     if data_files is None:
         return []
     if isinstance(data_files, str | Path):
@@ -103,7 +103,7 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
             return source, kwargs
         if _suffix(source) in LOADERS:
             kwargs["data_files"], names, source = source, [source], LOADERS[_suffix(source)]
-        # A file here, or what can only be a path; other names are of files inside the Hub dataset.
+        # A local file, or a name that can only be a path; other names are files inside the Hub dataset.
         elif any(Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
             _check_files(names)
             kinds = {LOADERS.get(_suffix(name)) for name in names}
@@ -125,7 +125,7 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
 
 
 def _folder_of(loader: str, data_dir: str) -> str:
-    """Return ``data_dir``; raise unless ``loader`` is its most frequent type, which the datasets package reads."""
+    """Return ``data_dir``; raise unless ``loader`` reads its most frequent file type, as the datasets package does."""
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
         raise _not_here("folder", data_dir)
@@ -253,7 +253,7 @@ class RowSource:
                 fingerprint.add_files("data", ["folder" if files == where else where, kwargs, splits], names)
                 return
         rows = self._rows if self._is_here else self.rows()
-        known = getattr(rows, "_fingerprint", None)  # of the datasets package: covers content and transforms
+        known = getattr(rows, "_fingerprint", None)  # set by the datasets package; covers content and transforms
         if isinstance(known, str):
             fingerprint.add("data", known)
         else:
@@ -389,7 +389,7 @@ def _reported_once() -> Iterator[None]:
 def without_waiting_for_the_hub() -> Iterator[None]:
     """Set the datasets package offline inside the block if the Hub does not answer within seconds.
 
-    It would otherwise retry for 25 to 40 seconds before it fails.
+    The package would otherwise retry for 25 to 40 seconds before it fails.
     """
     import datasets
 

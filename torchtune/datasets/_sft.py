@@ -49,7 +49,7 @@ class SFTTransform(Transform):
         return self._tokenized(self.messages(sample), arrays_of)
 
     def all_arrays(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a result of :meth:`as_arrays` for each conversation that the tokenizer makes of the row."""
+        """Return the result of :meth:`as_arrays` for each conversation into which the tokenizer splits the row."""
         sample = self.messages(sample)
         parts = self.model_transform.conversations(sample["messages"])
         return [self._tokenized({**sample, "messages": part}, arrays_of) for part in parts]
@@ -93,16 +93,16 @@ class SFTTransform(Transform):
 class SFTDataset(TokenizedDataset):
     """Dataset for supervised fine-tuning, tokenized at construction.
 
-    One process per machine tokenizes, and all processes map its files into memory. Later runs with the same data,
-    tokenizer and settings reuse them. For this, transforms and filters from outside this library need an attribute
-    ``fingerprint``, a text that changes when they do.
+    One process per machine tokenizes and writes token files, which all its processes map into memory. Later runs with
+    the same data, tokenizer and settings reuse these files. For reuse, transforms and filters from outside this library
+    need an attribute ``fingerprint``, a text that changes whenever their results do.
 
-    Data errors are raised before training starts. Transforms that return more than tokens (images) are applied whenever
-    a row is read. In this case, if the ``model_transform`` can tokenize text alone (it has ``takes_images``), the text
-    of all rows is tokenized before training, and every image file is opened.
+    Data errors are raised before training starts. Transforms that return more than tokens, such as images, are applied
+    each time a row is read. If such a ``model_transform`` can tokenize text alone (it has ``takes_images``), the text
+    of all rows is still tokenized before training, and every image file is opened.
 
-    ``on_bad_row=skip`` skips rows that cannot be trained on, and lists them in the run's ``skipped_rows.jsonl``. It
-    decodes every image once before training.
+    ``on_bad_row=skip`` skips rows that cannot be trained on, and lists them in the run's ``skipped_rows.jsonl``. With
+    this setting, every image is decoded once before training.
 
     Args:
         source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory: a
@@ -174,7 +174,7 @@ class SFTDataset(TokenizedDataset):
         return encoded(rows, self._transform.message_transform) if self.on_reading else rows
 
     def _check_images(self) -> list[Any]:
-        """Check the images of rows that are transformed when they are read, if the transform is not this library's."""
+        """Check the images of all rows, if rows are transformed when read by a transform from outside this library."""
         self.on_reading, self.stores = True, {}
         rows, skips = self._load(), self._found.skips
         bad = BadRows(self.source, rows, skips=skips, way_out="on_bad_row=skip")
@@ -192,20 +192,20 @@ class SFTDataset(TokenizedDataset):
 
     @property
     def image_tokens(self) -> np.ndarray | None:
-        """Number of tokens of images in each row, int64 ``[rows]``; ``None`` if the model has no such tokens."""
+        """Number of image tokens in each row, int64 ``[rows]``; ``None`` if the model has no image tokens."""
         ids = getattr(self._transform.model_transform, "image_tokens", None)
         return None if self.store is None or ids is None else self.store.count(list(ids))
 
     @property
     def fingerprint(self) -> int | None:
-        """Changes with any token, label or image name; ``None`` if rows are tokenized when they are read."""
+        """Digest of all tokens, labels and image names; ``None`` if rows are tokenized when they are read."""
         return None if self.store is None else super().fingerprint
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens`` and pre-shifted ``labels`` as lists, and further outputs of the transform.
 
         Raises:
-            DataError: an image cannot be read, which was not detected before.
+            DataError: an image cannot be read, and no earlier check detected it.
         """
         if not self.on_reading:
             return super().__getitem__(index)

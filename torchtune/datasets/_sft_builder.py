@@ -20,7 +20,7 @@ def pack_length(tokenizer: Any) -> int:
 def sft_dataset(
     tokenizer: Any, source: Source, message_transform: Transform, *, packed: bool, **settings: Any
 ) -> SFTDataset | PackedDataset | StreamedDataset:
-    """Build an :class:`SFTDataset`, packed if ``packed``, or a :class:`StreamedDataset` with ``streaming=True``.
+    """Build an :class:`SFTDataset` (packed if ``packed``) or, with ``streaming=True``, a :class:`StreamedDataset`.
 
     Raises:
         DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.

@@ -43,7 +43,7 @@ _output: ContextVar[Path | None] = ContextVar("output", default=None)
 
 
 def cache_path() -> Path:
-    """Return ``rows`` in ``TORCHTUNE_CACHE``, by default in ``torchtune`` of the user's cache folder."""
+    """Return ``$TORCHTUNE_CACHE/rows``, by default ``torchtune/rows`` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser() / "rows"
 
@@ -100,7 +100,7 @@ def prepare(
         fingerprint: fingerprint of the rows.
         source: name of the source, for messages.
         build: writes the rows; called at most once.
-        folder: output folder of ``tune data prepare`` to read the rows from; nothing is built then.
+        folder: output folder of ``tune data prepare`` with the rows; if it is set, nothing is built.
 
     Raises:
         DataError: ``build`` raises it, the cache folder cannot be used, ``folder`` has no such rows, or the fingerprint
@@ -170,7 +170,7 @@ def _made_folder(folder: Path) -> Path:
 
 
 def _prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> PreparedRows:
-    """Return the rows in an output folder of ``tune data prepare``; raise with the differences if it has others."""
+    """Return the rows in an output folder of ``tune data prepare``; raise with the differences if they do not match."""
     if not root.is_dir():
         raise DataError(f"There is no folder {root} with prepared rows: write it with tune data prepare.")
     if reads_nothing():
@@ -232,7 +232,7 @@ def _leave(folder: Path) -> None:
 def _remove_left_overs(root: Path, key: str) -> None:
     """Delete abandoned folders of killed processes.
 
-    Only names of this module are deleted: ``tune data prepare`` may write to a folder that also has the user's runs.
+    Only folders named by this module are deleted: ``tune data prepare`` may write to a folder that also holds runs.
     """
     for path in root.iterdir():
         if not _OWN_NAME.fullmatch(path.name) or path.name == f".{key}.part" or path.is_symlink():
@@ -246,8 +246,8 @@ def _remove_left_overs(root: Path, key: str) -> None:
 def _locked(root: Path, key: str, source: str, hint: str) -> Iterator[bool]:
     """Hold the lock of a cache entry inside the block; yield whether the file system supports locks.
 
-    Local rank 0 goes first, because its messages are the ones that are read. Without locks, two processes may do the
-    same work, and the folder of the first one is used.
+    Local rank 0 goes first, because only its messages are shown. Without locks, two processes may do the same work; the
+    folder that is completed first is used.
 
     Raises:
         DataError: the path of the lock file is a link or a folder.

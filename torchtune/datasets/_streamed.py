@@ -36,7 +36,7 @@ class _Start(NamedTuple):
 _BEGINNING = _Start(0, 0, 0, None)
 
 
-# Token rows; the number of each among the source rows; (number, reason) of source rows that cannot be trained on.
+# Token rows; the source row number of each; (number, reason) of source rows that cannot be trained on.
 _Tokens = tuple[pa.RecordBatch, list[int], list[tuple[int, str]]]
 
 
@@ -56,10 +56,11 @@ class StreamedDataset(Dataset):
     """Dataset of a source that is larger than memory, read and tokenized during training.
 
     The source is read in windows of ``shuffle_buffer`` rows; each window is shuffled and packed separately. Indices
-    count the examples of the whole run and are endless: after the last row the source is read again in another order.
-    Every rank reads all rows. Without packing, filter and skipping it parses and tokenizes only the rows of this rank's
-    examples; otherwise all rows. Therefore the examples do not depend on the number of ranks, and a resume reads the
-    source from the saved position on. Random numbers that a transform draws depend on the seed and the place alone.
+    count the examples of the whole run without end: after the last row, the source is read again in another order.
+    Every rank reads all rows, but parses and tokenizes only the rows of its own examples, unless packing, a filter or
+    skipping require all rows. Therefore the examples do not depend on the number of ranks, and a resume reads the
+    source from the saved position on. Random numbers that a transform draws depend only on the seed and the position of
+    the row.
 
     For sources above 4 MB, :meth:`begin` forks a worker process that tokenizes the next window, or the examples of
     :meth:`read_ahead`, in advance. The fork keeps the memory of its parent: create the dataset before the model.
@@ -156,7 +157,7 @@ class StreamedDataset(Dataset):
         return self._ahead if self._ahead is not None and self._ahead.is_here else None
 
     def state_at(self, index: int) -> dict[str, Any]:
-        """Return the start of the window of an example that was read or is next, as plain data."""
+        """Return the start of the window that contains an example already read or next, as plain data."""
         return self._starts[self._number(index)]._asdict()
 
     def go_to(self, state: Mapping[str, Any]) -> None:
@@ -164,7 +165,7 @@ class StreamedDataset(Dataset):
         self._begin(_Start(**state), self._seed, self._shuffle)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Request the next examples, or the window with them, from the worker process if there is one."""
+        """Request the next examples, or the window that contains them, from the worker process if there is one."""
         self._request_window()
         if self._worker() is None or not self._is_lazy:
             return
@@ -201,7 +202,7 @@ class StreamedDataset(Dataset):
         return row, self._start((self._seed, index), [row])
 
     def _start(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _Tokens]:
-        """Return a function that returns :meth:`_tokenized` of the arguments, from the worker if there is one."""
+        """Start :meth:`_tokenized`, in the worker if there is one; return a function that returns its result."""
         if (ahead := self._worker()) is None:
             return partial(self._tokenized, words, rows)
         return partial(ahead.answer, ahead.ask(words, rows))

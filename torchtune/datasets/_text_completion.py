@@ -34,8 +34,8 @@ class TextTransform:
 class TextCompletionDataset(TokenizedDataset):
     """Dataset of plain text, tokenized at construction.
 
-    A text starts with the BOS token if the tokenizer adds one, and ends with the EOS token. Control tokens in it, such
-    as ``<|im_end|>``, are plain text, unless the tokenizer has ``parse_special_tokens=True``.
+    A text starts with the BOS token if the tokenizer adds one, and ends with the EOS token. Control tokens in a text,
+    such as ``<|im_end|>``, are plain text, unless the tokenizer has ``parse_special_tokens=True``.
 
     Args:
         tokenizer: has ``encode(text, add_bos, add_eos)``, or ``encode_text``, and ``max_seq_len``.
@@ -149,7 +149,7 @@ def wikitext_dataset(
     Other arguments: see :func:`text_completion_dataset`.
 
     Raises:
-        DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
+        DataError: ``packed`` is True without a ``max_seq_len``; further cases in :class:`TextCompletionDataset`.
     """
     return text_completion_dataset(tokenizer, source, column="page", name=subset, **settings)
 
@@ -162,7 +162,7 @@ def cnn_dailymail_articles_dataset(
     Other arguments: see :func:`text_completion_dataset`.
 
     Raises:
-        DataError: see :class:`TextCompletionDataset`; ``packed`` requires a ``max_seq_len``.
+        DataError: ``packed`` is True without a ``max_seq_len``; further cases in :class:`TextCompletionDataset`.
     """
     settings.setdefault("name", "3.0.0")
     return text_completion_dataset(tokenizer, source, column="article", **settings)

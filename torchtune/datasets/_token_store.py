@@ -15,12 +15,12 @@ _IDS = pa.list_(pa.int32())
 
 
 class TokenStore:
-    """Rows of tokens and pre-shifted labels. Mapped files are in the page cache, once per machine.
+    """Rows of tokens and pre-shifted labels. The page cache holds memory-mapped files once per machine.
 
     Args:
         batches: at least one batch, with the columns ``<name>.tokens`` and ``<name>.labels``.
         name: name of the store.
-        fingerprint: changes with any token or label.
+        fingerprint: digest of all tokens and labels.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], name: str = "rows", fingerprint: int = 0) -> None:
@@ -93,8 +93,8 @@ def fingerprint_of(sums: Sequence[Sequence[int]]) -> int:
 class PreparedRows:
     """Batches of a folder, verified by their checksums (about a second per GB).
 
-    Each batch has facts: ``rows``, its number of source rows; ``numbers``, the source row of each of its token rows;
-    ``bad``, number and reason of each row that cannot be trained on; ``notes``, plain data of the token rows.
+    Each batch has facts: ``rows`` (number of source rows), ``numbers`` (source row of each token row), ``bad`` (number
+    and reason of each row that cannot be trained on) and ``notes`` (plain data for each token row).
 
     Args:
         folder: folder of the files.
@@ -105,7 +105,7 @@ class PreparedRows:
         total: number of source rows.
         numbers: source row of each token row, int64 ``[rows]``.
         bad: (row, reason) of the source rows that cannot be trained on.
-        notes: plain data of the token rows, if their transform returns some.
+        notes: plain data for the token rows, if their transform returns any.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +121,7 @@ class PreparedRows:
 
     @property
     def fingerprint(self) -> int:
-        """Changes with any token, label or note."""
+        """Digest of all tokens, labels and notes."""
         return fingerprint_of(self.sums)
 
     def store(self, name: str) -> TokenStore:

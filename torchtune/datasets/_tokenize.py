@@ -1,4 +1,4 @@
-"""Tokenization of rows, in parallel: of all rows before training, or of a stream's."""
+"""Parallel tokenization: of all rows before training, or of the rows of a stream."""
 
 import logging
 import os
@@ -23,15 +23,15 @@ from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_ze
 
 
 class OnReading(Exception):
-    """Raised if a row has more than tokens, so that rows must be transformed when they are read."""
+    """Raised if a transform returns more than tokens, so that rows must be transformed when they are read."""
 
 
 class Tokenize:
     """Callable that tokenizes consecutive rows.
 
     Args:
-        samples: row -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list of these,
-            if a row gives several.
+        samples: row -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list of such
+            mappings, if a row has several samples.
         names: names of the stores.
     """
 
@@ -94,10 +94,10 @@ class TransformRows(Tokenize):
     """Callable that tokenizes rows into one store, with a transform that returns ``tokens`` and ``labels``.
 
     Args:
-        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of these. Further outputs that are
-            not columns of the row raise :class:`OnReading`.
+        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of such samples. Further outputs
+            that are not columns of the row raise :class:`OnReading`.
         limit: maximum row length in tokens that the transform truncates to, for the error message.
-        side: side that it truncates, ``"right"`` or ``"left"``, for the error message.
+        side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
         notes: whether the transform returns a ``note`` as well.
     """
 
@@ -132,7 +132,7 @@ def why_no_label(sample: Mapping[str, Any], limit: int | None, why: str) -> str:
 def _write_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> None:
     """Write the tokens of all rows, with a progress bar; many rows are tokenized in several processes.
 
-    Rows from before a kill are not tokenized again.
+    Rows that a killed process has written are not tokenized again.
 
     Raises:
         DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
@@ -143,8 +143,8 @@ def _write_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> N
         bad.add(index, reason)
     if done:
         going_on = f"Going on behind {done:,} rows that were tokenized before."
-        log_rank_zero(get_logger(), going_on, logging.WARNING)  # commands show no lower level
-    hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
+        log_rank_zero(get_logger(), going_on, logging.WARNING)  # commands only show warnings and errors
+    hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: show it only on a terminal
     with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
         for batch, facts in in_parts(rows, work, done):
             sign_of_life()
@@ -156,7 +156,7 @@ def _write_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> N
 
 
 class TokenizedDataset(Dataset):
-    """Base of the datasets whose rows are tokenized at construction, or mapped from an earlier run.
+    """Base class of datasets that tokenize all rows at construction, or map the rows of an earlier run.
 
     Attributes:
         source: name of the source.
@@ -181,12 +181,12 @@ class TokenizedDataset(Dataset):
 
         Args:
             found: the source.
-            depends_on: name -> value of everything that rows depend on, except the source and the class.
+            depends_on: name -> value of everything that determines the rows, except the source and the class.
             work: makes token rows.
             limit: maximum row length in tokens, to report truncated rows.
-            load: loads the rows; by default those of the source.
+            load: loads the rows; by default from the source.
             skips: skip rows that cannot be trained on.
-            way_out: the setting that skips them, for messages.
+            way_out: the setting that skips such rows, for messages.
             is_exact: whether ``depends_on`` is complete, so that other runs can reuse the rows.
 
         Raises:
@@ -227,7 +227,7 @@ class TokenizedDataset(Dataset):
 
     @property
     def fingerprint(self) -> int | tuple[int, ...]:
-        """Changes with any token or label."""
+        """Digest of all tokens and labels."""
         return self.store.fingerprint
 
     def __len__(self) -> int:

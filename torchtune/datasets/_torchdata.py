@@ -1,7 +1,7 @@
 """Datasets as torchdata nodes, for compatibility with multi-dataset recipes copied from earlier releases.
 
-The recipes of this library concatenate datasets by a list under ``dataset`` and load batches with
-:class:`torchtune.data.BatchLoader`, without torchdata.
+The recipes of this library do not need torchdata: a list under ``dataset`` concatenates datasets, and
+:class:`torchtune.data.BatchLoader` loads batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,7 +82,7 @@ def get_multi_dataset(
     Args:
         datasets: name -> node.
         weights: name -> weight.
-        stop_criteria: a value of ``torchdata.nodes.StopCriteria``; the old spelling is accepted.
+        stop_criteria: a value of ``torchdata.nodes.StopCriteria``; its old spelling is accepted, too.
         seed: seed of the order.
 
     Raises:

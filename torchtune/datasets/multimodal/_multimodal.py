@@ -30,7 +30,7 @@ def multimodal_chat_dataset(
 
     Args:
         model_transform: ``messages`` -> ``tokens``, ``mask`` and the model's image inputs: the transform of a vision
-            model, or your own function, which gets Pillow images in the messages.
+            model, or your own function, which receives messages with Pillow images.
         source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
         column_map: columns of ``conversations`` and ``image``; by default the same names.
         new_system_prompt: system prompt that replaces the conversations' own.
