@@ -110,8 +110,7 @@ class StepMetrics:
 
     @contextmanager
     def by_source(self, batch: Batch) -> Iterator[None]:
-        """Log the losses inside the block by source dataset, as ``loss/<name>``, if the batch is from a mixture of
-        datasets.
+        """Log the losses inside the block per source dataset, as ``loss/<name>``, if the batch is from a mixture.
 
         A loss that only returns a mean cannot be split; a message about it is logged once.
 

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, models
 _LONG = 100  # characters; longer words rarely repeat and are not cached
 _MOST = 1 << 17  # cached words
 _ID = array("i").itemsize
-# Ids (int32) and mask (1 = masked); arrays, because a list creates one object per id.
+# Ids (int32) and mask (1 = masked), as arrays: a list would create one object per id.
 Tokens = tuple[array, bytearray]
 _CONTRACTIONS = r"'(?:[sdmt]|ll|ve|re)"
-# The splits of the `tokenizers` pre-tokenizers, as one regular expression.
+# Splits of the pre-tokenizers in `tokenizers`, as one regular expression.
 _PLAIN = rf" ?\p{{L}}+|{_CONTRACTIONS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
 _DIGITS = rf" ?\p{{L}}+|\p{{N}}|{_CONTRACTIONS}| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
 
@@ -73,9 +73,9 @@ def _ends(parts: Sequence[str | bytes]) -> list[int]:
 class WordEncoder:
     """Equivalent of ``tokenizer.encode(text, add_special_tokens=False)``, about three times as fast.
 
-    Splits a text with the tokenizer's own pattern in another regex engine and encodes words with the tokenizer's model.
-    The engines may classify characters differently, so each new character is checked once next to all kinds of others.
-    Texts with a character that differs, and other kinds of tokenizers, fall back to the tokenizer.
+    It splits a text with the tokenizer's own pattern in another regex engine, and encodes words with the tokenizer's
+    model. The engines may classify characters differently, so each new character is checked once, next to characters of
+    all kinds. Texts with a character that differs, and other kinds of tokenizers, are encoded by the tokenizer itself.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
@@ -112,14 +112,15 @@ class WordEncoder:
         self.is_used = self._agrees_on_ascii()
 
     def fingerprint_parts(self) -> list[Any]:
-        """Return nothing: the ids are the tokenizer's."""
+        """Return an empty list: the ids are equal to the tokenizer's."""
         return []
 
     def encode(self, text: str, spans: list[tuple[int, int]]) -> Tokens | None:
         """Return ids and mask; a token is masked if it lies outside ``spans`` (in characters of ``text``).
 
-        None if the tokenizer itself has to encode the text: the encoder cannot, or an edge of a span is inside a word
-        of several ids. A word of one id that an edge divides counts as inside the span.
+        Returns None if the tokenizer itself has to encode the text, because the encoder does not support the text, or
+        because an edge of a span is inside a word of several ids. A word of one id with an edge inside counts as inside
+        the span.
         """
         if not self.is_used or not self._agrees(text):
             return None

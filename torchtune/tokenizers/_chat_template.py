@@ -56,8 +56,8 @@ class ChatTemplate:
     """A compiled chat template.
 
     Templates are untrusted code: they run in Jinja's immutable sandbox with a size limit, and see plain data only. The
-    environment is that of ``transformers``: trimmed blocks, ``break`` and ``continue``, ``tojson``, ``strftime_now``,
-    ``raise_exception``, ``{% generation %}``.
+    environment is the same as in ``transformers``: trimmed blocks, ``break`` and ``continue``, ``tojson``,
+    ``strftime_now``, ``raise_exception``, ``{% generation %}``.
 
     Args:
         source: source of the template.

@@ -1,4 +1,4 @@
-"""Chat templates of Ollama, in Go's template language, from the Jinja template of a checkpoint."""
+"""Convert a checkpoint's Jinja chat template to Ollama's format, in Go's template language."""
 
 import re
 from typing import Any
@@ -11,10 +11,10 @@ _REFUSAL = "its chat template writes turns that a Modelfile's TEMPLATE cannot ex
 
 
 def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
-    """Write the layout of a chat template for Ollama.
+    """Return a chat template for Ollama with the layout of a tokenizer's chat template.
 
     The texts around turns are learned from renderings of conversations with and without a system turn, which may come
-    first or inside the last turn of the user. Turns of tools are left out.
+    first or inside the last turn of the user. Tool turns are omitted.
 
     Args:
         tokenizer: a :class:`HuggingFaceModelTokenizer`.
@@ -47,7 +47,7 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     start, inside = before, ""
     try:
         order, (first, *rest) = around("suau")
-    except DataError:  # there is no place for a system turn
+    except DataError:  # the template does not accept a system turn
         order = "none"
     if order == "suau" and rest[1:] == [answer, after, end]:
         start = f"{{{{ if .System }}}}{first}{{{{ .System }}}}{rest[0]}{{{{ else }}}}{before}{{{{ end }}}}"

@@ -15,13 +15,13 @@ from torchtune.data import Message
 from torchtune.tokenizers._cached_bpe import Tokens, WordEncoder
 from torchtune.utils import get_logger, log_once
 
-# Letters and digits only, which templates, JSON and regular expressions leave unchanged; random, so no text has them.
+# Letters and digits, which templates, JSON and regular expressions leave unchanged; random, so no text contains it.
 _KEY = f"q{uuid.uuid4().hex}"
 _STAND_IN = re.compile(rf"{_KEY}n(\d+)q")
 
 
 class TextGuard:
-    """Replaces control tokens in the data's texts by placeholders, so that only the layout's own are parsed.
+    """Replaces control tokens in the data's texts by placeholders, so that only the layout's tokens are parsed.
 
     Args:
         control: texts of control tokens.

@@ -27,7 +27,7 @@ class HeaderTurns(TurnsTokenizer):
     family: ClassVar[str] = "Llama 3"
     pattern: ClassVar[str] = CL100K_PATTERN
     default_tokens: ClassVar[Mapping[str, int]]
-    # Special tokens: begin and end of text, begin and end of a header, end of message and of turn, then others.
+    # Special tokens: begin and end of text, begin and end of a header, end of message, end of turn, and others.
     required: ClassVar[tuple[str, ...]] = (
         *("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id"),
         "python_tag",
@@ -88,7 +88,7 @@ class HeaderTurns(TurnsTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Largest token id of a text plus 1: the number of rows of a text model's embedding.
+        """Largest token id that occurs in text, plus 1: the number of rows of a text model's embedding.
 
         The id of ``<|image|>`` is larger; only vision models embed it.
         """

@@ -38,7 +38,7 @@ _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokeni
 class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
     """Tokenizes conversations with the Jinja chat template of a checkpoint.
 
-    The whole conversation is rendered and tokenized once, so the ids equal those of ``apply_chat_template`` in
+    The whole conversation is rendered and tokenized once, so the ids equal the result of ``apply_chat_template`` in
     ``transformers``. The turns are then located in the text. Each assistant turn that is not masked is trained on, from
     the end of the generation prompt up to and including the end-of-turn token. ``{% generation %}`` blocks of the
     template are respected. If the template ends the last turn without a special token, the EOS token is appended, so
@@ -57,10 +57,10 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         chat_template: file or text of a template that replaces the checkpoint's.
         chat_template_kwargs: further template variables, for example ``{"enable_thinking": False}``.
         parse_special_tokens: encode special tokens in the text of a turn or a document to their ids.
-        reasoning: policy for the reasoning of turns before the last user turn: ``"strip"`` does what the template does,
-            which in most of them is to leave it out; ``"keep"`` writes it as in a last turn; ``"split"`` makes
-            :class:`~torchtune.datasets.SFTDataset` train every turn of such a row as a sample of its own, which ends
-            with the turn.
+        reasoning: policy for reasoning in turns before the last user turn: ``"strip"`` follows the template, and most
+            templates omit such reasoning; ``"keep"`` writes it as in a last turn; ``"split"`` makes
+            :class:`~torchtune.datasets.SFTDataset` train every turn of such a row as a separate sample that ends with
+            the turn.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -217,14 +217,14 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
 
     def conversations(self, messages: Sequence[MessageLike]) -> list[list[Message]]:
-        """Return the conversations that a row is trained as: several with ``reasoning="split"``, else one."""
+        """Return the conversations on which a row is trained: with ``reasoning="split"`` several, otherwise one."""
         messages = as_messages(messages)
         if self.reasoning != "split":
             return [messages]
         return split_turns(messages, [self._turn(message) for message in messages])
 
     def changing_policies(self, messages: Sequence[MessageLike]) -> list[ReasoningPolicy]:
-        """Return the policies of ``reasoning`` that change the rows of a conversation, compared with this one."""
+        """Return the policies of ``reasoning`` that would tokenize a conversation differently than this tokenizer's."""
         messages = as_messages(messages)
         if not earlier_reasoning([self._turn(message) for message in messages]):
             return []
@@ -274,7 +274,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             template.now = None
 
     def _spans_of_plain(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
-        """Variant of :meth:`_finished_text` without tools, for :class:`Layouts`."""
+        """Return the result of :meth:`_finished_text` without tools, for :class:`Layouts`."""
         template = self._template(None)
         text, generated = template.render(turns)
         return text, self._find_spans(template, text, generated, turns, masked, None)
@@ -337,7 +337,7 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
-    """Return name -> source of the templates, from the chosen one, files next to the tokenizer, or its config."""
+    """Return name -> source of the templates: the chosen template, files next to the tokenizer, or its config."""
     if chosen is not None:
         is_text = "{" in chosen or "\n" in chosen
         if not is_text and not Path(chosen).expanduser().is_file():
@@ -381,8 +381,8 @@ def hf_tokenizer(
         truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
         chat_template_kwargs: further template variables, for example ``{"enable_thinking": False}``.
         parse_special_tokens: encode special tokens in the text of a turn to their ids; by default they are plain text.
-        reasoning: policy for the reasoning of earlier turns: ``"strip"`` (the template's), ``"keep"`` or ``"split"``;
-            see :class:`HuggingFaceModelTokenizer`.
+        reasoning: policy for the reasoning of earlier turns: ``"strip"`` (as the template does), ``"keep"`` or
+            ``"split"``; see :class:`HuggingFaceModelTokenizer`.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.

@@ -21,9 +21,9 @@ _OWN_TEMPLATE = "use the checkpoint's own chat template (torchtune.tokenizers.hf
 class InstTurnsTokenizer(TurnsTokenizer):
     """Tokenizer for ``<s>[INST]{user}[/INST]{assistant}</s>…``; no text encodes to the control tokens.
 
-    Versions below 7 put the system text before the last user turn's text, later ones put it in ``[SYSTEM_PROMPT]``.
-    Tools precede the last user turn. Calls are ``Message.extra["tool_calls"]``, each with an ``id``; a tool's answer
-    refers to it by ``tool_call_id``. Tools in versions above 7 are not supported, because their layout differs.
+    Versions below 7 put the system text before the text of the last user turn, later versions in ``[SYSTEM_PROMPT]``.
+    Tools precede the last user turn. Tool calls are in ``Message.extra["tool_calls"]``, each with an ``id`` to which a
+    tool's answer refers by ``tool_call_id``. Tools in versions above 7 are not supported, because their layout differs.
 
     Args:
         path: ``tekken.json``, or the SentencePiece model of a version 3 checkpoint.

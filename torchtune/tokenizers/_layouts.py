@@ -20,9 +20,9 @@ _Place = tuple[int, int]
 class Layouts:
     """Cache of the trained spans of conversations, for turns with only a role and a text.
 
-    The text that the template writes around turns is learned from a conversation with the same roles and placeholder
-    texts. It applies to a conversation if, with the conversation's texts, it equals the rendered text. Otherwise, for
-    example if the template strips a text or drops reasoning, the result is None.
+    The layout (the text that the template writes around turns) is learned from a conversation with the same roles and
+    placeholder texts. It applies to a conversation if layout and turn texts together equal the rendered text.
+    Otherwise, for example if the template strips a text or drops reasoning, the result is None.
 
     Args:
         find: renders a conversation and finds its spans from further renderings.
@@ -33,7 +33,7 @@ class Layouts:
         self._known: dict[Any, tuple[list[str], list[tuple[_Place, _Place]]] | None] = {}
 
     def fingerprint_parts(self) -> list[Any]:
-        """Return nothing: the cache follows from the template."""
+        """Return an empty list: the template determines the cache."""
         return []
 
     def spans(self, text: str, turns: Sequence[Mapping[str, Any]], masked: Sequence[bool]) -> list[Span] | None:
@@ -76,7 +76,7 @@ class Layouts:
         around = pieces[::2]
         if pieces[1::2] != texts:
             return None
-        before = [0, *accumulate(map(len, around))]  # layout characters before each of its pieces
+        before = [0, *accumulate(map(len, around))]  # layout characters before each piece
         ends = list(accumulate(map(len, pieces)))[::2]  # end of each layout piece in the text
 
         def place(position: int) -> _Place | None:

@@ -43,7 +43,7 @@ def read_marks(marked: str) -> Rendered:
 
 
 def inner_span(text: str) -> Span:
-    """Return the span of a text without its outer white space and tags, which a template may strip or match."""
+    """Return the span of a text without outer white space and tags, which a template may strip or search for."""
     start, end = _OPENING_TAGS.match(text).end(), len(text.rstrip())
     for _ in range(_CLOSING_TAGS):
         tag = _LAST_TAG.search(text, max(start, end - 43), end)

@@ -53,7 +53,8 @@ class MessageTransform:
     takes_tools = False
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Replace ``messages`` by ``tokens`` and ``mask`` (True = not trained on), and ``tools`` if the layout has any.
+        """Replace ``messages`` and, if the layout has any, ``tools`` by ``tokens`` and ``mask`` (True = not trained
+        on).
 
         Args:
             sample: has ``messages``, and may have ``tools``.
@@ -80,7 +81,7 @@ def messages_of(sample: dict[str, Any]) -> Sequence[MessageLike]:
 
 def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
-    as_arrays = vars(type(transform)).get("as_arrays")  # not inherited: a subclass may tokenize differently
+    as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
     return transform(sample) if as_arrays is None else as_arrays(transform, sample)
 
 

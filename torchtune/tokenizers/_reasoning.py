@@ -10,13 +10,13 @@ from torchtune.data import DataError, Message
 ReasoningPolicy = Literal["strip", "keep", "split"]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _END = "</think>"  # ends reasoning inside of a turn's text
-_KEY = f"k{uuid.uuid4().hex}"  # letters and digits only, as other marks
+_KEY = f"k{uuid.uuid4().hex}"  # letters and digits only, like all marks
 Turn = Mapping[str, Any]
 Span = tuple[int, int]
 
 
 class _Block(NamedTuple):
-    """Reasoning of a turn: its mark, the text in its place and in that of ``before`` characters, where it begins."""
+    """Reasoning of a turn: its mark, and the text that replaces the mark and ``before`` characters in front of it."""
 
     mark: str
     text: str
@@ -25,7 +25,7 @@ class _Block(NamedTuple):
 
 
 def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
-    """Return the assistant turns with reasoning that a user turn follows, from which templates strip it."""
+    """Return the assistant turns with reasoning before a later user turn; templates strip their reasoning."""
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
     return [
         i
@@ -36,14 +36,14 @@ def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
 
 
 class KeptReasoning:
-    """Puts the reasoning of earlier turns into a rendered conversation, as it was when each turn was the last one.
+    """Restores the reasoning of earlier turns in a rendered conversation, as the template writes it in a last turn.
 
     Args:
         render: (turns, add_generation_prompt) -> text.
         turns: the conversation as the template's input.
 
     Attributes:
-        turns: the conversation with marks in the place of reasoning.
+        turns: the conversation with marks instead of reasoning.
 
     Raises:
         DataError: the template omits reasoning from last turns, too, or rearranges the turns.
@@ -67,7 +67,7 @@ class KeptReasoning:
                     f"reasoning=keep: the chat template writes no reasoning for turn {i} (assistant) even if it is the "
                     "last one: use reasoning=strip"
                 )
-            if not rest:  # a mark is a text, for which a template may write more than for an empty one
+            if not rest:  # the mark makes the text non-empty, for which a template may write more
                 real = render([*before, turn], False)[len(last) :]
                 mark += tail.removesuffix(real) if tail.endswith(real) else ""
             same = next(
@@ -77,7 +77,7 @@ class KeptReasoning:
             self._blocks.append(_Block(mark, last[same:], len(old) - same, begin))
 
     def expand(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
-        """Replace the marks in a rendered text, and move its spans; a span begins where the prompt ends."""
+        """Replace the marks in a rendered text, and adjust the spans; each span begins where the prompt ends."""
         for block in reversed(self._blocks):
             at = text.index(block.mark)
             start, end = at - block.before, at + len(block.mark)
@@ -92,9 +92,9 @@ class KeptReasoning:
 
 
 def split_turns(messages: Sequence[Message], turns: Sequence[Turn]) -> list[list[Message]]:
-    """Return a conversation for each trained assistant turn, which ends with it and trains what is new in it.
+    """Return a conversation for each trained assistant turn, up to this turn; turns of earlier samples are masked.
 
-    A conversation without reasoning in earlier turns stays whole, because a template writes all of its turns alike.
+    A conversation without reasoning in earlier turns stays whole, because a template writes all its turns alike.
     """
     if not earlier_reasoning(turns):
         return [list(messages)]

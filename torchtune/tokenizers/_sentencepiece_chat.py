@@ -14,7 +14,7 @@ from torchtune.tokenizers._turns import Row, TurnsTokenizer
 
 
 class SentencePieceChatTokenizer(TurnsTokenizer):
-    """SentencePiece tokenizer; a prompt template writes the layout, BOS and EOS tokens separate the exchanges.
+    """SentencePiece tokenizer; a prompt template writes the layout, and BOS and EOS tokens separate exchanges.
 
     Args:
         path: ``tokenizer.model``.
@@ -85,7 +85,7 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         Args:
             messages: the conversation.
             add_start_tokens: add the BOS token before every exchange.
-            add_end_tokens: end the last assistant turn as well as the earlier ones.
+            add_end_tokens: end the last assistant turn with the EOS token, like earlier ones.
             add_eos: deprecated name of ``add_end_tokens``.
 
         Returns:

@@ -21,7 +21,7 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._context: list[int] = []  # complete text; some tokens decode differently after others
+        self._context: list[int] = []  # complete text; some tokens decode differently after other tokens
         self._pending: list[int] = []
 
     def put(self, token: int) -> str:

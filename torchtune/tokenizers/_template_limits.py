@@ -52,7 +52,7 @@ def _size(value: Any) -> int:
 
 
 def _written(value: Any, indent: int = 0, depth: int = 1) -> int:
-    """Return the size of nested plain data as text; a lower bound above the budget if it is more than that."""
+    """Return the number of characters of nested plain data as text; beyond the budget, only a lower bound."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -88,7 +88,7 @@ def _cost_of_indent(text: str, width: int | str = 4, first: bool = False, blank:
     return (str(text).count("\n") + 1) * (len(width) if isinstance(width, str) else width)
 
 
-# Filter or method -> characters of its result, as far as the input does not bound it.
+# Filter or method -> estimated number of characters of a result that may be larger than the input.
 _COSTS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(
         "groupby list map reject rejectattr select selectattr sort splitlines unique".split(), _cost_of_letters
@@ -145,7 +145,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _Payments().visit(super()._parse(source, name, filename))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may use an attribute: of strings only ``_METHODS``, of bytes and numbers none."""
+        """Return whether a template may use an attribute: ``_METHODS`` of strings, none of bytes and numbers."""
         if isinstance(obj, str):
             return attr in _METHODS
         return not isinstance(obj, bytes | int | float) and super().is_safe_attribute(obj, attr, value)

@@ -2,9 +2,9 @@
 
 A template is a program: it may strip texts, drop the reasoning of earlier turns, add a system prompt or move it into
 another turn. Therefore the conversation is rendered a second time with marks around the texts of its turns, which
-locate each text. The text between them is compared with two other renderings: the generation prompt before a turn gives
-the start of the model's part, the conversation that ends after the turn gives its end. Both are rendered once per kind
-of passage, so that the cost is linear in the length of the conversation.
+locate each text. The passages between turn texts are compared with two other renderings: the generation prompt before a
+turn shows where the model's output starts, and the conversation that ends after the turn shows where it ends. Both are
+rendered once per kind of passage, so that the cost is linear in the length of the conversation.
 """
 
 import re
@@ -56,7 +56,7 @@ class TurnFinder:
         text: the rendered conversation.
         stops: special tokens that may end an assistant turn.
         special: all special tokens.
-        first: special tokens that follow the text of an answer, as long as ``stops`` are not known.
+        first: special tokens that follow the text of an answer, while ``stops`` are not known yet.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class TurnFinder:
     def assistant(self, index: int) -> list[Span]:
         """Return the spans of turn ``index`` that the model generates.
 
-        They reach from the end of the generation prompt to the end-of-turn token, without the white space after it.
-        There are several if the template puts another turn inside this one, such as a tool's answer before the text
-        that accompanies the call.
+        A span reaches from the end of the generation prompt to the end-of-turn token, without white space after the
+        token. There are several spans if the template puts another turn inside this one, such as a tool's answer before
+        the text that accompanies the call.
 
         Raises:
             DataError: the spans cannot be determined, or the template omits the turn or one of its calls.
@@ -197,7 +197,7 @@ class TurnFinder:
         return 0 if number is None else self._places[number][1]
 
     def _limit(self, position: int, after: int | None) -> int:
-        """Return where the next marked text begins, after text number ``after`` or else after a position."""
+        """Return where the next marked text begins: after text number ``after`` or, if it is None, after a position."""
         if after is not None:
             rank = self._rank[after] + 1
         else:
@@ -215,7 +215,7 @@ class TurnFinder:
         return _DIGIT.sub("0", passage), tuple(turn["role"] for turn in turns), index - first_turn
 
     def _tail(self, rendered: Rendered | None, number: int | None) -> str | None:
-        """Return the rest of another rendering after a marked text; None if that text is missing."""
+        """Return the rest of another rendering after a marked text; None if the text is missing."""
         if rendered is None or (number is not None and number not in rendered.places):
             return None
         return rendered.text[0 if number is None else rendered.places[number][1] :]
@@ -241,7 +241,7 @@ class TurnFinder:
                 return base + shared + len(header) * is_late
             if shared >= len(passage):
                 return limit  # the generation prompt adds text, such as <think>, that a finished turn lacks
-            start = len(_whole_words(passage[:shared]))  # or differs from the finished turn's
+            start = len(_whole_words(passage[:shared]))  # or the prompt differs from the finished turn
             between = range(self._turn_of[before] + 1 if before is not None else 0, index)
             is_continued = header not in passage and all(self._runs(turn) for turn in between)
             if header and (header in passage[:start] or is_continued):

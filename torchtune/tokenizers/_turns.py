@@ -1,4 +1,4 @@
-"""Base class of the chat layouts, which are written turn by turn."""
+"""Base class of chat layouts that are written turn by turn."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -70,7 +70,7 @@ def joined_row(
     eos_id: int | None,
     stop_ids: Collection[int],
 ) -> Row:
-    """Join parts to a row and truncate it as :func:`torchtune.data.truncate_row` does; parts behind it are not read."""
+    """Join parts to a row, and truncate it like :func:`torchtune.data.truncate_row`; read no parts beyond the limit."""
     tokens: list[int] = []
     mask: list[bool] = []
     for ids, masked in parts:
@@ -84,7 +84,7 @@ def joined_row(
 def decode_around(
     token_ids: Iterable[int], special_texts: Mapping[int, str], decode: Callable[[list[int]], str], *, skip: bool
 ) -> str:
-    """Decode the ids between special tokens with ``decode``; ``skip`` leaves the special tokens out."""
+    """Decode the ids between special tokens with ``decode``; ``skip`` omits the special tokens."""
     texts: list[str] = []
     plain: list[int] = []
     for token_id in token_ids:
