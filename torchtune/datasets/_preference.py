@@ -99,8 +99,8 @@ class PreferenceDataset(TokenizedDataset):
         return tuple(store.fingerprint for store in self.stores.values())
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``chosen_input_ids``, ``chosen_labels`` (pre-shifted) and, if there are images,
-        ``chosen_encoder_input``; likewise ``rejected_*``.
+        """Return ``*_input_ids``, pre-shifted ``*_labels`` and, for images, ``*_encoder_input``; * is chosen or
+        rejected.
         """
         item = {}
         for side, store in self.stores.items():

@@ -53,8 +53,7 @@ class MessageTransform:
     takes_tools = False
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Replace ``messages`` and, if the layout has any, ``tools`` by ``tokens`` and ``mask`` (True = not trained
-        on).
+        """Replace ``messages`` and ``tools`` (if supported) by ``tokens`` and ``mask`` (True = not trained on).
 
         Args:
             sample: has ``messages``, and may have ``tools``.
