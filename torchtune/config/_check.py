@@ -34,7 +34,7 @@ class Checker:
     def check_fields(
         self, path: KeyPath, data: dict[str, Any], cls: type, accepted: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Check a mapping against a dataclass (``accepted``: further valid keys) and return the converted values."""
+        """Check a mapping against a dataclass and return the converted values; ``accepted`` are further valid keys."""
         found, before = settings_fields(cls), self._count_mistakes()
         self._add_known_names(path, list(found))
         values = {}
@@ -69,7 +69,7 @@ class Checker:
     def visit_component(self, path: KeyPath, node: dict[str, Any], runtime_args: RuntimeArgs | None) -> None:
         """Queue a component node; signatures are checked after all values."""
         if runtime_args is None and any(path[:end] in self.components for end in range(len(path))):
-            runtime_args = RuntimeArgs()  # a component that is an argument of another one gets no runtime arguments
+            runtime_args = RuntimeArgs()  # a component inside another component gets no runtime arguments
         self.components.add(path)
         self.queue.append((path, node, runtime_args))
 
@@ -160,7 +160,7 @@ class Checker:
     def _suggest(self) -> None:
         """Add a suggestion to each unknown key.
 
-        A required key that an unknown key is a misspelling of is not also reported as missing.
+        If an unknown key is a misspelled required key, the required key is not reported as missing, too.
         """
         meant: set[KeyPath] = set()
         for path, local_names, reason in self.unknown[:MAX_MISTAKES]:

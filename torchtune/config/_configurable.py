@@ -10,10 +10,10 @@ from torchtune.config._schema import build_settings, settings_fields
 
 
 class Configurable:
-    """A class that nests a dataclass ``Config`` and is built by ``Config.build(**runtime)``.
+    """Base class with a nested dataclass ``Config``, which builds instances by ``Config.build(**runtime)``.
 
-    The nested class needs no base; it gains ``build``, ``to_dict`` and ``from_dict``. ``__init__`` takes the config
-    first, then the runtime arguments::
+    The nested class needs no base class; it receives the methods ``build``, ``to_dict`` and ``from_dict``. ``__init__``
+    takes the config first, then the runtime arguments::
 
         class Sampler(Configurable):
             @dataclass(kw_only=True)
@@ -25,8 +25,8 @@ class Configurable:
 
         Sampler.Config(temperature=0.5).build(vocab_size=32)
 
-    In YAML, ``_component_`` names the class and the other keys are the fields of ``Config``; its types, ranges,
-    ``check()`` and any ``ValueError`` of ``__post_init__`` are part of validation.
+    In YAML, ``_component_`` names the class and the other keys are the fields of ``Config``; types, ranges, ``check()``
+    and any ``ValueError`` of ``__post_init__`` are part of validation.
 
     Example:
         >>> from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Configurable:
         super().__init_subclass__(**kwargs)
         nested = cls.__dict__.get("Config")
         if nested is None:
-            return  # inherits the parent's Config, which builds the parent unless the subclass nests a Config itself
+            return  # the inherited Config builds the parent class
         if not dataclasses.is_dataclass(nested):
             raise TypeError(f"{cls.__qualname__}.Config must be a dataclass.")
         nested._owner = cls

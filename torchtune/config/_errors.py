@@ -27,7 +27,7 @@ class Mistake:
 class ConfigError(UserError, ValueError):
     """All mistakes of a config, raised before anything is opened; ``errors`` lists them.
 
-    ``remark`` is a sentence about all of them, printed last.
+    ``remark`` is a sentence about all mistakes, printed last.
     """
 
     def __init__(self, errors: Sequence[object], remark: str | None = None) -> None:
@@ -59,7 +59,7 @@ def truncate_text(text: str, width: int = 60) -> str:
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that ``name`` most likely means, or ``None`` if none is close."""
     by_case = sorted(set(candidates) - {name}, key=lambda candidate: (len(set(candidate) & set(name)), candidate))
-    pool = {candidate.lower(): candidate for candidate in by_case}  # Adam rather than adam for AdamZ
+    pool = {candidate.lower(): candidate for candidate in by_case}  # for AdamZ, suggest Adam rather than adam
     close = difflib.get_close_matches(name[:_LONGEST].lower(), pool, n=1, cutoff=0.65)
     return pool[close[0]] if close else None
 

@@ -1,4 +1,4 @@
-"""Whether a config belongs to the recipe that runs it."""
+"""Check whether a config belongs to the recipe that runs it."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ def recipe_name_of(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
 
 
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
-    """Return whether a shipped recipe runs a config with a ``recipe:`` of another training method."""
+    """Return whether the config names a recipe of another training method than the shipped recipe that runs it."""
     from torchtune._recipe_registry import are_other_methods, recipe_at
 
     own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
@@ -24,8 +24,8 @@ def explain_wrong_recipe(
 ) -> str | None:
     """Return a sentence that names the right recipe if the config is for another one, else ``None``.
 
-    A shipped recipe compares the config's ``recipe:`` with its name. Otherwise the keys decide: if this recipe lacks
-    some of them, the sentence names the shipped recipes that have all, preferably of the same method.
+    A shipped recipe compares the config's ``recipe:`` with its own name. Otherwise the keys decide: if this recipe
+    lacks some keys, the sentence names shipped recipes that have all of them, preferably with the same method.
 
     Args:
         data: the config.

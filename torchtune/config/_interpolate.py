@@ -14,7 +14,7 @@ _REFERENCE = re.compile(r"\$\{\s*(\.*[\w.\-]+)\s*\}")
 
 
 def texts_with_references(data: Any) -> dict[KeyPath, str]:
-    """Return every text below ``data`` that contains ``${``, by path."""
+    """Return every text in ``data`` that contains ``${``, by path."""
     return {path: text for path, text in iter_scalars(data) if isinstance(text, str) and "${" in text}
 
 
@@ -42,10 +42,10 @@ def resolve_texts(config: Any, paths: list[KeyPath]) -> Iterator[tuple[KeyPath, 
 def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     """Replace every ``${…}`` in the document by its value.
 
-    ``defaults`` can be referred to, but are not added to the document.
+    References may name ``defaults``, which are not added to the document.
 
     Returns:
-        The dotted names that are referred to.
+        The dotted names in all references.
     """
     from omegaconf import OmegaConf
 
@@ -64,7 +64,7 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     failed = {path: str(value) for path, value, _ in resolved if isinstance(value, Exception)}
     for path, error in failed.items():
         others = {join_key(other) for other in failed if other != path}
-        if others.isdisjoint(_REFERENCE.findall(written[path])) or "Recursive" in error:  # else a consequence
+        if others.isdisjoint(_REFERENCE.findall(written[path])) or "Recursive" in error:  # else a consequence of another
             text = truncate_text(written[path])
             document.add(path, f"'{text}' {_explain_error(error, [*names, *defaults])}")
     for path, value, from_environment in resolved:

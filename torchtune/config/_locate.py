@@ -18,7 +18,7 @@ def _import(name: str, path: str) -> ModuleType:
     try:
         with hide_import_warnings(name):
             return importlib.import_module(name)
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise _import_error(name, path, error) from error
 
 
@@ -47,7 +47,7 @@ def _public_names(module: Any) -> Iterable[str]:
 
 
 def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
-    """Return member ``parts[index]`` of ``owner``. Modules win between dots, attributes win at the end."""
+    """Return member ``parts[index]`` of ``owner``: preferably a module inside the path, an attribute at its end."""
     name, so_far = parts[index], ".".join(parts[: index + 1])
     is_package = isinstance(owner, ModuleType) and hasattr(owner, "__path__")
     last = index == len(parts) - 1
@@ -68,7 +68,7 @@ def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
     raise InstantiationError(f"'{path}': {kind} '{before}' has no attribute '{name}'{hint}")
 
 
-# Globals of the recipe whose config was read last: the library instantiates parts of this config, too.
+# Globals of the recipe with the config that was read last: the library instantiates parts of this config, too.
 recipe_globals: dict[str, Any] = {}
 
 
@@ -105,5 +105,5 @@ def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
 
 
 def locate_from_recipe(path: str) -> Any:
-    """Return the object that ``path`` names; a name without dots is one of the running recipe's file."""
+    """Return the object that ``path`` names; a name without dots is defined in the running recipe's file."""
     return locate(path, recipe_globals)

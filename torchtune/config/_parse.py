@@ -152,12 +152,12 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():
-        document.set(path, text, document.place(path))  # stays a reference: a saved config must not hold the value
+        document.set(path, text, document.place(path))  # keep the reference: a saved config must not contain the value
     return OmegaConf.create(document.data)
 
 
 def validate(cfg: Any) -> None:
-    """Check every component of a config against its signature; arguments that a recipe may pass may be missing.
+    """Check every component of a config against its signature, except for arguments that a recipe may pass.
 
     Raises:
         ConfigError: lists every mistake.
@@ -176,8 +176,8 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
     """Decorate a recipe's main function to read its settings from the command line.
 
     The wrapper reads ``--config X`` (or ``--config=X``) and overrides from ``sys.argv``, checks everything, and exits
-    with the recipe's return value. Mistakes are printed without a traceback, with exit code 2. Called with settings,
-    the wrapper runs the recipe with them and returns.
+    with the recipe's return value. Mistakes are printed without a traceback, with exit code 2. If it is called with
+    settings, the wrapper runs the recipe with them and returns.
     """
 
     @functools.wraps(recipe_main)
@@ -203,8 +203,8 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
         except RuntimeError:
             if not was_said():
                 raise
-            # A consequence of an error that another process has printed: it is only logged, so that the cause is
-            # printed last.
+            # Another process has printed the cause of this error, so this error is only logged: the cause is printed
+            # last.
             note_in_run_log(traceback.format_exc().rstrip())
             sys.exit(1)
         sys.exit(result)

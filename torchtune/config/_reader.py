@@ -242,7 +242,7 @@ def syntax_reason(error: yaml.YAMLError) -> str:
 def read_value(text: str) -> Any:
     """Parse the value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
 
-    Raises ``yaml.YAMLError`` for an unclosed list or mapping, and a duplicate key.
+    Raises ``yaml.YAMLError`` for an unclosed list or mapping, or a duplicate key.
     """
     stripped = text.strip()
     if stripped in ("", "None"):

@@ -72,7 +72,7 @@ def _to_plain(value: Any) -> Any:
 def _redact(
     value: Any, environment: dict[KeyPath, tuple[str, Any]], path: KeyPath = (), is_secret_key: bool = False
 ) -> Any:
-    """Replace secrets in ``value``; every text below a secret's name is one.
+    """Replace secrets in ``value``; every text below a key with a secret's name is a secret.
 
     Values from the environment become references, unless they have changed since.
     """
@@ -98,7 +98,7 @@ def _redact(
 
 
 def _deciding_scalar(value: Any) -> Any:
-    """Return the value that decides whether ``value`` holds secrets: its first text, else its first scalar."""
+    """Return the value that decides whether ``value`` holds secrets: its first text, or else its first scalar."""
     found = [leaf for _, leaf in iter_scalars(value)] if isinstance(value, (dict, list)) else [value]
     return next((leaf for leaf in found if isinstance(leaf, str)), found[0] if found else None)
 

@@ -69,7 +69,7 @@ class RuntimeArgs:
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # unions hash their members
+    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # unions hash their members; dicts have no hash
 
     def __init__(
         self, *positional: str, keywords: tuple[str, ...] = (), rules: Mapping[str, Range] | None = None
@@ -115,7 +115,7 @@ def settings_fields(cls: type) -> dict[str, Setting]:
 
 
 def settings_of(recipe_main: Callable[..., Any]) -> type:
-    """Return the annotated type of a recipe's argument: a settings dataclass, else ``DictConfig``."""
+    """Return the annotated type of a recipe's argument: a settings dataclass, or ``DictConfig`` by default."""
     function = inspect.unwrap(recipe_main)
     parameters = list(inspect.signature(function).parameters)
     found = typing.get_type_hints(function).get(parameters[0]) if parameters else None

@@ -10,8 +10,8 @@ from typing import Any
 
 REDACTED = "<redacted>"
 
-# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). A token or key is a secret unless an innocent
-# word is in its name (eos_token, text_key); several of them only with the word of an owner.
+# Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). A name with "token" or "key" is a secret unless
+# it has an innocent word (eos_token, text_key); a plural is a secret only with the word of an owner.
 _SECRET_WORDS = set(
     "password passwd passphrase pwd secret secrets credential credentials apikey bearer authorization cookie "
     "htpasswd".split()
@@ -74,7 +74,7 @@ def _register_environment_resolver(read: Callable[..., Any]) -> None:
 
 
 def is_secret(key: str, value: object = "") -> bool:
-    """Return whether a setting's name marks its value as a secret; for most names only a text can be one."""
+    """Return whether a setting's name marks its value as a secret; for most names, only a text is a secret."""
     words = [word.lower() for word in _WORD.findall(key)]
     if not words or isinstance(value, bool) or value is None:
         return False

@@ -26,8 +26,8 @@ class Argument:
 class Accepts:
     """Arguments of a callable: ``order`` lists the positional ones; with ``open``, any name is accepted.
 
-    ``ignores_unknown``: the callable has ``**kwargs``, which it may ignore. A name in the YAML must have an effect, but
-    a runtime argument of the recipe need not. ``partial``: a package that is slow to import was not inspected.
+    ``ignores_unknown``: the callable has ``**kwargs``, which it may ignore. Names in the YAML must have an effect, but
+    runtime arguments of the recipe may be ignored. ``partial``: a package that is slow to import was not inspected.
     """
 
     named: dict[str, Argument] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Accepts:
     partial: bool = False
 
 
-_MAX_DEPTH = 8  # maximum number of calls that **kwargs are followed through
+_MAX_DEPTH = 8  # maximum number of nested calls through which **kwargs are followed
 # Common arguments of ``datasets.load_dataset``; the package takes a second to import.
 _FILES = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 _LOAD_DATASET = {name: Argument(str | None) for name in ("data_dir", "name")}
@@ -69,7 +69,7 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
     found, catch_all = Accepts(), None
     source = inspect.unwrap(_implementation(target)[0])
     if getattr(source, "__name__", "") == "_no_init_or_replace_init":
-        return found  # a Protocol's subclass without __init__ takes no arguments
+        return found  # subclasses of a Protocol without __init__ take no arguments
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             found.variadic = True
@@ -240,7 +240,7 @@ class _Uses:
 
 
 class _Scope:
-    """Resolver of the names in a function's body."""
+    """Resolver of names in a function's body."""
 
     def __init__(self, function: Any, owner: type | None, subject: Any, imports: dict[str, str]) -> None:
         self.function, self.owner, self.subject, self.imports = function, owner, subject, imports

@@ -1,4 +1,4 @@
-"""Find config keys that the recipe's source never reads, and labels that it shifts a second time."""
+"""Find config keys that the recipe's source never reads, and recipes that shift labels a second time."""
 
 import ast
 import builtins
@@ -13,8 +13,8 @@ from torchtune.config._reader import Document
 from torchtune.utils import get_logger, log_once
 
 _ALWAYS_READ = {"recipe", "output_dir"}  # read by the command line and by metric loggers
-# Common keys of earlier releases' configs that their recipes do not all read by name: some are read elsewhere
-# (CheckpointClient) or through a constant (PROFILER_KEY), some not at all.
+# Common keys in configs of earlier releases that recipes do not always read by name: some are read elsewhere
+# (CheckpointClient) or through a constant (PROFILER_KEY), others not at all.
 _FORMER_KEYS = set(
     "apply_chat_template checkpointer compile enable_activation_offloading enable_async_checkpointing fsdp log_level "
     "optimizer_in_bwd profiler resume_from_checkpoint".split()
@@ -51,9 +51,9 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
 
 
 def _check_labels(document: Document, tree: ast.Module, names: dict[str, Any], name: str) -> None:
-    """Report a dataset of this library in a recipe that shifts its labels, which are shifted already.
+    """Report a dataset of this library, which returns shifted labels, in a recipe that shifts labels itself.
 
-    Recipes copied from releases before 0.7 do that, except for those with ``padded_collate_dpo``.
+    Recipes copied from releases before 0.7 shift labels, except for recipes with ``padded_collate_dpo``.
     """
     nodes = document.data.get("dataset")
     nodes = nodes if isinstance(nodes, list) else [nodes]

@@ -74,7 +74,7 @@ def _has_type(value: Any, member: Any) -> bool | None:
     if issubclass(origin, (Sequence, Set)):
         return isinstance(value, list)
     if f"{origin.__module__}.{origin.__name__}" == "torch.Tensor":
-        return False  # YAML has no way to write one
+        return False  # YAML cannot represent such a value
     return None
 
 

@@ -27,7 +27,7 @@ from torchtune.utils import UserError, find_device, is_simulated
 
 
 class RunError(UserError):
-    """A run cannot start; the message lists all known reasons."""
+    """Raised if a run cannot start; the message lists all known reasons."""
 
     rank0_only = True  # one process per machine raises it
 
@@ -136,7 +136,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     return problems
 
 
-# A recipe with one of these settings trains on text, and on images only if their tokens are among those of the text.
+# A recipe with one of these settings trains on images only if the model represents images by tokens in the text.
 _TEXT_SETTINGS = ("ref_checkpointer", "sampler", "teacher_model")
 
 
@@ -153,7 +153,7 @@ def _check_parts(cfg: SettingsView, model: torch.nn.Module) -> None:
 def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any) -> None:
     """Check that there are trained parameters and that the recipe saves all of them.
 
-    Custom recipes may save other things; they are only checked if they have ``save_adapter_weights_only``.
+    Custom recipes may save other parameters, so they are checked only if they have ``save_adapter_weights_only``.
     """
     saves_adapters = "save_adapter_weights_only" in cfg.declared
     file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)

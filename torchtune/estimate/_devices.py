@@ -9,7 +9,7 @@ from torchtune.utils import UserError
 
 
 class DeviceNameError(UserError):
-    """The device or the number of devices is invalid."""
+    """Invalid device, or invalid number of devices."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Accelerator:
         link: one-way bandwidth to devices of the same machine, in GB/s.
         network: one-way bandwidth to other machines per device, in GB/s.
         per_machine: devices per machine.
-        multiplies_float8: whether it has float8 matrix products; otherwise float32 emulates them.
+        multiplies_float8: whether the device has float8 matrix products; otherwise float32 emulates them.
     """
 
     name: str
@@ -63,10 +63,10 @@ _BY_NAME |= {"4090": _BY_NAME["rtx4090"], "5090": _BY_NAME["rtx5090"]}
 
 
 def parse_cluster(text: str) -> tuple[int, Accelerator]:
-    """Parse ``"64xH100"`` or ``"H100"`` into (number, device).
+    """Parse ``"64xH100"`` or ``"H100"`` into (number of devices, device).
 
     Raises:
-        DeviceNameError: the device is unknown or the text is malformed; the message has the nearest names.
+        DeviceNameError: the device is unknown or the text is malformed; the message suggests the nearest names.
     """
     match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
     names = ", ".join(device.name.replace(" ", "") for device in _TABLE)

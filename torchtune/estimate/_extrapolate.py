@@ -1,13 +1,13 @@
 """Extrapolate the requirements of a run with all layers from simulations with few layers.
 
-Layers of one kind have the same modules, parameters and attention. The first simulation keeps the first and the last
-layers, and the last layer of every kind. The second one has more layers of each kind, in the ratio of the omitted ones:
-with ``n`` times these additional layers, the first one would have all. FLOPs, communication and memory grow by ``n``
-times the difference of the two.
+Layers of one kind have the same modules, parameters and attention. The first simulation keeps the first layers, the
+last layers, and the last layer of every kind. The second simulation has additional layers of each kind, such that ``n``
+times these additional layers are the layers that the first simulation omits. The full run has the FLOPs, communication
+and memory of the first simulation plus ``n`` times the difference of the two simulations.
 
-Memory is extrapolated moment by moment. A moment is the forward or backward pass of a layer that both simulations have,
-next to layers of the same size. Between the first and the last layers, memory is a straight line. The peak of the
-whole model may therefore be at another moment than the peak of a model with few layers.
+Memory is extrapolated for each moment. A moment is the forward or backward pass of a layer that both simulations have,
+next to layers of the same size. Between the first and the last layers, memory changes linearly. The full model may
+therefore reach its peak at another moment than a model with few layers.
 """
 
 import itertools
@@ -139,7 +139,7 @@ def _host(run: Observer) -> int:
 
 
 def _group(cfg: SettingsView) -> int:
-    """Return n if the recipe recomputes every n-th layer, else 1; groups of n layers stay together."""
+    """Return n if the recipe recomputes every n-th layer, otherwise 1; groups of n layers stay together."""
     return int(cfg.ac_option) if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit() else 1
 
 
@@ -160,7 +160,7 @@ def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1
         for name, stack in stacks(model).items()
     }
     omitted = [len(groups) for _, kinds in split.values() for groups in kinds]
-    # Both simulations have the remainder, the second one the quotient: choose the factor with the fewest layers.
+    # Both simulations keep the remainder, the second also the quotient: choose the factor with the fewest layers.
     factor = min(
         range(1, max(omitted, default=0) + 2), key=lambda n: sum(2 * (size % n) + size // n for size in omitted)
     )
@@ -184,7 +184,7 @@ def _depth(model: nn.Module) -> int:
 
 
 def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[tuple[int, ...]], list[list[tuple[int, ...]]]]:
-    """Return the groups of layers that both simulations keep, and the other ones by kind."""
+    """Return the groups of layers that both simulations keep, and all other groups by kind."""
     layers, full = list(stack.layers), getattr(stack, "full_layers", ())
     groups = [tuple(range(len(layers)))[start : start + group] for start in range(0, len(layers), group)]
     kinds: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
@@ -204,7 +204,7 @@ def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[tuple[int, ...]
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return a text that is equal for layers of equal memory and FLOPs."""
+    """Return a key that is equal for layers with equal memory and FLOPs."""
     modules = [
         (name, type(module), getattr(module, "window", None), getattr(module, "chunk", None))
         for name, module in layer.named_modules()

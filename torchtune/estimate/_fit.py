@@ -1,9 +1,9 @@
 """Search for the fastest settings that fit in memory, by combining levers that trade time for memory.
 
-The search first simulates the settings as given and each change of a single lever. Products of the single slowdowns
-order the combinations. Products of the single savings, by component of the memory, exclude combinations that cannot
-fit. The remaining combinations are simulated, fastest first, until the next one would be slower than the fastest one
-that fits.
+The search first simulates the given settings, and each change of a single lever. Combinations of levers are ordered by
+the product of their slowdowns; combinations that cannot fit are excluded by the product of their savings per component
+of memory. The remaining combinations are simulated, fastest first, until the next combination would be slower than the
+fastest one that fits.
 """
 
 import itertools
@@ -24,9 +24,9 @@ from torchtune.utils import UserError
 
 # Maximum number of combinations to simulate, in each of two rounds.
 MOST = 8
-# Tolerated error of the product of single slowdowns, as a factor.
+# Tolerated error of a product of slowdowns, as a factor.
 CLOSE = 1.1
-# Tolerated error of the product of single savings, as a factor.
+# Tolerated error of a product of savings, as a factor.
 MARGIN = 1.25
 
 # Minimum factor by which an override must reduce memory.
@@ -93,7 +93,7 @@ def _switch(key: str, slower: float, *more: str) -> list[Option]:
 
 
 def _recomputing(cfg: SettingsView) -> list[Option]:
-    """Return activation checkpointing of nothing, of element-wise operations, of every second layer, of all layers."""
+    """Return the options of activation checkpointing: none, element-wise operations, every second layer, all layers."""
     selects = cfg.can_set("ac_mode") and cfg.can_set("ac_option")
     reset = ("ac_mode=null", "ac_option=null") if selects else ()
     selective = [
@@ -118,14 +118,14 @@ def _shards(cfg: SettingsView) -> list[Option]:
 
 
 def _optimizers(cfg: SettingsView) -> list[Option]:
-    """Return 8-bit optimizer states besides the given ones."""
+    """Return the given optimizer, and its variant with 8-bit states."""
     given = "" if cfg.optimizer is None else str(cfg.optimizer.get("_component_"))
     few_bits = [(("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05)]
     return [((f"optimizer._component_={given}",), 1.0)] + (few_bits if given == "torch.optim.AdamW" else [])
 
 
 def _bases(cfg: SettingsView) -> list[Option]:
-    """Return 4-bit frozen weights besides the given ones."""
+    """Return the given frozen weights, and the variant with 4-bit frozen weights."""
     given = "" if cfg.model is None else str(cfg.model.get("_component_"))
     package, _, name = given.rpartition(".")
     quantized = [((f"model._component_={package}.q{name}",), 1.35)]
@@ -178,7 +178,7 @@ def _is_given(cfg: SettingsView, text: str) -> bool:
 
 @dataclass
 class Search:
-    """The search, independent of how candidates are estimated and measured.
+    """Search for settings that fit, independent of how candidates are simulated.
 
     Attributes:
         settings: initial settings.
@@ -201,7 +201,7 @@ class Search:
     known: dict[tuple[str, ...], Candidate | None] = field(default_factory=dict)
 
     def fitting(self, *, last: bool) -> list[Candidate]:
-        """Return the simulated candidates that fit, fastest first; ``last`` as in :func:`candidates`."""
+        """Return the simulated candidates that fit, fastest first; for ``last`` see :func:`candidates`."""
         given, before, tried = self._simulate(()), [], 0
         singles = {} if given is None else self._singles(last=last)
         costs = {changed: single.seconds / given.seconds for changed, single in singles.items()}
@@ -262,7 +262,7 @@ class Search:
 
 
 def _expected(given: Candidate, singles: Sequence[Candidate]) -> float:
-    """Predict the peak bytes of a combination: the product of the single ratios, by phase and component."""
+    """Predict the peak bytes of a combination: the product of its changes' ratios, by phase and component."""
     phases: Counter[str] = Counter()
     for (phase, component), size in (given.memory or {("", ""): given.peak}).items():
         others = [one.memory.get((phase, component), one.peak) for one in singles]

@@ -78,7 +78,7 @@ class Peak:
 
     @classmethod
     def combine(cls, peaks: Iterable[tuple[float, "Peak"]]) -> "Peak":
-        """Return the weighted sum of peaks, with ``reached_by`` of the first."""
+        """Return the weighted sum of peaks, with the ``reached_by`` of the first peak."""
         peaks = list(peaks)
         held, counts = (
             weighted_sum((factor, getattr(peak, name)) for factor, peak in peaks) for name in ("held", "counts")
@@ -162,14 +162,14 @@ class Ledger:
                 block.on_host |= on_host
 
     def end_step(self) -> None:
-        """Count the blocks that exist now, except gradients, from the set-up on: later steps start with them.
+        """Count existing blocks, except gradients, from the set-up on, because later steps start with them.
 
         Only the last call has an effect.
         """
         self._step_end = self.time
 
     def accumulate(self) -> None:
-        """Count the gradients that exist now from the set-up on: later micro-batches of a step start with them.
+        """Count existing gradients from the set-up on, because later micro-batches of a step start with them.
 
         A new gradient is freed as soon as it is complete and added to the existing one.
         """

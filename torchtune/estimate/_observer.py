@@ -117,7 +117,7 @@ class Observer(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: code that asks for dispatch modes does under this one as it does in a run."""
+        """Return True, so that code that looks for active dispatch modes behaves as in a run without this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -373,7 +373,7 @@ class Observer(TorchDispatchMode):
 
 
 def _any_layer(path: str) -> str:
-    """Return a module's path with * for the index of its layer, so that memory of alike layers is added up."""
+    """Return a module's path with * instead of the layer's index, so that memory of equal layers is added up."""
     return re.sub(r"(layers)\.\d+", r"\1.*", path)
 
 

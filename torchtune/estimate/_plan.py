@@ -69,7 +69,7 @@ def is_mixture(dataset: Any) -> bool:
 
 
 def row_length(settings: SettingsView, model: torch.nn.Module | None = None) -> tuple[int, bool]:
-    """Return (tokens of the longest row, whether that is assumed)."""
+    """Return (tokens of the longest row, whether this number is assumed)."""
     nodes = nodes_of(settings.dataset)
     given = [settings.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
     known = [length for length in given if length]

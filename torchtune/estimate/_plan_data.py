@@ -94,7 +94,7 @@ def measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]
 
 
 def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
-    """Return the examples per epoch of a mixture of datasets of these sizes. Raises :class:`DataError`."""
+    """Return the examples per epoch of a mixture of datasets with ``sizes``. Raises :class:`DataError`."""
     names = tuple(map(str, node["datasets"]))
     weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
     return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))

@@ -2,8 +2,8 @@
 
 See Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785. Ring collectives are bound by their slowest link:
 all-gather and reduce-scatter of ``n`` bytes over ``r`` ranks move ``n (r - 1) / r`` through every rank, all-reduce
-twice that. In an all-to-all, every rank sends ``n / r`` to each other rank, over the links of its machine and over the
-network at the same time. FSDP's collectives overlap with computation; others do not.
+moves twice as many. In an all-to-all, every rank sends ``n / r`` to each other rank, over the links of its machine and
+over the network at the same time. FSDP's collectives overlap with computation; others do not.
 """
 
 from collections import Counter
@@ -89,13 +89,13 @@ def _send(collectives: Counter[Collective], sizes: Counter[Collective], device: 
 
 
 def _seconds_of_a_byte_to_all(ranks: tuple[int, ...], device: Accelerator) -> float:
-    """Return 1e9 times the seconds per byte of an all-to-all, on the slower of links and network."""
+    """Return 1e9 times the seconds per byte of an all-to-all, over the slower of links and network."""
     near = min(_by_machine(ranks, device))
     return max((near - 1) / device.link, (len(ranks) - near) / device.network) / len(ranks)
 
 
 def _link(ranks: tuple[int, ...], device: Accelerator) -> float:
-    """Return GB/s of the slowest link in a ring over these ranks; ranks of a machine share its network links."""
+    """Return the GB/s of the slowest link in a ring over ``ranks``; ranks of a machine share its network links."""
     machines = _by_machine(ranks, device)
     if len(machines) == 1:
         return device.link
@@ -103,5 +103,5 @@ def _link(ranks: tuple[int, ...], device: Accelerator) -> float:
 
 
 def _by_machine(ranks: tuple[int, ...], device: Accelerator) -> list[int]:
-    """Return the number of these ranks on each of their machines."""
+    """Return the number of ``ranks`` on each machine that has any."""
     return list(Counter(rank // device.per_machine for rank in ranks).values())

@@ -39,7 +39,7 @@ def simulate(
     micro_batches: int | None = None,
     steps: int = 1,
 ) -> Observer:
-    """Run ``main``, and count its memory and work. It reads at most a ``config.json`` and writes no file.
+    """Run ``main``, and count its memory and work. At most a ``config.json`` is read, and no file is written.
 
     Args:
         main: ``recipe_main`` of a recipe.
@@ -49,7 +49,7 @@ def simulate(
         per_machine: number of processes per machine.
         observer: counts memory and work. If it is not ``fake``, the recipe computes with real tensors in real
             processes, which the caller has started.
-        kept: layers to keep of ``models``.
+        kept: layers of ``models`` to keep.
         models: converted models on the meta device, by the name of their setting.
         micro_batches: maximum number of micro-batches to run per step; by default all. The work of forward and
             backward passes is multiplied accordingly, and gradients count as accumulated.
@@ -126,7 +126,7 @@ def check_simulated(settings: Any) -> str:
 
 
 def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
-    """Return the settings with these changes, and with stand-ins for files."""
+    """Return the settings with ``changes``, and with stand-ins for files."""
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": check_simulated(cfg)}
     changes = {
         **changes,

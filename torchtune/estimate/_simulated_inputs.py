@@ -28,7 +28,7 @@ before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
 
 
 class SimulationError(UserError):
-    """The run cannot be simulated."""
+    """Raised if a run cannot be simulated."""
 
 
 def stacks(model: nn.Module) -> dict[str, nn.Module]:
@@ -40,7 +40,7 @@ def stacks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def shallow(setting: str, layers: Mapping[str, Sequence[int]]) -> nn.Module:
-    """Return a copy of a setting's model with only these layers of its stacks; other modules are kept."""
+    """Return a copy of a setting's model with only the given layers of its stacks; other modules are kept."""
     model = built.get()[setting]
     every = {name: stack.layers for name, stack in stacks(model).items()}
     try:
@@ -83,7 +83,7 @@ class StandInCheckpointer(CheckpointStore):
     def load_model(
         self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
     ) -> None:
-        """Materialize every parameter of the meta device, in the form in which conversions store it."""
+        """Materialize every parameter on the meta device, in the form in which conversions store it."""
         if text_decoder(model) is not model:
             if not isinstance(model, ImageTextModel) or model.image_blocks:
                 raise UserError(f"model: a {type(model).__name__} with images cannot be simulated: use --dry-run.")
@@ -142,7 +142,7 @@ _COLUMNS = {
 class StandInDataset:
     """Dataset of rows of equal length, with a label for every token.
 
-    Half of the tokens of a row are those of an image, if the model has image tokens.
+    If the model has image tokens, half of the tokens of a row are image tokens.
 
     Args:
         tokenizer: ignored.
@@ -166,7 +166,7 @@ class StandInDataset:
 
 
 def _image(length: int, description: Any) -> Images:
-    """Return an image with half of the tokens of a row."""
+    """Return an image that has half of the tokens of a row."""
     merge, count = description.vision.merge, max(length // 2, 1)
     patches = torch.zeros(count * merge**2, description.vision.patch_values)
     positions = torch.arange(length).expand(3, 1, length) if description.rope_axes else None
