@@ -21,7 +21,7 @@ def call_aside(function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         CrashedError: the process crashes, is killed because memory is short, or raises another error.
     """
-    # A fork of a small process that has imported the module: it takes no time, and has no threads to lose.
+    # Fork a small process that has imported the module: this takes no time, and there are no threads to lose.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     try:
@@ -31,7 +31,7 @@ def call_aside(function: Callable[..., Any], *args: Any) -> Any:
         raise CrashedError("its process crashed, or the machine has not enough memory") from error
     except UserError:
         raise
-    except Exception as error:  # of a library that cannot be imported, for example
+    except Exception as error:  # for example, of a library that cannot be imported
         raise CrashedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 

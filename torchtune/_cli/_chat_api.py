@@ -19,7 +19,7 @@ from torchtune.utils import UserError
 
 _MOST_BYTES, _MOST_DISCARDED = 16 * 2**20, 1024  # bytes, and reads of at most 1 MiB
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-# Parameters that are read, with their types, and the values of others that change nothing.
+# Parameters that are read, with their types, and values of other parameters that change nothing.
 _READ = {
     "model": str,
     "messages": list,
@@ -82,9 +82,9 @@ class ChatServer(ThreadingHTTPServer):
     Args:
         address: host and port.
         models: name -> model; see :class:`torchtune.generation.BatchServer`.
-        tokenizer: their tokenizer.
+        tokenizer: tokenizer of the models.
         tool_format: format of tool calls, or ``None``.
-        max_new_tokens: default maximum of tokens of an answer.
+        max_new_tokens: default maximum number of tokens of an answer.
         **limits: see :class:`torchtune.generation.BatchServer`.
     """
 
@@ -124,7 +124,7 @@ class _Answer:
     Args:
         server: the server.
         body: body of the request.
-        session: name of its session; the answer is recorded at its end.
+        session: name of the session in which the finished answer is recorded.
 
     Attributes:
         job: the job of the batch server.
@@ -217,13 +217,13 @@ class _Answer:
         return text
 
     def _calls(self) -> dict[str, ToolCall]:
-        """Return the tool calls of the answer by new ids; text that is no valid call is an answer."""
+        """Return the tool calls of the answer by new ids; text that is not a valid call remains text."""
         raw = self._server.tokenizer.decode([token for token, _ in self._log_probs], skip_special_tokens=False)
         try:
             found = parse_calls(raw, self._server.tool_format, parameters_of(self._tools))
         except CallError:
             return {}
-        return {secrets.token_hex(5)[:9]: call for call in found}  # Mistral's templates want nine characters
+        return {secrets.token_hex(5)[:9]: call for call in found}  # Mistral's templates require nine characters
 
     def _finish(self, calls: Mapping[str, ToolCall]) -> None:
         self.message["content"] = "".join(self._texts)
@@ -257,8 +257,8 @@ class _Held:
     """Buffer of text that may begin a mark, or follows one.
 
     Attributes:
-        text: held text.
-        before: its part before the mark.
+        text: buffered text.
+        before: text before the mark.
         found: the mark, if it has appeared.
     """
 
@@ -268,7 +268,7 @@ class _Held:
         self.found: str | None = None
 
     def put(self, text: str, raw: str) -> str:
-        """Add text, without and with special tokens; return the text that can be sent."""
+        """Add text (``raw``: with special tokens); return the text that can be sent."""
         self.text += text
         self._raw += raw
         if self.found is not None and self.found != self._start:
@@ -285,7 +285,7 @@ class _Held:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of a connection."""
+    """HTTP handler of a connection."""
 
     server: ChatServer
     protocol_version = "HTTP/1.1"
@@ -306,7 +306,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: Callable[[], None]) -> None:
         host = self.headers.get("Host", "localhost").lower()
         try:
-            if host.removesuffix(f":{self.server.server_port}") not in _LOCAL:  # a page of the web, by DNS rebinding
+            if host.removesuffix(f":{self.server.server_port}") not in _LOCAL:  # a web page, by DNS rebinding
                 raise ApiError(403, f"This server answers on this machine only, not for {host:.80}.")
             method()
         except GenerationError as error:

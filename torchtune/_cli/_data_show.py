@@ -20,7 +20,7 @@ _MAX_EXAMPLE = 3000  # characters
 
 
 def _row_datasets(dataset: Any) -> list[Any]:
-    """Return the datasets with rows: unpacked, and one by one from a list."""
+    """Return the datasets with rows: packed datasets unpacked, concatenated ones separately."""
     parts = [dataset.ds] if hasattr(dataset, "packs") else getattr(dataset, "_datasets", ())
     return [found for part in parts for found in _row_datasets(part)] or [dataset]
 
@@ -42,7 +42,7 @@ def _images_of_row(dataset: Any, index: int) -> list[Any]:
 
 
 def _one_of_each_run(tokens: np.ndarray, image_tokens: Sequence[int]) -> np.ndarray:
-    """Return which tokens to show: of a run of equal image tokens the first."""
+    """Return which tokens to show: only the first of consecutive equal image tokens."""
     repeated = np.isin(tokens[1:], list(image_tokens)) & (tokens[1:] == tokens[:-1])
     return np.concatenate([[True], ~repeated])[: len(tokens)]
 
@@ -73,7 +73,7 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
         node: config node of a dataset, or a list of nodes.
         tokenizer: the model's tokenizer.
         examples: number of rows to print.
-        everything: read all rows; else ``sample`` of every source.
+        everything: read all rows, instead of ``sample`` rows per source.
         sample: number of rows to read from every source.
 
     Returns:
@@ -165,7 +165,7 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
 
 
 def _describe_reasoning(dataset: Any, tokenizer: Any) -> Iterator[str]:
-    """Describe how many rows the tokenizer's other policies for earlier reasoning would change."""
+    """Yield lines on how many rows other policies for earlier reasoning would change."""
     if not hasattr(tokenizer, "changing_policies"):
         return
     parts = [part for part in _row_datasets(dataset) if hasattr(part, "conversations")]

@@ -71,5 +71,5 @@ def estimate_or_reason(main: Callable[[Any], Any], settings: Any, processes: int
         return None, str(error).removesuffix(": use --dry-run.")
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001  (a user's recipe, which may run nevertheless)
+    except Exception as error:  # noqa: BLE001  (a user's recipe that may still run)
         return None, f"the recipe cannot be simulated: {type(error).__name__}: {error}"

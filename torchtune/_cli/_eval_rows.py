@@ -50,7 +50,7 @@ def _validation_data(model: str) -> tuple[Any, int | None]:
 
 
 def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the dataset node that trains on these rows."""
+    """Return the dataset node for the perplexity of the rows of a file."""
     if args.prompt or args.answer or args.system:
         raise UserError("--prompt, --answer and --system need --score: --perplexity reads rows as training does.")
     if not data.is_file() or not data.stat().st_size:

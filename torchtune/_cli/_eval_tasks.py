@@ -8,7 +8,7 @@ from torchtune import evaluation
 
 
 def eval_tasks(args: argparse.Namespace) -> None:
-    """Evaluate the models and print a table for each; each has a folder with results and the answers so far.
+    """Evaluate the models and print a table for each; results and answers so far are in a folder per model.
 
     Raises:
         UserError: see :func:`torchtune.evaluation.find_tasks` and :func:`torchtune.evaluation.evaluate_tasks`.

@@ -1,4 +1,4 @@
-"""Check of an export: the library that reads the files has the logits of the trained model."""
+"""Check of an export: the library that reads the files computes the logits of the trained model."""
 
 import io
 from contextlib import redirect_stderr
@@ -29,15 +29,16 @@ _PROMPTS = (
     "Dear Sir or Madam,\n\nthank you for your letter of 3 May. I am sorry to",
 )
 _MOST_TOKENS = 48
-# Besides transformers.
+# Required libraries besides transformers.
 _LIBRARIES = {"adapter": ["peft"], "compressed-tensors": ["compressed_tensors"]}
 # Largest relative difference of a layer's output, by the dtype of merged weights or the kind of quantization.
 _OF_LAYER = {torch.bfloat16: 4e-3, torch.float16: 1e-3, "bf16": 4e-3, "f16": 1e-3, "q8_0": 0.06, "int8": 0.06}
 _OF_LAYER |= {"fp8": 0.06, **dict.fromkeys(("q5_1", "q5_0", "q4_1", "q4_0", "int4", "8da4w"), 0.25)}
 _OF_EQUAL_LAYER = 1e-4
-# Largest mean difference of logits, relative to their spread: of equal weights, and of rounded ones.
+# Largest mean difference of logits, relative to their spread: for equal weights, and for rounded weights.
 _OF_LOGITS, _OF_ROUNDED_LOGITS = 2e-3, 0.1
-# KL of a quantized model from the trained one: this many times that of the quantized base from the base, and more.
+# Largest KL divergence of a quantized model from the trained model: a multiple of the KL divergence of the quantized
+# base from the base, plus a margin.
 _TIMES_BASE, _KL_MARGIN = 3.0, 0.02
 _NAMED = 5
 
@@ -50,13 +51,13 @@ class FailedCheck(UserError):
 
 @dataclass(frozen=True)
 class Measured:
-    """Comparison of a trained model with files.
+    """Comparison of a trained model with exported files.
 
     Attributes:
         library: name and version of the library that read the files.
-        comparison: the logits of both.
+        comparison: comparison of the logits.
         layers: largest relative difference of the outputs of each layer.
-        unread: tensors that the library does not know or misses.
+        unread: tensors that the library does not know, or that it does not find in the files.
     """
 
     library: str
@@ -77,9 +78,9 @@ class Check:
     """Result of a check.
 
     Attributes:
-        measured: the trained model and the files; None if they were not checked.
+        measured: comparison of the trained model with the files; None if they were not checked.
         reason: reason for not checking.
-        base: the same of the base and the quantized base, if the weights are quantized.
+        base: comparison of the base with the quantized base, if the weights are quantized.
     """
 
     measured: Measured | None = None
@@ -93,7 +94,7 @@ class Check:
         return f"read by {self.measured.library}, with the logits of the trained model: {self.measured}"
 
     def lines(self) -> list[str]:
-        """Return the result in words."""
+        """Return the result as lines of text."""
         if self.measured is None:
             return [self.verdict()]
         found = [f"checked     in {self.measured.library}, {len(_PROMPTS)} prompts: {self.measured}"]
@@ -114,8 +115,8 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     Args:
         trained: the checkpoint.
         to: format of the files.
-        quant: kind of their quantization.
-        files: their folder.
+        quant: kind of quantization of the files.
+        files: folder of the files.
         aside: folder for a quantized base.
         device: device of the models.
 
@@ -132,7 +133,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
             try:
                 quantize(trained.base, quant, aside)
                 base = call_aside(_measure, trained.base, to, aside, device)
-            except UserError as error:  # of another layout, for example
+            except UserError as error:  # for example, of another layout
                 get_logger().warning(f"The quantized base is not compared with the base: {error}")
     except CrashedError as error:
         return Check(reason=f"{_reader(to)} cannot be asked: {error}")
@@ -157,7 +158,7 @@ def _explain(found: Measured, base: Measured | None, wrong: list[str]) -> str:
 
 
 def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
-    """Compare a model with files: by logits in the library that reads them, and by layers in this one."""
+    """Compare a model with files: by logits in the library that reads them, and by layers in this library."""
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
     prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MOST_TOKENS]) for text in _PROMPTS]
     logits, where = evaluation.logits_of(model, prompts), next(model.parameters()).device
@@ -178,7 +179,7 @@ def _reader(to: str) -> str:
 
 
 def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch.nn.Module:
-    """Read the files in this library; of GGUF, with the dequantization of the package ``gguf``."""
+    """Read the files in this library; GGUF files are dequantized by the ``gguf`` package."""
     if to not in ("gguf", "ollama"):
         return torchtune.load(files, dtype="fp32", device=device)[0]
     with set_default_dtype(torch.float32), torch.device("meta"):

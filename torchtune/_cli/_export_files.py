@@ -1,4 +1,4 @@
-"""Files of an export: the checkpoint that they come from, and writing them."""
+"""Files of an export: find the checkpoint, and write the files."""
 
 import shutil
 from contextlib import suppress
@@ -41,10 +41,10 @@ class Trained:
     """A checkpoint to export.
 
     Attributes:
-        checkpoint: its folder.
-        adapter: folder of its adapter, if it was trained as one.
-        base: folder of the model before training, if it is there.
-        run: the run that saved it, if its settings are there.
+        checkpoint: folder of the checkpoint.
+        adapter: folder of the adapter, if an adapter was trained.
+        base: folder of the model before training, if it still exists.
+        run: the run that saved the checkpoint, if its settings still exist.
     """
 
     checkpoint: Path
@@ -54,7 +54,7 @@ class Trained:
 
     @property
     def path(self) -> Path:
-        """The folder that :func:`torchtune.load` reads the trained model from."""
+        """Folder from which :func:`torchtune.load` reads the trained model."""
         return self.adapter or self.checkpoint
 
     @property
@@ -73,7 +73,7 @@ def find_trained(model: str) -> Trained:
     if not folder.is_dir():
         raise UserError(f"{model}: there is no such folder: give that of a run or of a checkpoint.")
     checkpoint = Path(find_checkpoint(str(folder)))
-    if checkpoint != folder:  # a run that is going on may delete its checkpoints
+    if checkpoint != folder:  # a run in progress may delete its checkpoints
         FolderLock(folder, key="run").check_unused()
     adapter = run = base = None
     with suppress(UserError):
@@ -94,11 +94,11 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
         to: format.
         quant: kind of quantization.
         files: folder to write.
-        merged: folder for merged weights that are quantized and not kept.
+        merged: folder for merged weights that are deleted after quantization.
     """
     if to in ("hf", "adapter", "merged"):
         dtype = None
-        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may have another than the base
+        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may differ from the base's
             tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
             dtype = tensors.read(tensors.names()[0]).dtype
         model, _ = torchtune.load(trained.path, dtype=dtype, device="cpu")

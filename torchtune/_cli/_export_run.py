@@ -1,4 +1,4 @@
-"""``tune export``: write the files aside, check them, and put them in their place."""
+"""``tune export``: write the files to a temporary folder, check them, and move them to the output folder."""
 
 import argparse
 import shlex
@@ -20,8 +20,8 @@ def export(args: argparse.Namespace) -> None:
     """Export a checkpoint as the arguments of ``tune export`` define.
 
     Raises:
-        UserError: the checkpoint does not fit the format, the check fails, the output folder is not one of an export,
-            or the disk is full. The output folder is then as it was.
+        UserError: the checkpoint does not fit the format, the check fails, the output folder is not empty and not an
+            earlier export, or the disk is full. The output folder then stays unchanged.
     """
     trained = find_trained(args.model)
     _check_format(trained, args.to)
@@ -39,7 +39,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
-    """Write the files aside, check them, and move them to the output folder."""
+    """Write the files to a temporary folder, check them, and move them to the output folder."""
     with atomic_directory(output) as aside:
         files = aside / "files"
         write_files(trained, args.to, args.quant, files, aside / "merged")
@@ -47,7 +47,7 @@ def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
         shutil.rmtree(aside / "base", ignore_errors=True)
         record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
         write_json(files / RECORD, record)
-        if trained.run is not None:  # else the README of the checkpoint stays
+        if trained.run is not None:  # otherwise, keep the README of the checkpoint
             library = "peft" if args.to == "adapter" else "transformers"
             card = model_card(trained.run, check=check.verdict(), library=library)
             (files / "README.md").write_text(card, encoding="utf-8")
@@ -88,7 +88,7 @@ def _commands(to: str, output: Path) -> list[str]:
     if to == "adapter":
         settings = read_json(output / ADAPTER_CONFIG_FILE)
         most = max([settings["r"], *settings.get("rank_pattern", {}).values()])
-        rank = max(8, 2 ** (most - 1).bit_length())  # vLLM takes powers of two
+        rank = max(8, 2 ** (most - 1).bit_length())  # vLLM requires powers of two
         base = shlex.quote(str(settings["base_model_name_or_path"]))
         found = [f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}"]
     elif to == "ollama":

@@ -18,14 +18,14 @@ _TAGS = {*"role content user assistant system from value human gpt observation t
 
 
 class ForeignConfig:
-    """A config of another library, and ``data``, our config that it becomes.
+    """Config of another library, converted to a config of this library.
 
     Args:
         path: the file.
-        library: one of ``LIBRARIES``; by default the one that has most of the file's keys.
+        library: one of ``LIBRARIES``; by default the library that shares most keys with the file.
 
     Attributes:
-        data: our config.
+        data: the converted config.
         repository: repository or folder of the base model.
         left: keys without a counterpart -> reason.
         covered: keys that need no setting -> reason.
@@ -56,11 +56,11 @@ class ForeignConfig:
             raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
         try:
             self.data = self._convert_config()
-        except (AttributeError, TypeError) as error:  # a list instead of a text, for example
+        except (AttributeError, TypeError) as error:  # for example, a list instead of a text
             raise UserError(f"{path}: {self.library} reads no value of this form: {error}: correct it.") from error
 
     def _take(self, key: str, value: Any) -> None:
-        """Convert one setting, or note why not."""
+        """Convert one setting, or record why it is not converted."""
         if value is None:
             self.covered[key] = "it is empty"
         elif key in self._table["keys"]:
@@ -79,7 +79,7 @@ class ForeignConfig:
             self.left[key] = TABLES["hints"].get(key, "not known")
 
     def _convert_config(self) -> dict[str, Any]:
-        """Return the shipped config of the smallest model, with their model and all of their settings."""
+        """Return the shipped config of the smallest model, with the model and all settings of the other config."""
         take = self._settings.pop
         method, reader, is_distributed = take("@method", "full"), take("@reader", ""), bool(take("@distributed", 0))
         name = ("full" if method == "full" else "lora") + ("" if is_distributed else "_single_device")
@@ -114,7 +114,7 @@ class ForeignConfig:
         return self._finish(data)
 
     def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Remove arguments that the chosen components do not have."""
+        """Remove arguments that the selected components do not have."""
         if data.get("max_steps_per_epoch"):
             self.left["max_steps"] = "these are steps of one epoch: add epochs for more"
             data["epochs"] = 1
@@ -172,7 +172,7 @@ class ForeignConfig:
         return {**node, **dict(column.split("=") for column in columns)}
 
     def _reader(self, number: int, hints: dict[str, Any]) -> str:
-        """Return the builder, with its columns, of rows that are not on this machine."""
+        """Return the dataset builder, with its columns, for rows that are not on this machine."""
         kind = str(hints["@type"])
         if kind.startswith("completion"):
             return "text_completion_dataset"

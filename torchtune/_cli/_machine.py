@@ -17,7 +17,7 @@ from torchtune.datasets import cache_path
 from torchtune.training.precision import has_fast_matmul
 from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
 
-_DEVELOPMENT = {"test", "docs", "bench"}  # extras that no run uses
+_DEVELOPMENT = {"test", "docs", "bench"}  # extras that runs do not use
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "fuse.sshfs", "afs")
 _SMALL_DISK = 10 * 2**30
 _FEW_CORES = 4
@@ -120,7 +120,7 @@ def _disks(output: Path, found: Findings) -> list[str]:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system of an existing path, or an empty text if it is not known."""
+    """Return the file system type of an existing path, or an empty string if it is unknown."""
     mounts = Path("/proc/mounts")
     if not mounts.is_file():
         return ""

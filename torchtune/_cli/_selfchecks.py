@@ -1,4 +1,4 @@
-"""Checks of ``tune selfcheck``: short runs of a recipe that must agree, and labels that must fit the conversations."""
+"""Checks of ``tune selfcheck``: short runs of a recipe must agree, and labels must match the conversations."""
 
 import dataclasses
 import inspect
@@ -32,9 +32,9 @@ from torchtune.utils import UserError
 
 _ROWS = 4  # rows of a run, from each dataset
 _LABEL_ROWS = 64
-_HEADER = 16  # maximum number of tokens before an answer that a layout trains with it
+_HEADER = 16  # maximum number of tokens before an answer that are trained together with the answer
 _DEGREES = ("tensor_parallel_dim", "context_parallel_dim", "expert_parallel_dim", "data_parallel_replicate_dim")
-# Settings of all runs that the recipe has.
+# Settings of all runs, if the recipe has them.
 _SHORT = {
     **dict.fromkeys(_DEGREES, 1),
     **dict.fromkeys(("dataset_val", "run_val_every_n_steps", "keep_best", "early_stopping_patience", "profiler")),
@@ -42,7 +42,7 @@ _SHORT = {
     **{"resume_from_checkpoint": False, "log_every_n_steps": 1, "log_level": "ERROR", "seed": 1, "shuffle": False},
     **{"save_every_n_steps": None, "save_every_n_minutes": None, "gradient_accumulation_steps": 1},
 }
-# Plain SGD shows a gradient of another scale.
+# Plain SGD reveals a gradient with a wrong scale.
 _PLAIN = {
     **{"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}, "lr_scheduler": None, "clip_grad_norm": None},
     **{"optimizer_in_bwd": False, "epochs": 2, "max_steps_per_epoch": 1},
@@ -99,7 +99,7 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
 
 
 class _Checks:
-    """The checks; each returns its observation as text, or raises."""
+    """Checks of a recipe; each method returns its observation as text, or raises."""
 
     def __init__(self, recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> None:
         main, document = recipe.load_main(), read_document(config)
@@ -178,20 +178,20 @@ class _Checks:
         return ", ".join(seen)
 
     def accumulation(self) -> str:
-        """Rows at once, or one by one with gradient accumulation."""
+        """Check that one batch and gradient accumulation over single rows give the same steps."""
         if "gradient_accumulation_steps" not in self._known:
             raise NotChecked("the recipe has no gradient_accumulation_steps")
         split = {"batch_size": 1, "gradient_accumulation_steps": self._rows}
         return self._compare(self._train("accumulated", **{**_PLAIN, **split}), f"{self._rows} micro-batches")
 
     def packing(self) -> str:
-        """Rows alone, or in packs."""
+        """Check that unpacked rows and packs give the same steps."""
         if not all({"packed", "split"} <= _arguments(node).keys() for node in self._nodes(self._data)):
             raise NotChecked("the dataset has no argument packed")
         return self._compare(self._train("packed", packed=True, **_PLAIN, batch_size=self._rows), "packs")
 
     def resume(self) -> str:
-        """A run that is resumed half-way ends with the same bits."""
+        """Check that a run that is resumed half-way ends with the same bits."""
         if not {"save_every_n_steps", "resume_from_checkpoint"} <= self._known:
             raise NotChecked("the recipe has no save_every_n_steps or resume_from_checkpoint")
         steps = {"batch_size": 1, "epochs": 1, "max_steps_per_epoch": _ROWS, "save_every_n_steps": _ROWS // 2}
@@ -212,15 +212,15 @@ class _Checks:
         return f"steps {min(resumed)} to {max(resumed)} and {len(files)} files are the same, bit for bit"
 
     def load(self) -> str:
-        """A checkpoint, loaded alone, has the loss with which the run continues, and transformers has its logits."""
+        """Check that a loaded checkpoint has the loss of the run's next step, and the same logits in transformers."""
         expected = self._whole[2]["loss"]
         trained = find_trained(str(self._folder / "whole" / "epoch_0"))
-        # Pairs have a loss that needs another model, and prompts for generation have placeholders as labels.
+        # The loss of pairs needs another model, and prompts for generation have placeholder labels.
         rows = [row for row in self._examples(_ROWS) if "labels" in row and "number" not in row]
         loss = f"{self._compare_loss(trained, rows, expected)}; " if rows else ""
         try:
             check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu")
-        except EvaluationError as error:  # an architecture that transformers does not have
+        except EvaluationError as error:  # transformers lacks the architecture
             check = Check(reason=str(error))
         if not rows and check.measured is None:
             raise NotChecked(check.reason)
@@ -257,7 +257,7 @@ class _Checks:
         return limit is None or len(tokens) < limit
 
     def labels(self) -> str:
-        """The training row is the prompt of generation and the answer; only answers are labels."""
+        """Check that a training row is the generation prompt and the answer, and that only answers are labels."""
         dataset = self._dataset(_LABEL_ROWS)
         parts = getattr(dataset, "_datasets", [dataset])
         if not all(hasattr(part, "conversations") for part in parts) or not hasattr(self._tokenizer, "decode"):
@@ -302,7 +302,7 @@ class _Checks:
         return header
 
     def end_of_turn(self) -> str:
-        """Every trained passage ends with the token that ends the turn."""
+        """Check that every trained passage ends with the end-of-turn token."""
         special = getattr(self._tokenizer, "special_tokens", {})
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
         count = 0
@@ -326,7 +326,7 @@ def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
             run_here(recipe, config, [])
         except SystemExit as stop:
             return f"exit code {stop.code}" if stop.code else None
-        except Exception as error:  # noqa: BLE001  (of a recipe of the user's own)
+        except Exception as error:  # noqa: BLE001  (raised by a user's recipe)
             traceback.print_exc(file=file)
             return f"{type(error).__name__}: {error}"
     return None
@@ -337,7 +337,7 @@ def _arguments(node: Any) -> dict[str, Any]:
 
 
 def _set_everywhere(value: Any, names: tuple[str, ...], new: Any) -> None:
-    """Set existing keys of these names, at any depth."""
+    """Set all existing keys in ``names``, at any depth."""
     if isinstance(value, dict):
         value.update({key: new for key in names if key in value})
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

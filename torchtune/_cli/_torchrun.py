@@ -11,8 +11,8 @@ import traceback
 
 from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError, first_line
 
-# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and 75 (saved after a signal,
-# or lost another machine).
+# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and 75 (checkpoint saved after a
+# signal, or another machine lost).
 _TEMPORARY = 75
 _KNOWN_EXIT_CODES = (2, 76, 130, _TEMPORARY)
 # Default of --shutdown-timeout: seconds between SIGTERM and SIGKILL, for workers to save. It also delays a restart if
@@ -75,7 +75,7 @@ def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
 
 
 def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Namespace:
-    """Parse torchrun's options, with these defaults:
+    """Parse torchrun's options, with the following defaults:
 
     - ``--standalone`` on one machine.
     - The backend ``c10d`` for ``--rdzv-endpoint`` without a backend or node rank: it assigns node ranks, so that the
@@ -90,7 +90,7 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
     unset_defaults = {
         name: parser.get_default(name)
         for name in ("rdzv_backend", "node_rank", "master_port")
-        if f"PET_{name.upper()}" not in os.environ  # torchrun also reads its options from these
+        if f"PET_{name.upper()}" not in os.environ  # torchrun also reads its options from such variables
     }
     parser.set_defaults(**dict.fromkeys(unset_defaults))
     args = parser.parse_args([*options, *program])
@@ -116,8 +116,8 @@ def _is_new_information(record: logging.LogRecord) -> bool:
 def run(args: argparse.Namespace) -> None:
     """Run torchrun, and exit the process unless all workers succeed.
 
-    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if it
-    stalled, 130 after Ctrl-C, else 1.
+    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if the run
+    stalled, 130 after Ctrl-C, otherwise 1.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -165,7 +165,7 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
             _TEMPORARY,
         )
     cause = first_line(error.__cause__ or error)
-    # torch has one class for both; these frames occur only after workers have run.
+    # torch has one class for both errors; only after workers have run, the traceback has one of these frames.
     if {"num_nodes_waiting", "_restart_workers"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
         return (
             f"{where} has stopped answering, because its machine or its command has ended ({cause}): run the same "

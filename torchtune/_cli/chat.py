@@ -123,7 +123,7 @@ class _Conversation:
         """Clear the messages; ``system`` replaces the system prompt, an empty string removes it."""
         self._system = self._system if system is None else system
         self._messages: list[dict[str, Any]] = []
-        self._images: list[dict[str, Any]] = []  # of the next line
+        self._images: list[dict[str, Any]] = []  # images of the next line
         if self._system:
             self._messages.append({"role": "system", "content": self._system})
 
@@ -139,7 +139,7 @@ class _Conversation:
             print(f"{file} is not shown: {error}.", file=sys.stderr)
 
     def answer(self, text: str) -> None:
-        """Print the answer to ``text`` and add both to the conversation; an interrupted answer is added, too."""
+        """Print the answer to ``text``, and add both to the conversation, even if the answer is interrupted."""
         from torchtune.data import as_messages
         from torchtune.generation import prompt_row
 
@@ -163,7 +163,7 @@ class _Conversation:
             print(f"(truncated: the context of {self._model.max_seq_len} tokens is full; use /reset)", file=sys.stderr)
 
     def _stream_answer(self, row: dict[str, Any], limit: int) -> tuple[str, str]:
-        """Print an answer; return it with its end ("stop", "length" or "interrupt")."""
+        """Print an answer; return it and why it ended ("stop", "length" or "interrupt")."""
         from torchtune.generation import images_of_row, stream_tokens
         from torchtune.tokenizers import StreamDecoder
 

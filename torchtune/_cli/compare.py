@@ -23,7 +23,7 @@ class Compare(Subcommand):
     """
 
     def _add_arguments(self) -> None:
-        self._parser.add_argument("runs", nargs="+", help="output_dir of each run; the first is compared with")
+        self._parser.add_argument("runs", nargs="+", help="output_dir of each run; the first is the reference")
         self._parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the curves")
 
     def _run(self, args: argparse.Namespace) -> None:

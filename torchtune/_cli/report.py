@@ -25,7 +25,7 @@ class Report(Subcommand):
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("run", help="output_dir of a run")
-        self._parser.add_argument("--price-per-hour", type=float, help="price of an hour of its machines, for the cost")
+        self._parser.add_argument("--price-per-hour", type=float, help="price per hour of its machines, for the cost")
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, price_per_hour=0)
@@ -54,5 +54,5 @@ def _estimate(run: Any) -> tuple[Any, str]:
         main = resolve_recipe(run.recipe).load_main()
         settings = load_and_check(run.path / SETTINGS, overrides, main)
         return estimate_or_reason(main, settings, run.start.get("processes") or 1)
-    except (UserError, ImportError) as error:  # its model is not there any more, for example
+    except (UserError, ImportError) as error:  # for example, the model has been deleted
         return None, str(error)

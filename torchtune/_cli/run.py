@@ -111,9 +111,9 @@ def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
 
 
 def _former_name(command: Command, config: Path) -> str | None:
-    """Return the recipe's former name if the command has one: it may require more than the config, as qat_* does.
+    """Return the recipe's former name if the command uses one; a former name may require settings, as qat_* does.
 
-    ``None`` if the config is for another method, which is then the error to report.
+    Return ``None`` if the config is for another method, because then this is the error to report.
     """
     name = command.recipe
     if name is None or current_name(name) == name or are_other_methods(name, recipe_of(config) or name):
@@ -212,7 +212,7 @@ class Run(Subcommand):
         if not recipe.registered:
             return
         found = next(each for each in get_all_recipes() if each.name == recipe.name)
-        if not found.groups:  # a user's recipe inside a checkout, without an entry in features.yaml
+        if not found.groups:  # a user's recipe inside a checkout has no entry in features.yaml
             return
         supported = found.supports_distributed
         if wanted and not supported:

@@ -45,7 +45,7 @@ class Serve(Subcommand):
         add("--name", help="model name of the checkpoint (default: the name of its folder)")
         add("--port", type=int, default=8000, help="port on 127.0.0.1; 0 takes a free one (default: 8000)")
         add("--max-new-tokens", type=int, default=1024, help="default of a request's max_tokens (default: 1024)")
-        add("--max-sequences", type=int, default=8, help="requests that are answered at a time (default: 8)")
+        add("--max-sequences", type=int, default=8, help="requests answered at the same time (default: 8)")
         add("--max-waiting", type=int, default=256, help="requests that may wait (default: 256)")
         add("--tool-format", choices=_FORMATS, help="format of tool calls (default: detected in the chat template)")
         add_placement(self._parser)
@@ -81,7 +81,7 @@ class Serve(Subcommand):
 
 
 def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Load the model, and copies of it with adapters, which share its parameters."""
+    """Load the model, and a copy with shared parameters for each adapter."""
     import torchtune
     from torchtune._facade import adapted_copy
 

@@ -16,10 +16,10 @@ class Subcommand:
     ``_run`` imports heavy modules itself, so that ``tune --help`` stays fast.
 
     Attributes:
-        name: its words after ``tune``.
+        name: words of the subcommand after ``tune``.
         help: one line for ``tune --help``.
-        description: text of its help before the options.
-        epilog: text after the options, mostly examples; it is dedented.
+        description: help text before the options.
+        epilog: help text after the options, mostly examples; it is dedented.
         usage: usage line, instead of argparse's.
         takes_tokens: whether all arguments are tokens, for :func:`torchtune._cli.run.parse_command`.
     """
@@ -69,7 +69,7 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
-    """Raise ``UserError`` if an argument is less than its minimum or NaN; None is no value."""
+    """Raise ``UserError`` if an argument is NaN or less than its minimum; arguments that are None are skipped."""
     for name, smallest in least.items():
         value = getattr(args, name)
         if value is not None and not value >= smallest:
