@@ -1,7 +1,8 @@
 """``CheckpointClient`` loads, saves and resumes, for recipes copied from earlier releases.
 
-It wraps a checkpointer. Synchronous checkpoints use its ``load_checkpoint`` and ``save_checkpoint`` with full state
-dicts, in the layout of earlier releases (``recipe_state.pt``); asynchronous ones its ``save`` and ``resume``, sharded.
+The client wraps a checkpointer. Synchronous checkpoints use the checkpointer's ``load_checkpoint`` and
+``save_checkpoint`` with full state dicts, in the layout of earlier releases (``recipe_state.pt``). Asynchronous
+checkpoints use its ``save`` and ``resume``, and are sharded.
 """
 
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class CheckpointClient:
         self._checkpointer = checkpointer
 
     def load_base_checkpoint(self) -> dict[str, Any]:
-        """Load the initial weights; when resuming a synchronous checkpoint, also its state.
+        """Load the initial weights or, when resuming a synchronous checkpoint, its weights and state.
 
         Returns:
             ``{"model": {parameter name: tensor}}``; when resuming also ``"adapter"`` (LoRA), ``"optimizer"`` and the
@@ -232,7 +233,7 @@ class CheckpointClient:
             The values of :class:`TrainingProgress`, and the optimizer's state under ``"optimizer"``.
 
         Raises:
-            CheckpointError: there is none, or it belongs to another model or kind of run.
+            CheckpointError: there is no checkpoint, or it belongs to another model or kind of run.
         """
         saved = complete_directories(self._checkpointer.output_dir)
         if saved and (saved[-1] / "recipe_state.pt").is_file():

@@ -96,7 +96,7 @@ def shard_model(
 
 
 def get_train_context(enable_loss_parallel: bool) -> Callable[..., Context]:
-    """Return the context of forward and backward, for ``with train_context(cp_context):``.
+    """Return the context for forward and backward passes, for ``with train_context(cp_context):``.
 
     Args:
         enable_loss_parallel: compute the loss on logits sharded over the vocabulary.
@@ -126,14 +126,14 @@ def get_context_parallel_manager(
 
     Inside ``with manager([tokens, labels, ...]):`` the tensors [b, s, ...] hold this rank's chunk along ``s``; after
     the block they are full again. The model permanently uses
-    :class:`torchtune.modules.parallel.ContextParallelAttention`. Gradients must also be reduced over ``cp``: shard over
-    the mesh dimension ``dp_shard_cp``.
+    :class:`torchtune.modules.parallel.ContextParallelAttention`. Gradients must be reduced over ``cp``, too: shard
+    parameters over the mesh dimension ``dp_shard_cp``.
 
     Args:
         enabled: if False, the context does nothing.
-        rotate_method: accepted and ignored: one all-to-all exchanges queries, keys and values, there is no ring.
+        rotate_method: accepted and ignored: one all-to-all redistributes queries, keys and values instead of a ring.
         world_mesh: from ``ParallelDims.build_mesh``.
-        model: its attention is replaced; it computes the chunk's positions if the batch has none.
+        model: its attention is replaced, and a hook computes the chunk's positions if the batch has none.
 
     Raises:
         ParallelDimsError: the ranks do not divide the heads or, inside the context, the sequence length.

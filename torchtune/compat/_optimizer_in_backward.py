@@ -13,7 +13,7 @@ from torchtune.modules.optim import load_by_name
 
 
 class OptimizerInBackwardWrapper:
-    """One interface to many optimizers: save, load and schedule them together.
+    """Wrapper of one optimizer per parameter, which saves, loads and schedules them together.
 
     Args:
         optim_map: optimizer of every parameter, by parameter name.
@@ -78,7 +78,7 @@ class OptimizerInBackwardWrapper:
 def create_optim_in_bwd_wrapper(
     model: torch.nn.Module, optim_dict: dict[torch.nn.Parameter, Optimizer]
 ) -> OptimizerInBackwardWrapper:
-    """Wrap the optimizers under the parameter names of ``model``.
+    """Wrap optimizers by the parameter names of ``model``.
 
     Args:
         model: model of the parameters.
@@ -90,7 +90,7 @@ def create_optim_in_bwd_wrapper(
 
 
 def register_optim_in_bwd_hooks(model: torch.nn.Module, optim_dict: dict[torch.nn.Parameter, Optimizer]) -> None:
-    """Step every parameter as soon as its gradient is accumulated, then free that gradient.
+    """Register hooks that step every parameter when its gradient is accumulated, and then free the gradient.
 
     Args:
         model: model that gets the hooks.

@@ -18,7 +18,7 @@ from torchtune.checkpoints import CheckpointError, ModelWeights
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.parallel import full_tensor, read_shard, reshard
 
-# Stands for a file in error messages.
+# Replaces a file in error messages.
 _DICT = Path("state dict")
 
 
@@ -40,7 +40,7 @@ def load_from_full_model_state_dict(
         model: model on the meta device or materialized.
         full_sd: full tensors by this library's parameter names; may cover a part of the model.
         device: device of materialized parameters.
-        strict: raise if names are missing or unexpected.
+        strict: raise if names in ``full_sd`` are missing or unexpected.
         cpu_offload: place parameters in host memory instead of ``device``.
         use_distributed_state_dict: accepted and ignored.
         release_sd: replace each tensor in ``full_sd`` by None after copying it, to free host memory.

@@ -64,7 +64,7 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     failed = {path: str(value) for path, value, _ in resolved if isinstance(value, Exception)}
     for path, error in failed.items():
         others = {join_key(other) for other in failed if other != path}
-        if others.isdisjoint(_REFERENCE.findall(written[path])) or "Recursive" in error:  # else a consequence of another
+        if others.isdisjoint(_REFERENCE.findall(written[path])) or "Recursive" in error:  # else a consequence
             text = truncate_text(written[path])
             document.add(path, f"'{text}' {_explain_error(error, [*names, *defaults])}")
     for path, value, from_environment in resolved:

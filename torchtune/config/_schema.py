@@ -69,7 +69,7 @@ class RuntimeArgs:
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # unions hash their members; dicts have no hash
+    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # unions hash members; dicts have no hash
 
     def __init__(
         self, *positional: str, keywords: tuple[str, ...] = (), rules: Mapping[str, Range] | None = None

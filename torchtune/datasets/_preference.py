@@ -95,13 +95,11 @@ class PreferenceDataset(TokenizedDataset):
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
-        """Changes with any token or label."""
+        """Digests of all tokens and labels."""
         return tuple(store.fingerprint for store in self.stores.values())
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``*_input_ids``, pre-shifted ``*_labels`` and, for images, ``*_encoder_input``; * is chosen or
-        rejected.
-        """
+        """Return ``*_input_ids``, pre-shifted ``*_labels`` and, for images, ``*_encoder_input`` (*: chosen, rejected)."""
         item = {}
         for side, store in self.stores.items():
             row = store.lists(index)

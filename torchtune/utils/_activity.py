@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Phases in which the loop itself reports heartbeats; in other phases, work of its thread counts as one.
+# Phases in which the loop itself reports heartbeats; in other phases, work of the main thread counts as a heartbeat.
 LOOP_PHASES = ("training", "validation", "loading data", "loading ahead")
 
 
@@ -17,7 +17,7 @@ class Activity:
         moves: number of progress marks, equal on all ranks at the same point of the program.
         signs: number of other heartbeats, which differ between ranks.
         moved: time of the last mark or heartbeat (``time.monotonic``).
-        written: number of tensors that a thread has written to checkpoints; not a heartbeat of the loop.
+        written: number of tensors written to checkpoints by any thread; not a heartbeat of the loop.
         row: name of the row of data that is prepared; empty between rows.
         shape: shape of the last tokens passed to the model.
 
@@ -114,7 +114,7 @@ def sign_of_life(row: str = "") -> None:
     """Send a heartbeat to the watchdog, if there is one, from inside a long loop.
 
     Args:
-        row: name of the row of data that begins; until the next heartbeat, only the row's end is progress.
+        row: name of the row of data that begins; until the next heartbeat, only the end of the row counts as progress.
     """
     if _watched_activity is not None:
         _watched_activity.sign(row)

@@ -9,7 +9,7 @@ from torchtune.utils._logging import get_logger
 
 
 class AppendedFile:
-    """File opened for appending lines; a last line that a killed process left incomplete is ended first.
+    """File opened for appending lines; if a killed process left the last line incomplete, a line break is added first.
 
     Args:
         path: path of the file; missing folders are created.

@@ -49,7 +49,7 @@ class WriteError(UserError):
         advice: the remedy.
 
     Attributes:
-        fact: for callers with better advice.
+        fact: see Args; callers may combine it with better advice.
     """
 
     def __init__(self, fact: str, advice: str) -> None:
@@ -59,7 +59,7 @@ class WriteError(UserError):
 
 def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
     """Convert an ``OSError`` of a write to ``path`` to an error for the user; unknown errors are returned unchanged."""
-    # numpy's error of a partial write has no number.
+    # numpy's error after a partial write has no error number.
     if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and str(error).endswith(" written")):
         free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
         return WriteError(
@@ -156,8 +156,9 @@ def atomic_directory(
     Args:
         path: path of the directory.
         replace: replace an existing directory; otherwise it stays, and the temporary one is deleted.
-        keep_on: errors after which the temporary directory stays, as after a kill, so that the next call with such an
-            argument continues in it; only one call at a time. By default every call has a new temporary directory.
+        keep_on: errors after which the temporary directory is kept (as after a kill), so that the next call with
+            ``keep_on`` continues in it; only one process at a time may make such a call. By default, every call has a
+            new temporary directory.
 
     Raises:
         UserError: the disk is full, or there is no permission to write.
@@ -190,7 +191,7 @@ def atomic_directory(
                 raise
         fsync_directory(path.parent)
         with suppress(FileNotFoundError):
-            os.rename(replaced, temporary)  # which is deleted below; half of it must not be restored after a kill
+            os.rename(replaced, temporary)  # deleted below; must not be restored in part after a kill
     except OSError as error:
         raise explain_os_error(error, path) from error
     finally:
@@ -201,7 +202,7 @@ def atomic_directory(
 def clear_leftovers(path: Path) -> None:
     """Delete leftovers of killed calls of :func:`atomic_directory` beside ``path``, and restore a moved folder.
 
-    Only for a process that holds a lock, because the folders of a call that is going on have the same names.
+    Call it only while holding a lock, because a running call has folders with the same names.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(\.old)?\.tmp")
     for left in sorted(path.parent.iterdir()):

@@ -76,7 +76,7 @@ def parse_device(device: str | None) -> "torch.device":
     """Convert a name to a device; ``None`` is the best one.
 
     Raises:
-        UserError: the name is not a device's.
+        UserError: the name is not a valid device.
     """
     import torch
 
@@ -92,7 +92,7 @@ def find_device(device: str | None = None) -> "torch.device":
     """Convert a name to a device of this machine, without initializing the device.
 
     Raises:
-        UserError: the name is not a device's, or this machine does not have it.
+        UserError: the name is not a valid device, or this machine does not have the device.
     """
     import torch
 

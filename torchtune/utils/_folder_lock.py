@@ -1,4 +1,4 @@
-"""A folder that one process at a time writes to."""
+"""Locks on folders, so that only one process at a time writes to a folder."""
 
 import atexit
 import errno
@@ -18,9 +18,9 @@ from torchtune.utils._atomic_files import WriteError, explain_os_error
 from torchtune.utils._logging import get_logger, log_once
 from torchtune.utils._user_error import UserError
 
-# Seconds that a refusal waits: another rank may be checking the lock, or a killed owner's last child be ending.
+# Seconds to retry before raising: another rank may be checking the lock, or a killed owner's child may be exiting.
 _PATIENCE = 3.0
-_held: dict[Path, "FolderLock"] = {}  # of this process: a lock that was left open gives way to the next
+_held: dict[Path, "FolderLock"] = {}  # locks of this process; a new lock on a folder releases an old one
 
 
 class FolderLock:
@@ -31,8 +31,8 @@ class FolderLock:
 
     Args:
         folder: folder to lock; created if it is missing.
-        name: name of the lock file. Locks with other names in the same folder are independent.
-        key: setting that the folder is from, for messages.
+        name: name of the lock file; locks with different names in a folder are independent.
+        key: setting that contains the folder, for messages.
 
     Example:
         >>> lock = torchtune.utils.FolderLock(folder)
@@ -49,17 +49,17 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it; a fork of the owner has not."""
+        """Whether this process holds the lock; a fork of the owner does not."""
         return self._pid == os.getpid()
 
     def acquire(self, waiting: str | None = None) -> None:
         """Take the lock and keep it until :meth:`release`, or until the process ends.
 
         Args:
-            waiting: wait while another process has it, and log this text after ten seconds. By default, raise.
+            waiting: wait while another process holds the lock, and log this text after ten seconds. By default, raise.
 
         Raises:
-            UserError: another process has it, the file is a link or a folder, or it cannot be written.
+            UserError: another process holds the lock, or the lock file is a link or a folder, or cannot be written.
         """
         if self.is_held:
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtune.utils._user_error import UserError
 
-_MAX_BYTES = 64 * 2**20  # the index of the largest published model has 9 MB
+_MAX_BYTES = 64 * 2**20  # the index of the largest published models has 9 MB
 
 
 def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
         error: class of the error to raise.
 
     Raises:
-        UserError: the file is missing, unreadable, larger than 64 MiB, or not a JSON object; of the class ``error``.
+        UserError: (of class ``error``) the file is missing, unreadable, larger than 64 MiB, or not a JSON object.
 
     Example:
         >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})

@@ -62,7 +62,7 @@ def decode_line(line: bytes) -> str:
     """Decode a line as UTF-8, without the line ending and a byte order mark.
 
     Raises:
-        UserError: it is not UTF-8; the message is the reason only.
+        UserError: the line is not UTF-8; the message is only the reason.
     """
     try:
         return line.removeprefix(_BOM).decode("utf-8").rstrip("\r\n")
@@ -76,7 +76,7 @@ def parse_json_line(line: bytes) -> Any:
     """Parse a line, or the text of a whole file, as JSON.
 
     Raises:
-        UserError: it is not JSON; the message is the reason only.
+        UserError: the line is not JSON; the message is only the reason.
     """
     text = decode_line(line)
     try:
@@ -100,7 +100,7 @@ def check_surrogates(value: Any) -> None:
     """Check every text in plain data for lone surrogates; other objects are skipped.
 
     Raises:
-        UserError: a text has half of a surrogate pair, which cannot be encoded; the message is the reason only.
+        UserError: a text has half of a surrogate pair, which cannot be encoded; the message is only the reason.
     """
     try:
         json.dumps(value, ensure_ascii=False, default=lambda other: None, skipkeys=True).encode("utf-8")

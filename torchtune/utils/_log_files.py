@@ -19,7 +19,7 @@ LOG_DIR = "logs"
 LOST = "another rank is lost"
 # Environment variable with the process id of `tune run`, for the workers started by torchrun.
 AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
-# Environment variable with the number of machines of `tune run`, or its range.
+# Environment variable with the number of machines of `tune run`, or a range.
 MACHINES_VARIABLE = "TORCHTUNE_NNODES"
 _MARKER_PREFIX = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -95,8 +95,8 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
     """Return the library's logger, with a file ``<output_dir>/logs/rank_<r>.log`` for this process.
 
     The file receives messages of ``level``, Python's warnings, and the error that ends the process, with timestamps;
-    a resumed run appends to it. The terminal shows the same on rank 0, and only errors on other ranks. The rank is
-    torchrun's, 0 without torchrun. A second call closes the previous file.
+    a resumed run appends to it. The terminal shows the same messages on rank 0, and only errors on other ranks. The
+    rank is torchrun's, 0 without torchrun. A second call closes the previous file.
 
     Args:
         output_dir: output folder of the run. Nothing is created there before the first record.
@@ -150,7 +150,7 @@ def dump_stacks(title: str) -> None:
 def dump_stacks_after(seconds: float | None) -> None:
     """Dump stack traces unless this is called again within ``seconds``; ``None`` cancels it.
 
-    It works even if no Python code can run.
+    The dump works even if no Python code can run.
     """
     if seconds is None:
         faulthandler.cancel_dump_traceback_later()
@@ -165,7 +165,7 @@ def _stacks_file() -> Any:
 def note_in_run_log(text: str) -> None:
     """Write an error only to the log file, because the terminal shows it already.
 
-    Does nothing without a log file, if not even the run's folder exists, or if the text is the last one noted.
+    Do nothing without a log file, if the run's folder does not exist, or if ``text`` is also the last error noted.
     """
     global _last_noted
     if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _last_noted:
@@ -174,9 +174,9 @@ def note_in_run_log(text: str) -> None:
 
 
 def first_to_say(text: str) -> bool:
-    """Return whether this process is the first of this machine's torchrun workers to ask for ``text``.
+    """Return True for the first of this machine's torchrun workers that calls this function with ``text``.
 
-    The processes share torchrun's folder of error files. Without torchrun, it is always True.
+    The workers share torchrun's folder of error files. Without torchrun, the result is always True.
     """
     folder = _error_folder()
     try:

@@ -14,9 +14,9 @@ class ForeignPathError(UserError):
 def refuse_foreign(path: str | Path, key: str = "") -> None:
     """Raise if a path leads through another user's file, link or folder inside a world-writable folder such as /tmp.
 
-    Names under /tmp are easy to guess. A user who creates ``/tmp/<model>`` first controls the weights and chat template
-    that are trained with, and may read the outputs. Links along the path are followed and checked, too. Files of root
-    are trusted, but root trusts only itself.
+    Names under /tmp are easy to guess. A user who creates ``/tmp/<model>`` first controls the weights and the chat
+    template used in training, and may read the outputs. Links along the path are followed and checked, too. Files of
+    root are trusted, but root trusts only itself.
 
     Args:
         path: path of a file or folder, which need not exist.

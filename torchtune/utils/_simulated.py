@@ -12,12 +12,12 @@ _is_on_host = False
 
 
 def is_simulated() -> bool:
-    """Return whether :func:`simulated` is active, in which no file is written and no remote service is called."""
+    """Return whether :func:`simulated` is active; a simulation writes no files and calls no remote service."""
     return _is_active
 
 
 def computes_on_cpu(device: "torch.device") -> bool:
-    """Return whether CPU-specific code paths apply; in a simulation, CPU tensors represent an accelerator's."""
+    """Return whether CPU-specific code paths apply; in a simulation, CPU tensors represent accelerator tensors."""
     return device.type == "cpu" and not _is_active
 
 

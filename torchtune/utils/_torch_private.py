@@ -1,7 +1,7 @@
 """Private functions of torch that the library needs.
 
-A release of torch may remove any of them. All uses are in this module, and a public function is preferred if torch
-has one.
+A release of torch may remove any of them, so all uses are in this module. Public functions are used where torch has
+one.
 """
 
 import warnings
@@ -49,7 +49,7 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
     groups = list(distributed_c10d._world.pg_map)
     if len(groups) <= known:
         return known
-    with warnings.catch_warnings():  # for backends without a timeout
+    with warnings.catch_warnings():  # backends without a timeout warn
         warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
         for group in groups:
             # a group that another thread is creating has no ranks yet
@@ -69,7 +69,7 @@ def allow_compiled_versions(most: int) -> None:
 
 
 def in_backward_pass() -> bool:
-    """Return whether autograd runs a backward pass in this thread: a forward pass in it is a recomputation."""
+    """Return whether autograd runs a backward pass in this thread: a forward pass inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -79,7 +79,7 @@ def in_function_transform() -> bool:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode sees the operations, such as selective checkpointing; modes of tracers do not count.
+    """Return whether a dispatch mode (such as selective checkpointing, but not a tracer) intercepts operations.
 
     Example:
         >>> torchtune.utils.in_dispatch_mode()

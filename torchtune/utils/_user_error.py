@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, for a sentence of one's own; its class if it says nothing."""
+    """Return the first line of another library's error, or its class name if the message is empty."""
     return str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
 
 
