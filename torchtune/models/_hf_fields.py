@@ -22,24 +22,17 @@ _HARMLESS = frozenset(
     """.split()
 )
 
-_LENGTH, _COUNT = 2**40, 2**16
+_SIZES = """max_position_embeddings original_max_position_embeddings sliding_window max_window_layers hidden_size
+    intermediate_size moe_intermediate_size vocab_size hidden_size_per_layer_input vocab_size_per_layer_input
+    moe_latent_size mamba_d_ssm"""
+_COUNTS = """num_attention_heads num_key_value_heads head_dim num_hidden_layers num_experts num_local_experts
+    num_experts_per_tok num_labels decoder_sparse_step no_rope_layer_interval sliding_window_pattern global_head_dim
+    num_global_key_value_heads num_kv_shared_layers top_k_experts rotary_dim num_dense_layers conv_L_cache
+    mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_num_heads mamba_head_dim n_groups
+    ssm_state_size conv_kernel"""
 # Largest value of each integer field; a description has lower limits for sizes.
-_WHOLE = {
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), _LENGTH),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"), _COUNT),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "num_labels"), _COUNT),
-    **dict.fromkeys(("decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern"), _COUNT),
-    "max_window_layers": _LENGTH,
-    "shared_intermediate_size": 2**22,
-    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _LENGTH),
-    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"), _COUNT),
-    **dict.fromkeys(("rotary_dim", "num_dense_layers", "conv_L_cache"), _COUNT),
-    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"), _COUNT),
-    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"), _COUNT),
-    "moe_latent_size": _LENGTH,
-    "mamba_d_ssm": _LENGTH,
-}
+_WHOLE = dict.fromkeys(_SIZES.split(), 2**40) | dict.fromkeys(_COUNTS.split(), 2**16)
+_WHOLE["shared_intermediate_size"] = 2**22
 _NUMBERS = frozenset(
     """rms_norm_eps norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
     router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
