@@ -66,8 +66,8 @@ class WeightMap:
         modules: pairs (prefix of external names, prefix of the module names in transformers, which ``peft`` uses).
 
     Example:
-        >>> model.spec.weight_map("hf").tune_name("model.norm.weight", model.description)
-        'norm.scale'
+        >>> model.spec.weight_map("hf").external_module("layers.0.mlp.w1", model.description)
+        'model.layers.0.mlp.gate_proj'
     """
 
     rows: tuple[Row, ...]
@@ -190,16 +190,6 @@ class WeightMap:
             lacking = [name for name in names if name not in seen]
             if lacking:
                 raise WeightMapError(f"The parameter '{lacking[0]}' is missing from what is to be written.")
-
-    def tune_name(self, external_name: str, description: Description) -> str:
-        """Return our name of an external tensor, the first one if it becomes several tensors.
-
-        Raises ``WeightMapError`` if there is none.
-        """
-        group = self._group_of_external(external_name, description)
-        if group is None:
-            raise WeightMapError(f"The tensor '{external_name}' has no parameter of its own in this model.")
-        return group.tune[0]
 
     def external_module(self, tune_module: str, description: Description) -> str:
         """Return the external name of a module: ``layers.0.attn.output_proj`` -> ``model.layers.0.self_attn.o_proj``.

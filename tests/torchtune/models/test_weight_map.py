@@ -111,7 +111,6 @@ def test_module_names():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     assert weight_map.external_module("layers.1.attn.output_proj", description) == "model.layers.1.self_attn.o_proj"
     assert weight_map.external_module("output", description) == "lm_head"
-    assert weight_map.tune_name("model.norm.weight", description) == "norm.scale"
     with pytest.raises(WeightMapError, match="no single module"):
         weight_map.external_module("layers.1.attn", description)
 
@@ -162,9 +161,9 @@ def test_a_part_of_a_whole_checkpoint_has_other_prefixes():
         assert len(part.weight_map("hf").select([*names, head], description)) == len(names)
         query = rename_prefix("model.layers.1.self_attn.q_proj", prefixes)
         assert part.weight_map("hf").external_module("layers.1.attn.q_proj", description) == query
-        assert part.weight_map("hf").peft().tune_name(f"base_model.model.{query}.lora_A.weight", description) == (
-            "layers.1.attn.q_proj.lora_a.weight"
-        )
+        adapters = {group.external: group.tune for group in part.weight_map("hf").peft().groups(description)}
+        ours = ("layers.1.attn.q_proj.lora_a.weight",)
+        assert adapters[f"base_model.model.{query}.lora_A.weight",] == ours
 
 
 @pytest.mark.parametrize(
