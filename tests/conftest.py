@@ -85,7 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Garbage is looked for again, less often, and not in what was there before the first test."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)  # of 700, on which a quarter of the suite's time went
     gc.enable()
