@@ -16,8 +16,8 @@ from tools.recipe_table import groups, recipe_files, recipes_in, table
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Looking for garbage in what stays until the end would take a quarter of the time. Looking for the same name again and
-# again, lines of definitions, which only an extension shows, quotation marks, the words of the search, and each page's
-# menu of all objects would take a tenth each.
+# again, lines of definitions, which only an extension shows, comments "#:", which the library has none of, quotation
+# marks, the words of the search, and each page's menu of all objects would take a tenth each.
 SPHINX = """if True:
     import functools, gc, logging, sys
     gc.disable()
@@ -27,7 +27,7 @@ SPHINX = """if True:
     from sphinx.domains.python import PythonDomain
     from sphinx.pycode.parser import Parser
     StandaloneHTMLBuilder.search = False
-    Parser.parse_definition = lambda self: None
+    Parser.parse_definition = Parser.parse_comments = lambda self: None
     PythonDomain.find_obj = functools.cache(PythonDomain.find_obj)
     sys.exit(main())
 """
