@@ -105,6 +105,7 @@ def test_an_example_that_is_killed_goes_on(name, watched, examples, tmp_path, mo
 
 def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(examples["agent"], "MAX_NEW_TOKENS", 16)
     folder = run(examples["agent"].main, tmp_path / "whole", monkeypatch)
     report = json.loads((folder / "agent.json").read_text())
     assert report["exact_match"].keys() == {"published", "shown", "trained"}
