@@ -13,8 +13,8 @@ from tests.recipes.killing import Forker, alive, losses, said, steps_logged
 from tests.recipes.runs import RECIPES, after_each_step, write_config
 
 NAME = "full_finetune_distributed"
-STEPS = 36
-SETTINGS = {"epochs": 6, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
+STEPS = 24
+SETTINGS = {"epochs": 4, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
 # Long enough for a machine that is busy with other tests; what is waited for takes seconds.
 PATIENCE = 400
 
@@ -102,7 +102,7 @@ def machines(tmp_path):
 @pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
 def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, lost, with_worker):
     output_dir, recipe = tmp_path / "output", tmp_path / "mine.py"
-    waits = "import time; time.sleep(2 * (self.global_step >= 12 and self.resume_point is None))"
+    waits = "import time; time.sleep(2 * (self.global_step >= 7 and self.resume_point is None))"
     ((place, waiting),) = after_each_step(waits).items()
     source = (RECIPES / f"{NAME}.py").read_text()
     assert source.count(place) == 1
@@ -110,7 +110,7 @@ def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, 
     config = write_config(NAME, tmp_path, output_dir, **SETTINGS)
     for _ in range(2):
         machines.start(str(recipe), config)
-    machines.until(lambda: steps_logged(output_dir) >= 12)
+    machines.until(lambda: steps_logged(output_dir) >= 7)
     worker, survivor = machines.find_workers()[lost], machines.agents[1 - lost]
     os.kill(machines.agents[lost], signal.SIGKILL)
     if with_worker:
