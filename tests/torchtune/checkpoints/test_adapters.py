@@ -219,7 +219,10 @@ def test_magnitudes_follow_the_weights(tmp_path):
     for parameter in real.parameters():
         torch.nn.init.normal_(parameter)
     apply_conversions(real, [LoRA(4, 8, use_dora=True)])
+    embedding = real.tok_embeddings.weight
     FullModelHFCheckpointer(source).load_model(real)
+    assert real.tok_embeddings.weight is embedding, "a real model is loaded in place"
+    assert torch.equal(embedding, with_meta.tok_embeddings.weight)
     for model in (with_meta, real):
         layer = model.layers[1].attn.q_proj
         torch.testing.assert_close(layer.magnitude, layer.weight.norm(dim=1))

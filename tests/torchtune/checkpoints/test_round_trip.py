@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from tests.torchtune.checkpoints.small import (
     SHAPES,
-    build,
     close,
     in_transformers,
     load,
@@ -20,7 +19,6 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
-from torchtune.training import FullModelHFCheckpointer
 
 
 @pytest.mark.parametrize(
@@ -58,16 +56,6 @@ def test_shards(shape, tmp_path):
     assert same_bits(in_transformers(source).state_dict(), in_transformers(saved).state_dict())
     whole = checkpointer.save("epoch_1", model)
     assert [file.name for file in whole.glob("*.safetensors*")] == ["model.safetensors"]
-
-
-def test_real_model_is_loaded_in_place(tmp_path):
-    source = write_folder(tmp_path / "in")
-    meta = load(source)
-    model = build(source).to_empty(device="cpu")
-    before = model.tok_embeddings.weight
-    FullModelHFCheckpointer(source).load_model(model)
-    assert model.tok_embeddings.weight is before
-    assert same_bits(model.state_dict(), meta.state_dict())
 
 
 def test_listed_and_formatted_files(tmp_path):

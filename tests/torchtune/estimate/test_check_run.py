@@ -119,17 +119,10 @@ def test_an_output_folder_that_holds_a_run(folder, tmp_path):
     assert "already holds a run (epoch_0)" in problem
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"intermediate_dim": 33}, "2 does not divide the size 33 of layers.0.mlp.w1"),
-        ({"vocab_size": 1023}, "2 does not divide the size 1023 of tok_embeddings"),
-    ],
-)
-def test_layers_that_cannot_be_divided(change, said, folder):
-    model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, **change}
+def test_layers_that_cannot_be_divided(folder):
+    model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, "vocab_size": 1023}
     problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
-    assert any(said in problem for problem in problems)
+    assert any("2 does not divide the size 1023 of tok_embeddings" in problem for problem in problems)
 
 
 def test_a_model_with_experts_is_not_split_by_layers(folder):

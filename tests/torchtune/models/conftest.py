@@ -107,23 +107,18 @@ _LATENTS = {
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama3": ("Llama", {"rope_parameters": _base(500_000.0)}),
+    "llama3": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "rope_parameters": _base(500_000.0)},
+    ),
     "llama3_2": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
-    "llama_with_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama3_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
     "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
-    "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}),
-    "gemma2_capped": (
+    "gemma2": (
         "Gemma2",
-        {
-            "head_dim": 8,
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 5.0,
-            "tie_word_embeddings": False,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 4096,
-        },
+        {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     ),
     "gemma3": (
         "Gemma3",
@@ -261,12 +256,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", {"intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2}),
     "glm4": ("Glm4", {"head_dim": 16}),
-    "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2_window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
-    ),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_5": ("Qwen3_5", {**_DELTA_NET, "linear_value_head_dim": 12}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA_NET, **_SHARED_EXPERT, "num_experts_per_tok": 6}),

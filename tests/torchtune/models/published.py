@@ -152,16 +152,12 @@ PUBLISHED: dict[str, Config] = {
     | {"shared_intermediate_size": 1536, "num_local_experts": 72}
     | {"logits_scaling": 16.0, "attention_multiplier": 0.0078125, "num_experts_per_tok": 10},
     "nemotron3_nano_30b_a3b": _of("NemotronH", _sizes(131_072, 2688, 1856, 52, 32, 2, 262_144, 1e-5, 1e4))
-    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
     | {
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         "mamba_num_heads": 64,
-    }
-    | {
         "n_routed_experts": 128,
         "num_experts_per_tok": 6,
         "moe_intermediate_size": 1856,
-    }
-    | {
         "moe_shared_expert_intermediate_size": 3712,
         "routed_scaling_factor": 2.5,
     },
@@ -174,9 +170,7 @@ PUBLISHED: dict[str, Config] = {
     "exaone4_32b": _of("Exaone4", _sizes(102_400, 5120, 27_392, 64, 40, 8, 131_072, 1e-5, 1e6), head_dim=128)
     | {"rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0}},
     "minimax_m2": _of("MiniMaxM2", _sizes(200_064, 3072, 1536, 62, 48, 8, 196_608, 1e-6, 5e6), head_dim=128)
-    | {
-        "rotary_dim": 64,
-    },
+    | {"rotary_dim": 64},
     "olmoe_1b_7b": _of("Olmoe", _sizes(50_304, 2048, 1024, 16, 16, 16, 4096, 1e-5, 1e4), num_experts=64),
     "glm4_9b_0414": _of("Glm4", _sizes(151_552, 4096, 13_696, 40, 32, 2, 32_768, 1e-5, 1e4), head_dim=128),
     "glm4_32b_0414": _of("Glm4", _sizes(151_552, 6144, 23_040, 61, 48, 8, 32_768, 1e-5, 1e4), head_dim=128)
@@ -217,9 +211,7 @@ PUBLISHED: dict[str, Config] = {
     "qwen3_8b_base": _qwen3(4096, 12_288, 36, 32, base=True),
     "qwen3_8b_instruct": _qwen3(4096, 12_288, 36, 32),
     "mixtral_8x7b": _of("Mixtral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), num_local_experts=8)
-    | {
-        "router_aux_loss_coef": 0.02,
-    },
+    | {"router_aux_loss_coef": 0.02},
     "mixtral_8x22b": _of("Mixtral", _sizes(32_000, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6), num_local_experts=8),
     "mixtral_8x22b_instruct": _of("Mixtral", _sizes(32_768, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6)),
     "qwen3_30b_a3b_base": _qwen3_moe(2048, 6144, 768, 48, 32, base=True),

@@ -53,16 +53,11 @@ _DELTA = {"linear_num_value_heads": 32, "linear_conv_kernel_dim": 3}
 _BIAS = {"attention_bias": True}
 # Row of FAMILIES, and which of several -> what the file says beyond: as little as possible as it would be if left out
 _BEYOND: dict[str, dict[str, Any]] = {
-    "llama_with_biases": {"rope_parameters": _LLAMA3},
+    "llama3": {"rope_parameters": _LLAMA3},
     "llama3_dynamic": {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 3.0}},
     "mistral": {"rope_parameters": _MSCALES},
     "gemma": {"tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": _PLAIN},
-    "gemma2_capped": {
-        "sliding_window": 4,
-        "layer_types": _KINDS,
-        "query_pre_attn_scalar": 9,
-        "rope_parameters": _PLAIN,
-    },
+    "gemma2": {"sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _PLAIN},
     "gemma3": {"final_logit_softcapping": 4.0, "rope_parameters": _PAIR},
     "gemma4_shared_keys": {
         "attention_k_eq_v": True,
@@ -115,8 +110,8 @@ _BEYOND: dict[str, dict[str, Any]] = {
     "minimax_m2": _LOAD,
     "olmoe": {**_LOAD, "norm_topk_prob": True, "rope_parameters": _YARN},
     "glm4": {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 1.0}},
-    "qwen2": {**_ON, "max_window_layers": 2, "layer_types": None, "rope_parameters": _YARN},
-    "qwen2 kinds": {**_ON, "layer_types": _KINDS},
+    "qwen2": {"max_window_layers": 2, "layer_types": None, "rope_parameters": _YARN},
+    "qwen2 kinds": {"layer_types": _KINDS},
     "qwen3": {**_ON, "max_window_layers": 2, "layer_types": None, **_BIAS},
     "qwen3_5": {
         "rope_parameters": {**_HALF, "mrope_section": [1, 1, 1], "mrope_interleaved": True},

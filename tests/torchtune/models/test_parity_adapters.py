@@ -32,7 +32,7 @@ MIXTURES = [name for name, (_, says) in FAMILIES.items() if any(says.get(count) 
 # One row of each architecture, and those whose layers have other matrices than that one's.
 ROWS = [
     *ARCHITECTURES,
-    "llama_with_biases",
+    "llama3",
     "gemma4",
     "gemma4_experts",
     "granite4",

@@ -123,11 +123,11 @@ def test_sum_and_count(model, loss, formula):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), LinearCrossEntropyLoss()], ids=["module", "linear"])
-def test_a_batch_without_labels_adds_nothing(model, loss):
+def test_a_batch_without_labels_adds_nothing(model):
     tokens, labels = batch()
     hidden = model(tokens, output="hidden")
-    total, count = setup_loss(loss, model).sum_and_count(hidden, torch.full_like(labels, -100), model.output)
+    loss = setup_loss(nn.CrossEntropyLoss(), model)
+    total, count = loss.sum_and_count(hidden, torch.full_like(labels, -100), model.output)
     assert (total.item(), int(count)) == (0.0, 0)
     total.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
