@@ -148,10 +148,7 @@ def test_flipped_bytes(tmp_path):
     assert all("flipped.gguf" in message for message in messages)
 
 
-def test_no_gguf_at_all(tmp_path):
-    path = tmp_path / "x.gguf"
-    path.write_bytes(random.Random(0).randbytes(5000))
-    assert "x.gguf" in refused(path, tmp_path / "hf")
+def test_no_file_at_all(tmp_path):
     with pytest.raises(CheckpointError, match=r"no file .*gone\.gguf"):
         gguf_to_hf(tmp_path / "gone.gguf", tmp_path / "hf")
 
