@@ -13,7 +13,7 @@ from torch import Tensor
 import torchtune
 from tests.tiny import write_checkpoint
 from torchtune import rlhf
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import (
     GroupAdvantages,
@@ -257,6 +257,13 @@ def tiny(tmp_path_factory):
 PROMPTS = [[5, 9, 30, 31], [7, 8], [40, 41, 42, 43, 44, 45]]
 
 
+def token_scores(model: torch.nn.Module, batch: Batch, loss: GRPOLoss | None = None) -> tuple[Tensor, Tensor]:
+    """Scores of the tokens of a batch, and which of them have labels."""
+    loss = loss or setup_loss(GRPOLoss(), model)
+    scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+    return scores, batch.labels != CROSS_ENTROPY_IGNORE_IDX
+
+
 def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny):
     model, tokenizer = tiny
     sampler = LocalSampler(model.train(), tokenizer, max_new_tokens=80, temperature=1.3)
@@ -269,8 +276,7 @@ def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny):
     assert batch.num_labels == sum(len(rollout.answer) for rollout in rollouts), "the end is a label"
     loss = setup_loss(GRPOLoss(), model)
     loss.temperature = sampler.temperature
-    scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
-    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    scores, labelled = token_scores(model, batch, loss)
     torch.testing.assert_close(scores[labelled], torch.cat([one.log_probs for one in rollouts]), atol=1e-4, rtol=0)
     _, figures = loss.sum_and_metrics(batch, scores)
     total, count = figures["policy/sampler_difference"]

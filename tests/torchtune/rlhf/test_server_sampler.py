@@ -18,6 +18,7 @@ import torchtune
 from tests.recipes.runs import start
 from tests.tiny import write_checkpoint, write_conversations
 from tests.torchtune.rlhf.servers import tiny_server
+from tests.torchtune.rlhf.test_grpo import token_scores
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
@@ -48,8 +49,7 @@ def difference(sampler: ServerSampler, rollouts: list[Rollout]) -> float:
     """Largest difference of the trainer's log-probs to those that came with the answers."""
     batch = collate_rollouts(rollouts, [1.0] * len(rollouts))
     loss = setup_policy_loss(GRPOLoss(), sampler.model, sampler)
-    scores = loss.score(sampler.model(**batch.model_inputs(), output="hidden"), batch, sampler.model.output)
-    known = batch.labels != -100
+    scores, known = token_scores(sampler.model, batch, loss)
     return (scores[known] - batch.per_token["sampled"][known]).abs().max().item()
 
 

@@ -18,12 +18,13 @@ import torchtune
 from tests.recipes.noting import STOP, Notes
 from tests.tiny import write_checkpoint
 from tests.tiny_images import gemma4_config, image_text_model, qwen3_vl_config, write_image_checkpoint
+from tests.torchtune.rlhf.test_grpo import token_scores
 from torchtune import rlhf
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Message
+from torchtune.data import Message
 from torchtune.datasets import prompt_dataset
 from torchtune.rlhf import LocalSampler, Prompt, RewardSum, RolloutError, collate_rollouts, score_rollouts
 from torchtune.rlhf.environments import ENDS, Environments, Episode
-from torchtune.rlhf.loss import GRPOLoss, setup_loss
+from torchtune.rlhf.loss import GRPOLoss
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.training import ParallelDims
 
@@ -85,9 +86,7 @@ def test_turns_are_bridged_masked_and_scored_by_the_trainer_alike(make, prompts,
     batch = collate_rollouts(episodes, [0.5] * len(episodes))
     assert batch.num_labels == sum(int(one.mask.sum()) for one in episodes)
     assert batch.per_document["label_counts"].tolist() == [one.num_sampled for one in episodes]
-    loss = setup_loss(GRPOLoss(), model)
-    scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
-    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    scores, labelled = token_scores(model, batch)
     sampled = torch.cat([one.log_probs[one.mask] for one in episodes])
     torch.testing.assert_close(scores[labelled], sampled, atol=1e-4, rtol=0)
     assert batch.labels[labelled].tolist() == [
@@ -122,10 +121,8 @@ def test_turns_whose_prompt_the_template_changes_are_samples_of_their_own(make, 
     batches, _, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 10_000)
     assert labels == sum(part.num_sampled for one in episodes for part in one.parts)
     assert scored.figures()["answers/tokens"] == (labels, len(episodes))
-    loss = setup_loss(GRPOLoss(), model)
     for batch in batches:
-        scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
-        labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        scores, labelled = token_scores(model, batch)
         torch.testing.assert_close(scores[labelled], batch.per_token["sampled"][labelled], atol=1e-5, rtol=0)
     for one in corrected:
         text = other.decode(one.tokens.tolist(), skip_special_tokens=False)
@@ -355,13 +352,11 @@ def test_images_of_rows_and_of_environments_are_seen_in_all_turns(family, tmp_pa
         assert len(one.images["encoder_input"]["images"].grids) == 2
     batch = collate_rollouts(episodes, [0.5] * len(episodes))
     assert len(batch.inputs["encoder_input"]["images"].grids) == 2 * 2  # the answers to a row share them
-    loss = setup_loss(GRPOLoss(), model)
-    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
     sampled = torch.cat([one.log_probs[one.mask] for one in episodes])
     with torch.no_grad():
-        scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+        scores, labelled = token_scores(model, batch)
         images = batch.inputs["encoder_input"]["images"]
         batch.inputs["encoder_input"] = {"images": replace(images, pixels=images.pixels.flip(0))}
-        others = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+        others, _ = token_scores(model, batch)
     torch.testing.assert_close(scores[labelled], sampled, atol=1e-4, rtol=0)
     assert (others[labelled] - sampled).abs().max() > 1e-3
