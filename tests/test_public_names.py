@@ -13,7 +13,7 @@ from torchtune.config._signature import accepts
 FACE = yaml.load((Path(__file__).parent / "public_names.yaml").read_text(), yaml.CSafeLoader)
 
 
-def absent(package: str) -> set[str]:
+def absent(package):
     groups = FACE["absent"].get(package, {})
     assert groups.keys() <= FACE["reasons"].keys()
     return {name for names in groups.values() for name in names.split()}
@@ -31,7 +31,7 @@ def test_every_absence_is_one_of_a_public_name():
         assert absent(package) <= set(FACE["names"][package].split())
 
 
-def resolves(module: str, name: str) -> bool:
+def resolves(module, name):
     try:
         return hasattr(importlib.import_module(module), name)
     except ImportError:

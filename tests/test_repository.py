@@ -11,7 +11,6 @@ import sys
 import tokenize
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -54,11 +53,11 @@ _NO_WEIGHT = {
 }
 
 
-def lines(path: Path) -> int:
+def lines(path):
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def weight(path: Path) -> int:
+def weight(path):
     """Tokens of a file; from Python 3.12 on an f-string has several, which count as one here."""
     start, end = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
     total = depth = 0
@@ -70,7 +69,7 @@ def weight(path: Path) -> int:
     return total
 
 
-def run_python(code: str, **environment: str) -> str:
+def run_python(code, **environment):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, cwd="/"
     )
@@ -149,7 +148,7 @@ def test_names_load_no_more_than_they_need_and_change_no_environment_variable():
 
 
 @pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def tools(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
 
 
@@ -346,11 +345,11 @@ def test_private_names_of_torch_stand_in_one_place():
 
 
 @functools.cache
-def _parsed(path: Path) -> ast.Module:
+def _parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _statements(path: Path, *, for_types: bool = True) -> Iterator[ast.AST]:
+def _statements(path, *, for_types=True):
     """All statements of a file, at any depth; those under TYPE_CHECKING only if ``for_types``."""
     nodes: list[ast.AST] = [_parsed(path)]
     while nodes:
@@ -361,7 +360,7 @@ def _statements(path: Path, *, for_types: bool = True) -> Iterator[ast.AST]:
             nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, inner)]
 
 
-def _imports(path: Path) -> Iterator[str]:
+def _imports(path):
     """Modules of the library that a file imports; a name that is a module itself counts as one."""
     for node in _statements(path):
         if isinstance(node, ast.Import):

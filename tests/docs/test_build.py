@@ -51,7 +51,7 @@ def test_the_site_builds_without_a_warning_and_is_complete(tmp_path):
     check_recipe_tables(html.unescape((tmp_path / "recipes.html").read_text()))
 
 
-def check_recipe_tables(page: str) -> None:
+def check_recipe_tables(page):
     """The page shows every recipe, every feature, and for each cell the setting or the reason in the features table."""
     tables = [
         re.findall(r"<tr.*?</tr>", found, re.DOTALL) for found in re.findall(r"<table.*?</table>", page, re.DOTALL)
@@ -74,7 +74,7 @@ def check_recipe_tables(page: str) -> None:
             assert cell == ("yes" if has else f"no: {content['reasons'][name][feature]}")
 
 
-def public_names() -> list[str]:
+def public_names():
     """Dotted path of everything that the packages export, subpackages aside."""
     found = []
     top = importlib.import_module("torchtune")
@@ -90,7 +90,7 @@ def public_names() -> list[str]:
     return found
 
 
-def sizes() -> list[str]:
+def sizes():
     """Dotted path of every builder that is a row of a family's table; those with adapters are called alike."""
     found = []
     for path in sorted((ROOT / "torchtune" / "models").glob("*/_model_builders.py")):

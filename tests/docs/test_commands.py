@@ -1,6 +1,5 @@
 """Everything that README and the pages show is run, on a tiny model, or listed here with the reason why not."""
 
-import argparse
 import contextlib
 import doctest
 import io
@@ -280,7 +279,7 @@ def test_commands_that_are_not_run_are_valid(tmp_path, monkeypatch):
             check_tune(parser.parse_args(words[1:]), text)
 
 
-def check_tune(args: argparse.Namespace, text: str) -> None:
+def check_tune(args, text):
     """Check the settings of a command of ``tune`` that its parser accepts."""
     if not hasattr(args, "tokens"):
         if hasattr(args, "config"):

@@ -4,7 +4,6 @@ import doctest
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,13 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MAX_LACKING = 130
 
 
-def faces() -> list[str]:
+def faces():
     """Packages that the reference documents, without the families of models."""
     pages = [path.read_text() for path in sorted((ROOT / "docs" / "api").glob("*.rst")) if path.name != "models.rst"]
     return [*dict.fromkeys(re.findall(r"public-face:: (\S+)", "".join(pages))), "torchtune.models"]
 
 
-def documented() -> Iterator[tuple[str, str, object]]:
+def documented():
     """(package, name, class or function) of this library, each once; errors and protocols need no example."""
     seen = set()
     for face in faces():

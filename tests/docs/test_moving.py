@@ -14,13 +14,13 @@ _ROW = re.compile(r"^   \* - (.*)\n     - ((?:.*\n)(?:       .*\n)*)", re.MULTIL
 _NAME = re.compile(r"``([a-z][\w.]*)(?:: [^`]*)?``")
 
 
-def rows(page: str) -> list[tuple[list[str], list[str]]]:
+def rows(page):
     """Names in both columns of the tables of a page."""
     found = _ROW.findall((ROOT / "docs" / page).read_text())
     return [(_NAME.findall(left), _NAME.findall(right)) for left, right in found]
 
 
-def settings() -> set[str]:
+def settings():
     """Names of the settings of all recipes."""
     mains = [resolve_recipe(recipe.name).load_main() for recipe in get_all_recipes()]
     types = [inspect.get_annotations(main, eval_str=True)["cfg"] for main in mains]

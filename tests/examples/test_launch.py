@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -33,13 +32,13 @@ OPERATOR = {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "8", "PET_RDZV_BACKEND": 
 OPERATOR |= {"PET_RDZV_ENDPOINT": "finetune-worker-0:23456", "PET_RDZV_ID": "finetune"}
 
 
-def program(path: Path, text: str) -> None:
+def program(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
 
-def shell(script: str, folder: Path, arguments: list[str], environment: dict[str, str]) -> list[list[str]]:
+def shell(script, folder, arguments, environment):
     """Run a shell script in which ``tune`` notes how it was called; returns the words of each call."""
     bin = folder / "bin"
     program(bin / "tune", f'#!/bin/bash\nprintf "%s\\0" "$@" >> {folder}/calls; echo >> {folder}/calls\n')
@@ -54,11 +53,11 @@ def shell(script: str, folder: Path, arguments: list[str], environment: dict[str
     return [line.split("\0")[:-1] for line in (folder / "calls").read_text().splitlines()]
 
 
-def manifest(name: str) -> dict[str, Any]:
+def manifest(name):
     return yaml.safe_load((LAUNCH / name).read_text())
 
 
-def check(words: list[str], **expected: Any) -> None:
+def check(words, **expected):
     """A ``tune run`` command: its config and keys are right, and torchrun is told what is expected."""
     assert words[0] == "run"
     command = parse_command(words[1:])
@@ -142,7 +141,7 @@ def namespaces():
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def nodes(folder: Path, namespaces: list[str] | str) -> None:
+def nodes(folder, namespaces):
     """``srun`` and ``scontrol`` for two nodes, each in a network of its own if there are any."""
     call = f'"$@" > {folder}/node_$node.log 2>&1 & pids="$pids $!"'
     head = "localhost"

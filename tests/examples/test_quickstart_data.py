@@ -18,7 +18,7 @@ def maker():
     return module
 
 
-def rows(name: str) -> list[dict[str, str]]:
+def rows(name):
     lines = (FOLDER / "data" / name).read_text().splitlines()
     return [{message["role"]: message["content"] for message in json.loads(line)["messages"]} for line in lines]
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def examples(tmp_path, monkeypatch):
         sys.modules.pop(name)
 
 
-def run(main: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(main, folder, monkeypatch):
     """Run an example in a working directory of its own."""
     checkpoint = folder / "quickstart" / "SmolLM2-135M-Instruct"
     if not checkpoint.exists():
@@ -69,7 +68,7 @@ def run(main: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "quickstart"
 
 
-def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def die_at(step, monkeypatch):
     """End the next run that logs ``step`` as Ctrl-C does."""
     log = DiskLogger.log_dict
 

@@ -1,7 +1,5 @@
 """Recipes take a batch, a dict of a user's own collation, and code that was written for dicts."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,12 +20,12 @@ FOR_DICTS = {
 }
 
 
-def own_collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+def own_collate(examples):
     batch = padded_collate_packed([[example] for example in examples])
     return {**batch, "weights": torch.ones(batch["tokens"].shape), "mask": None}
 
 
-def collate_with_rewards(examples: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_with_rewards(examples):
     return {**own_collate(examples), "rewards": torch.ones(len(examples))}
 
 

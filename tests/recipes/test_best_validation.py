@@ -3,13 +3,11 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.runs import load_recipe, start, write_config
 from torchtune.config import ConfigError, load_and_check
 from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
 
@@ -22,16 +20,16 @@ SETTINGS = {
 }
 
 
-def there_and_back(optimizer: torch.optim.Optimizer, last_epoch: int = -1, **_: int) -> LambdaLR:
+def there_and_back(optimizer, last_epoch=-1, **_):
     """The loss falls for five steps. Then the rate is below zero and the loss rises, on every machine."""
     return LambdaLR(optimizer, lambda step: 1.0 if step < 5 else -1.0, last_epoch)
 
 
-def validated(run: Run) -> dict[int, float]:
+def validated(run):
     return {record["step"]: record["val_loss"] for record in run.records if "val_loss" in record}
 
 
-def folders(output_dir: Path) -> set[str]:
+def folders(output_dir):
     return {path.name for path in output_dir.iterdir() if path.is_dir() and path.name != "logs"}
 
 

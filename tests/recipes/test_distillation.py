@@ -1,13 +1,11 @@
 """What the recipes of distillation have of their own: a teacher, two losses, two vocabularies."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.recipes import checks
-from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.runs import load_recipe, start, write_config
 from tests.tiny import write_checkpoint
 from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -18,7 +16,7 @@ ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_dist
 LOSSES = "torchtune.modules.loss."
 
 
-def true_losses(run: Run, folder: Path, rows: int) -> tuple[float, float]:
+def true_losses(run, folder, rows):
     """Cross entropy, and KL(teacher‖student) without the teacher's entropy, of two plain models of ``transformers``."""
     from transformers import AutoModelForCausalLM
 

@@ -22,7 +22,7 @@ from tests.tiny_vision import write_vision_checkpoint
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
 
 
-def close(found: dict[int, float], wanted: dict[int, float], steps: set[int]) -> None:
+def close(found, wanted, steps):
     assert found.keys() == steps
     assert {step: found[step] for step in steps} == pytest.approx({s: wanted[s] for s in steps}, rel=1e-5)
 

@@ -1,8 +1,6 @@
 """The recipe of the evaluation harness: numbers of its own model of transformers, and what is refused."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +24,13 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("eleuther") / "checkpoint")
 
 
-def run(checkpoint: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+def run(checkpoint, folder, **settings):
     settings = {"tasks": TASKS, "limit": 8, "batch_size": 5, "max_seq_length": 96, **settings}
     recipe, cfg = set_up_on(checkpoint, "eleuther_eval", folder, **settings)
     return recipe.evaluate(cfg)
 
 
-def reference(checkpoint: Path, **settings: Any) -> dict[str, Any]:
+def reference(checkpoint, **settings):
     """The harness's own model."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -116,7 +114,7 @@ def test_what_is_asked_for_and_not_there(checkpoint, tmp_path):
         run(checkpoint, tmp_path, tasks=["mine"], include_path=str(tmp_path / "tasks"))
 
 
-def write_tasks_with_images(folder: Path, rows: list[dict[str, Any]]) -> None:
+def write_tasks_with_images(folder, rows):
     """Tasks of these rows: seen (answers), seen_choice, which have images, and read_choice."""
     source = str(write_lines(folder / "rows.jsonl", rows))
     shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": source}}}

@@ -3,10 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from torchtune.utils import UserError, get_logger
 NAME = "full_finetune_distributed"
 
 
-def train(config: Path, *overrides: str) -> None:
+def train(config, *overrides):
     """Run the recipe in this process."""
     os.environ |= {"MASTER_ADDR": "given", "MASTER_PORT": "0"}  # the process group is there
     folder = config.parent / f"rank_{os.environ['RANK']}"
@@ -29,7 +26,7 @@ def train(config: Path, *overrides: str) -> None:
         recipe.cleanup()
 
 
-def refused(run: Callable[[], None], *words: str) -> None:
+def refused(run, *words):
     """It ends with one sentence that holds these words."""
     with pytest.raises(UserError) as caught:
         run()
@@ -39,7 +36,7 @@ def refused(run: Callable[[], None], *words: str) -> None:
     assert "\n" not in text, text
 
 
-def on_two(case: Callable[..., None], *arguments: Any) -> None:
+def on_two(case, *arguments):
     """Run a case on two processes; the last argument is the folder of the run."""
     bound = partial(case, *arguments[:-1])
     bound.__name__ = case.__name__
@@ -56,7 +53,7 @@ def interrupted(tmp_path_factory):
     return config, folder / "output"
 
 
-def resumed(config: Path, output: Path, path: Path, folder: Path) -> None:
+def resumed(config, output, path, folder):
     errors = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: errors.append(record.getMessage())
@@ -100,11 +97,11 @@ def test_what_is_half_written_is_not_picked_up(interrupted, tmp_path):
     assert all((copy / f"step_{step}" / ".complete").exists() for step in (2, 4, 6))
 
 
-def cut_weights(config: Path, folder: Path) -> None:
+def cut_weights(config, folder):
     refused(lambda: train(config), "model.safetensors", "is not a whole safetensors file")
 
 
-def lacking_data(config: Path, folder: Path) -> None:
+def lacking_data(config, folder):
     """The data lie on the first machine alone: rank 1 says so and leaves; rank 0 does not wait for it."""
     first = os.environ["RANK"] == "0"
     os.chdir(config.parent if first else folder)
@@ -116,7 +113,7 @@ def lacking_data(config: Path, folder: Path) -> None:
     os._exit(0)
 
 
-def on_copies_of_data(config: Path, folder: Path, rows: list[str], *overrides: str) -> None:
+def on_copies_of_data(config, folder, rows, *overrides):
     """Each machine has its own file; that of rank 1 has fewer or other rows."""
     own = folder / f"machine_{os.environ['RANK']}"
     own.mkdir()
@@ -131,16 +128,16 @@ def on_copies_of_data(config: Path, folder: Path, rows: list[str], *overrides: s
     os._exit(0)
 
 
-def fewer_rows(config: Path, folder: Path) -> None:
+def fewer_rows(config, folder):
     on_copies_of_data(config, folder, [])
 
 
-def other_rows(config: Path, folder: Path) -> None:
+def other_rows(config, folder):
     lines = (config.parent / "data.jsonl").read_text().splitlines(keepends=True)
     on_copies_of_data(config, folder, lines[:12][::-1])
 
 
-def shorter_stream(config: Path, folder: Path) -> None:
+def shorter_stream(config, folder):
     on_copies_of_data(config, folder, [], "dataset.streaming=True", "max_steps_per_epoch=4")
 
 

@@ -1,8 +1,6 @@
 """The recipe that answers a prompt, or a file of prompts."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from torchtune.generation import GenerationError, generate_tokens, read_prompts
 from torchtune.utils import UserError
 
 
-def recipe_of(folder: Path, **settings: Any) -> tuple[Any, Any]:
+def recipe_of(folder, **settings):
     """The recipe, set up, and its settings."""
     checkpoint = folder / "checkpoint"
     if not checkpoint.exists():
@@ -22,7 +20,7 @@ def recipe_of(folder: Path, **settings: Any) -> tuple[Any, Any]:
     return set_up_on(checkpoint, "generate", folder, **settings)
 
 
-def answer(folder: Path, **settings: Any) -> str:
+def answer(folder, **settings):
     recipe, cfg = recipe_of(folder, **settings)
     text = recipe.generate(cfg)
     assert recipe.model.training  # as it was built

@@ -1,12 +1,9 @@
 """Preferences, rewards and distillation with a model of image tokens: images are seen, and two ranks train as one."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from tests.recipes.runs import Run, start
+from tests.recipes.runs import start
 from tests.recipes.test_distributed import close
 from tests.tiny import write_lines
 from tests.tiny_images import image_text_model, qwen3_vl_config, write_image_checkpoint, write_pictures
@@ -28,7 +25,7 @@ def base(tmp_path_factory):
     return path
 
 
-def settings_of(method: str, base: Path, trained: str = "projector") -> dict[str, Any]:
+def settings_of(method, base, trained="projector"):
     """Settings of a recipe that trains one part; every second row is text alone."""
     rows = []
     for index, color in enumerate(["r", "g", "b"] * 2):
@@ -55,7 +52,7 @@ def settings_of(method: str, base: Path, trained: str = "projector") -> dict[str
     return settings
 
 
-def moved(run: Run, before: Run) -> list[str]:
+def moved(run, before):
     return [name for name, value in before.trained.items() if not torch.equal(value, run.trained[name])]
 
 

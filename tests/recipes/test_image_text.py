@@ -3,8 +3,6 @@
 import io
 import random
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import torchtune
-from tests.recipes.runs import Run, load_recipe, resume, start, write_config
+from tests.recipes.runs import load_recipe, resume, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny import CHATS, write_lines
 from tests.tiny_images import (
@@ -53,7 +51,7 @@ def folder(base, tmp_path):
     return tmp_path
 
 
-def full_settings(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> dict[str, Any]:
+def full_settings(kind, folder, parts, **settings):
     model = {"_component_": BUILDERS[kind], "checkpoint_dir": str(folder / "checkpoint"), **parts}
     if kind == "lora":
         model |= LORA
@@ -62,24 +60,24 @@ def full_settings(kind: str, folder: Path, parts: dict[str, str], **settings: An
     return {"model": model, **write_pictures(folder), **settings}
 
 
-def run(kind: str, folder: Path, parts: dict[str, str], **settings: Any) -> Run:
+def run(kind, folder, parts, **settings):
     return start(f"{kind}_finetune_single_device", folder, **full_settings(kind, folder, parts, **settings))
 
 
-def their_inputs(reference: Any, row: dict[str, Any]) -> dict[str, Any]:
+def their_inputs(reference, row):
     """What ``transformers`` takes for a row."""
     images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
     return {"input_ids": tokens, **inputs_of(reference, tokens, images.patches, images.grids)}
 
 
-def their_answer(reference: Any, row: dict[str, Any], **settings: Any) -> list[int]:
+def their_answer(reference, row, **settings):
     """Six greedy tokens of ``transformers``."""
     given = their_inputs(reference, row) | {"attention_mask": torch.ones(1, len(row["tokens"]), dtype=torch.int64)}
     found = reference.generate(**given, max_new_tokens=6, do_sample=False, eos_token_id=-1, **settings)
     return found[0, len(row["tokens"]) :].tolist()
 
 
-def compare(model: Any, reference: Any, transform: Any, folder: Path) -> None:
+def compare(model, reference, transform, folder):
     """Logits of a conversation about two pictures, against ``transformers``."""
     content = [{"type": "image", "content": str(folder / f"{i}.png")} for i in (1, 4)]
     messages = [Message("user", [*content, {"type": "text", "content": "?"}]), Message("assistant", "r")]
@@ -237,7 +235,7 @@ def test_training_with_cached_features_is_training_without(kind, folder, encoded
     assert not encoded
 
 
-def resumed(found: Run, folder: Path) -> Path:
+def resumed(found, folder):
     """An output folder with the state after three steps."""
     output = folder / "resumed"
     shutil.copytree(found.output_dir / "step_3", output / "step_3")

@@ -4,13 +4,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.recipes import killing
-from tests.recipes.killing import SETTINGS, Forker, losses, said, steps_logged
+from tests.recipes.killing import SETTINGS, losses, said, steps_logged
 from tests.recipes.runs import TRAINING, write_config
 
 ALONE = [name for name in TRAINING if name.endswith("single_device")]
@@ -28,7 +26,7 @@ def whole(request, forker, tmp_path_factory):
     return request.param, folder, losses(folder / "whole")
 
 
-def kill_and_resume(forker: Forker, whole: tuple, label: str, kill_when: list[Callable[[Path], bool]]) -> int:
+def kill_and_resume(forker, whole, label, kill_when):
     """Kill a run again and again, each time resumed; return how many kills hit before the end."""
     name, folder, expected = whole
     output_dir = folder / label

@@ -20,31 +20,31 @@ TABLE = table()  # read once, as the recipes are: they are many
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
+def tree(path):
     return ast.parse(path.read_text())
 
 
 @functools.cache
-def classes(path: Path) -> dict[str, ast.ClassDef]:
+def classes(path):
     return {node.name: node for node in tree(path).body if isinstance(node, ast.ClassDef)}
 
 
-def recipe_class(path: Path) -> ast.ClassDef:
+def recipe_class(path):
     (name,) = classes(path).keys() - {"Settings"}
     return classes(path)[name]
 
 
 @functools.cache
-def lines_of(path: Path) -> list[str]:
+def lines_of(path):
     return path.read_text().splitlines()
 
 
-def source(path: Path, node: ast.stmt) -> str:
+def source(path, node):
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
     return "\n".join(lines_of(path)[first - 1 : node.end_lineno])
 
 
-def comment_above(path: Path, line: int) -> str:
+def comment_above(path, line):
     lines, found = lines_of(path), []
     while lines[line - 2].strip().startswith("#"):
         line -= 1
@@ -53,7 +53,7 @@ def comment_above(path: Path, line: int) -> str:
 
 
 @functools.cache
-def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
+def settings(path):
     """Setting -> (type, default, comment)."""
     fields = [node for node in classes(path)["Settings"].body if isinstance(node, ast.AnnAssign)]
     return {
@@ -68,7 +68,7 @@ def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
 
 
 @functools.cache
-def methods(path: Path) -> dict[str, ast.FunctionDef]:
+def methods(path):
     return {node.name: node for node in recipe_class(path).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -118,7 +118,7 @@ def test_former_names_lead_to_recipes():
     assert former["qat_lora_finetune_distributed"] == "lora_finetune_distributed"
 
 
-def copy_of_recipes(folder: Path) -> Path:
+def copy_of_recipes(folder):
     shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=shutil.ignore_patterns("configs", "__pycache__"))
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("configs", "__pycache__"))
     return folder / "recipes"
@@ -176,7 +176,7 @@ def test_a_recipe_stands_alone(path):
             assert not (node.attr.startswith("_") and not node.attr.startswith("__")), f"private name {node.attr}"
 
 
-def depth(node: ast.AST) -> int:
+def depth(node):
     """Levels of indented blocks inside a function."""
     blocks = (ast.With, ast.For, ast.While, ast.If, ast.Try)
     return max((isinstance(child, blocks) + depth(child) for child in ast.iter_child_nodes(node)), default=0)

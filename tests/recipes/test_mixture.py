@@ -1,7 +1,5 @@
 """A run on a mixture: losses by dataset, and a resume that is the run."""
 
-from typing import Any
-
 import pytest
 
 from tests.recipes.runs import load_recipe, resume, start, write_config
@@ -20,7 +18,7 @@ def parts(tmp_path):
     return {name: {**CHATS, "source": str(path)} for name, path in paths.items()}
 
 
-def mixed(parts: dict[str, dict[str, Any]], **how: Any) -> dict[str, Any]:
+def mixed(parts, **how):
     return {"_component_": "torchtune.datasets.mixed_dataset", "datasets": parts, **how}
 
 

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -13,7 +11,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file
 
-from tests.recipes.killing import Forker, said
+from tests.recipes.killing import said
 from tests.recipes.runs import read_log, write_config
 from tests.tiny import write_checkpoint, write_conversations, write_lines, write_pairs
 
@@ -61,13 +59,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def sizes(folder: Path) -> dict[str, Any]:
+def sizes(folder):
     return {**LLAMA, "vocab_size": json.loads((folder / "checkpoint" / "config.json").read_text())["vocab_size"]}
 
 
-def write_yaml(
-    folder: Path, output_dir: Path, *, lora: bool = False, method: str = "full_finetune_single_device", **settings: Any
-) -> Path:
+def write_yaml(folder, output_dir, *, lora=False, method="full_finetune_single_device", **settings):
     """A config in the manner of earlier releases."""
     path = write_config(method, folder, output_dir)
     cfg = yaml.safe_load(path.read_text()) | SETTINGS
@@ -83,16 +79,16 @@ def write_yaml(
     return path
 
 
-def run(forker: Forker, path: Path, *overrides: str, ranks: int = 1, recipe: str = FINETUNE) -> None:
+def run(forker, path, *overrides, ranks=1, recipe=FINETUNE):
     forker.start(recipe, path, *overrides, ranks=ranks)
     assert forker.wait() == [0] * ranks, said(path)
 
 
-def records(output_dir: Path, key: str = "loss") -> dict[int, float]:
+def records(output_dir, key="loss"):
     return {record["step"]: record[key] for record in read_log(output_dir)}
 
 
-def check_saved(saved: Path, base: Path, *, lora: bool, like: Path) -> None:
+def check_saved(saved, base, *, lora, like):
     """The last checkpoint loads in transformers and peft, is trained, and equals that of another run to the bit."""
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     before = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

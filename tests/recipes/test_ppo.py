@@ -1,8 +1,6 @@
 """PPO: one step against plain float64 code, and what its recipe has of its own: four models, two of them trained."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +37,7 @@ STEP = {
 }
 
 
-def other_reference(folder: Path) -> dict[str, Any]:
+def other_reference(folder):
     if not (at := folder / "reference").exists():
         write_checkpoint(at, seed=5)
     return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(at)}

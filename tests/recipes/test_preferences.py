@@ -1,8 +1,6 @@
 """What the recipes of preferences have of their own: a reference, pairs as terms of a step, scores."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +22,13 @@ TEXTS = {"source": [{"text": "the cat"}]}
 HEAD = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
 
 
-def other_model(folder: Path, **options: Any) -> dict[str, Any]:
+def other_model(folder, **options):
     """A checkpointer of another model of the same sizes."""
     write_checkpoint(folder / "other", seed=1, **options)
     return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(folder / "other")}
 
 
-def log_probs(model: torch.nn.Module, row: dict[str, list[int]], side: str) -> torch.Tensor:
+def log_probs(model, row, side):
     """Of an answer by ``transformers``, alone, from all logits; its labels are shifted."""
     tokens, labels = (torch.as_tensor(row[f"{side}_{kind}"]) for kind in ("input_ids", "labels"))
     found = torch.log_softmax(model(tokens[None]).logits[0], -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import shutil
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def said():
     logger.setLevel(level)
 
 
-def lora(alpha: int) -> list[dict[str, Any]]:
+def lora(alpha):
     return [{"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": alpha}]
 
 

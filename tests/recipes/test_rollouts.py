@@ -15,7 +15,7 @@ FULL, LORA = "full_grpo_single_device", "lora_grpo_single_device"
 SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "lr_scheduler": None, "shuffle": False}
 
 
-def words(rows: list, texts: list) -> list:
+def words(rows, texts):
     """The share of letters, which a few steps raise."""
     return [sum(character.isalpha() for character in text) / 16 for text in texts]
 
@@ -116,7 +116,7 @@ def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path):
     assert run.figure("answers/dropped") == [pytest.approx(len(unknown) / len(lines))]
 
 
-def none_for_some(rows: list, texts: list) -> list:
+def none_for_some(rows, texts):
     return [None if len(text) % 3 == 0 else float(len(text)) for text in texts]
 
 

@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,7 @@ from torchtune.training import RecipeSettingsError, RunReport, SettingsView, che
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
 
-def run(
-    name: str, folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, str] | None = None, **settings: Any
-) -> tuple[int, str, Path]:
+def run(name, folder, caplog, changes=None, **settings):
     """Run a recipe by its ``recipe_main``; returns its exit code, what it said and where it wrote."""
     caplog.clear()
     with caplog.at_level("INFO", logger="torchtune"):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +19,11 @@ def name(request):
     return request.param
 
 
-def faulty(**arguments: object) -> dict:
+def faulty(**arguments):
     return {"_component_": FAULTY, **arguments}
 
 
-def records(output_dir: Path) -> list[dict]:
+def records(output_dir):
     lines = (output_dir / "skipped_steps.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
 

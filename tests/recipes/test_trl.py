@@ -6,15 +6,13 @@ With an environment of its own: ``pip install --target DIR --no-deps trl==1.16.0
 
 import importlib
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.recipes.runs import Run, start
+from tests.recipes.runs import start
 from tests.tiny import read_lines, write_checkpoint, write_lines, write_pairs
-from torchtune.data import Batch, collate_preference
+from torchtune.data import collate_preference
 from torchtune.models import from_hf_config
 from torchtune.rlhf import GroupAdvantages, Rollout, collate_rollouts
 from torchtune.rlhf.loss import GRPOLoss, setup_loss
@@ -30,7 +28,7 @@ LOSSES = "torchtune.rlhf.loss"
 HEAD = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
 
 
-def run(folder: Path, loss: dict[str, Any], **settings: Any) -> Run:
+def run(folder, loss, **settings):
     """Twenty steps of full fine-tuning in the order of the data, with the optimizer's defaults."""
     write_pairs(folder / "pairs.jsonl", count=STEPS * BATCH)
     optimizer = {"_component_": "torch.optim.AdamW", "lr": LR, "eps": EPS}
@@ -38,7 +36,7 @@ def run(folder: Path, loss: dict[str, Any], **settings: Any) -> Run:
     return start(FULL, folder, loss={**loss, "_component_": f"{LOSSES}.{loss['_component_']}"}, **options | settings)
 
 
-def parts(row: dict[str, Any], side: str = "") -> tuple[list[int], list[int]]:
+def parts(row, side=""):
     """Prompt and answer of a row of ours, whose labels are shifted."""
     tokens, labels = (
         row[f"{side}_{name}" if side else name] for name in (("input_ids", "labels") if side else ("tokens", "labels"))
@@ -47,9 +45,7 @@ def parts(row: dict[str, Any], side: str = "") -> tuple[list[int], list[int]]:
     return tokens[: at[0] + 1], tokens[at[0] + 1 : at[-1] + 2]
 
 
-def theirs(
-    trainer_class: type, config: Any, model: Any, folder: Path, rows: list[dict], ref: Any = None
-) -> dict[int, float]:
+def theirs(trainer_class, config, model, folder, rows, ref=None):
     """Losses of TRL's trainer on rows of token ids, by step; the model is trained in place."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -82,7 +78,7 @@ def theirs(
     return {record["step"]: record["loss"] for record in trainer.state.log_history if "loss" in record}
 
 
-def options(folder: Path, **more: Any) -> dict[str, Any]:
+def options(folder, **more):
     return {
         "output_dir": str(folder / "trl"),
         "per_device_train_batch_size": BATCH,
@@ -102,7 +98,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def agree(ours: Run, found: dict[int, float], model: torch.nn.Module) -> None:
+def agree(ours, found, model):
     """Losses within 1e-4 of each other at every step, weights within 3e-5 at the end.
 
     AdamW moves a weight by up to 2e-2 in these steps, and magnifies the rounding of a gradient that is almost 0.
@@ -118,7 +114,7 @@ def agree(ours: Run, found: dict[int, float], model: torch.nn.Module) -> None:
         torch.testing.assert_close(state[name], value, atol=3e-5, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
 
 
-def causal(folder: Path) -> Any:
+def causal(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32)
@@ -152,12 +148,12 @@ ONE_PAIR = {"batch_size": 1, "max_steps_per_epoch": STEPS}
 ALL_TOKENS = {**ONE_PAIR, "collate_fn": f"{__name__}.collate_all_labelled"}
 
 
-def all_labelled(row: dict[str, Any]) -> dict[str, Any]:
+def all_labelled(row):
     """A pair whose tokens all have a label, but the first."""
     return {**row, **{f"{side}_labels": [*row[f"{side}_input_ids"][1:], -100] for side in ("chosen", "rejected")}}
 
 
-def collate_all_labelled(batch: list[dict[str, Any]]) -> Batch:
+def collate_all_labelled(batch):
     return collate_preference([all_labelled(row) for row in batch])
 
 

@@ -3,8 +3,6 @@
 import math
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import MllamaForConditionalGeneration
 
 from tests import tiny_vision
-from tests.recipes.runs import Run, load_recipe, resume, start, write_config
+from tests.recipes.runs import load_recipe, resume, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny import CHATS, read_lines, write_lines
 from tests.tiny_vision import images, logits_of_transformers, sees
@@ -39,7 +37,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(kind: str, folder: Path, **settings: Any) -> Run:
+def run(kind, folder, **settings):
     return start(f"{kind}_finetune_single_device", folder, **{**SETTINGS, "batch_size": 3, **settings})
 
 

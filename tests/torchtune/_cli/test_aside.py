@@ -7,7 +7,7 @@ import time
 CODE = f"from torchtune._cli._aside import call_aside; from {__name__} import sleep; call_aside(sleep)"
 
 
-def sleep() -> None:
+def sleep():
     print("sleeping", flush=True)
     time.sleep(600)
 

@@ -2,7 +2,6 @@
 
 import io
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def chat(tune, monkeypatch):
     return run
 
 
-def reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) -> str:
+def reference(checkpoint, turns, adapter=None):
     """Six greedy tokens of ``transformers`` after user and assistant turns."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -7,7 +7,7 @@ import pytest
 from tests.torchtune.reports.folders import ROWS, SETTINGS, START, ended, lines, measured, write_run
 
 
-def make(folder, *, shift: float = 0.0, noise: float = 0.0, start=None, rate: float = 1.0, **settings):
+def make(folder, *, shift=0.0, noise=0.0, start=None, rate=1.0, **settings):
     after = {name: value + shift + (-1) ** i * noise for i, (name, value) in enumerate(ROWS.items())}
     metrics = [
         {

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +40,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def write(path: Path, *rows: Any) -> Path:
+def write(path, *rows):
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 

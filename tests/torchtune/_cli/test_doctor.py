@@ -36,7 +36,7 @@ def offline(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-def rows(text: str) -> dict[str, list[str]]:
+def rows(text):
     """Name -> lines of a report."""
     found = {}
     for line in text.splitlines():

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -102,7 +101,7 @@ def hub():
         yield server
 
 
-def ask(endpoint: str, cache: Path, *arguments: str, token: str | None) -> subprocess.CompletedProcess:
+def ask(endpoint, cache, *arguments, token):
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
     environment.pop("HF_TOKEN", None)
@@ -130,7 +129,7 @@ def download(hub, folder):
     return run
 
 
-def fetched(hub: ThreadingHTTPServer) -> set[str]:
+def fetched(hub):
     """Names of the files that were asked for."""
     return {path.partition(f"{COMMIT}/")[2] for verb, path in hub.asked if verb == "GET" and "/resolve/" in path}
 
@@ -221,7 +220,7 @@ def test_kaggle_is_refused_by_name(download):
     assert "Kaggle is not supported" in download("owner/model", "--source", "kaggle", code=2).stderr
 
 
-def upload(endpoint: str, folder: Path, repo_id: str, token: str | None) -> subprocess.CompletedProcess:
+def upload(endpoint, folder, repo_id, token):
     code = (
         "import sys, pathlib\nfrom torchtune._hub import upload\nfrom torchtune.utils import UserError\n"
         f"try:\n    print(upload(pathlib.Path({str(folder)!r}), {repo_id!r}))\n"

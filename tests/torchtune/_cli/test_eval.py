@@ -30,7 +30,7 @@ def evaluate(tune, tmp_path, monkeypatch):
     return lambda *arguments: tune("eval", *arguments, *COMMON)
 
 
-def greedy(checkpoint: Path, questions: list[str]) -> list[str]:
+def greedy(checkpoint, questions):
     """Six greedy tokens of transformers."""
     return [reference(checkpoint, [question]) for question in questions]
 

@@ -4,11 +4,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from tests.work import largest_file
 from torchtune.checkpoints import _export
-from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
+from torchtune.checkpoints._safetensors_file import TensorSlice
 from torchtune.checkpoints._save_view import SaveView
 from torchtune.modules.peft import LoRA, lora_experts
 
@@ -32,7 +30,7 @@ pytestmark = [
 ]
 
 
-def train(base: Path, folder: Path, **options: Any) -> Path:
+def train(base, folder, **options):
     """A checkpoint of a model with an adapter that was not trained, but changed."""
     model, _ = torchtune.load(base, adapter=LoRA(rank=2, alpha=6, apply_to_mlp=True, **options), device="cpu")
     randomize_adapter(model)
@@ -57,7 +55,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def numbers(folder: Path) -> dict[str, Any]:
+def numbers(folder):
     return json.loads((folder / "torchtune_export.json").read_text())["check"]
 
 
@@ -117,7 +115,7 @@ def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs, tm
     assert f"nothing is uploaded: add --yes to upload {len(files)} files to me/cats" in done.out
 
 
-def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[..., Entry]:
+def written(change):
     """``SaveView.entry`` with changed tensors."""
     real = SaveView.entry
 
@@ -136,7 +134,7 @@ def written(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[...
     return entry
 
 
-def with_the_next_experts_b(patch: pytest.MonkeyPatch) -> str:
+def with_the_next_experts_b(patch):
     """Every expert has the B of another one."""
     previous = {}
 
@@ -151,7 +149,7 @@ def with_the_next_experts_b(patch: pytest.MonkeyPatch) -> str:
     return "experts."
 
 
-def with_half_of_the_deltas(patch: pytest.MonkeyPatch) -> str:
+def with_half_of_the_deltas(patch):
     real = lora_experts.LoRAGroupedExperts.merged_weight
 
     def merged(self, name, weight):
@@ -162,7 +160,7 @@ def with_half_of_the_deltas(patch: pytest.MonkeyPatch) -> str:
     return "model.layers.0.mlp.experts."
 
 
-def with_names_without_prefix(patch: pytest.MonkeyPatch) -> str:
+def with_names_without_prefix(patch):
     real = _export.adapter_entries
 
     def bare(name):
@@ -181,7 +179,7 @@ def with_names_without_prefix(patch: pytest.MonkeyPatch) -> str:
     return "model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def with_the_untrained_base(patch: pytest.MonkeyPatch) -> str:
+def with_the_untrained_base(patch):
     patch.setattr(SaveView, "_merged_into", lambda self, name: set())
     return "model.layers.0.mlp."
 

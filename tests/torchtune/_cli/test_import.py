@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -92,7 +91,7 @@ def convert(tune, tmp_path, monkeypatch):
     return run
 
 
-def write_rows(path: Path) -> Path:
+def write_rows(path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
     path.write_text(json.dumps({"chats": turns}) + "\n")
     return path
@@ -242,7 +241,7 @@ def test_an_existing_file_is_kept(tune, tmp_path, monkeypatch):
     assert Path("mine.yaml").read_text() == "precious"
 
 
-def fields_of(*classes: tuple[str, str]) -> dict[str, Any]:
+def fields_of(*classes):
     """Fields of dataclasses in installed files -> literal default, or ``...``; later classes override."""
     found = {}
     for module, name in classes:

@@ -11,7 +11,7 @@ from torchtune._cli.ls import List, overview
 from torchtune._recipe_registry import get_all_recipes
 
 
-def listed(out: str) -> list[str]:
+def listed(out):
     """Names of the configs in the output of ``tune ls WORDS``."""
     return [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
 

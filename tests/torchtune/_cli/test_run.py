@@ -1,7 +1,6 @@
 """tune run and tune validate: what is found, checked, started and refused."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -62,7 +61,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def note(folder: Path) -> str:
+def note(folder):
     return (folder / "note.json").read_text()
 
 

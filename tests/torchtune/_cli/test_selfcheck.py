@@ -1,8 +1,5 @@
 """``tune selfcheck`` passes a sound run, and every check of it fails for the fault that it is for."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.recipes.runs import RECIPES, write_config
@@ -33,7 +30,7 @@ FAULTS = {
 }
 
 
-def leaky_collate(batch: list[Any]) -> Any:
+def leaky_collate(batch):
     """Collate packs as if each were one document."""
     for pack in batch:
         if isinstance(pack, list):
@@ -80,7 +77,7 @@ def shared(tmp_path_factory):
     return folder
 
 
-def checks(shared: Path, folder: Path, fault: str | None = None, name: str = LORA, **settings: Any) -> _Checks:
+def checks(shared, folder, fault=None, name=LORA, **settings):
     text = (RECIPES / f"{name}.py").read_text()
     for old, new in FAULTS.get(fault, {}).items():
         assert text.count(old) == 1
@@ -91,7 +88,7 @@ def checks(shared: Path, folder: Path, fault: str | None = None, name: str = LOR
     return _Checks(RecipeTarget("mine", path=folder / "mine.py"), config, [], folder / "runs")
 
 
-def tokenizer(shared: Path, component: str) -> dict[str, Any]:
+def tokenizer(shared, component):
     where = str(shared / "checkpoint" / "tokenizer.json")
     return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": where, "max_seq_len": 128}
 

@@ -8,9 +8,7 @@ import socket
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ from torchtune.rlhf.environments import Sessions, detect_format, episodes_of
 CAT = [{"role": "user", "content": "the cat"}]
 
 
-def ask(port: int, body: Any, path: str = "/v1/chat/completions", method: str = "POST", **headers: str) -> Any:
+def ask(port, body, path="/v1/chat/completions", method="POST", **headers):
     """Send a request; return status and parsed body, or the events of a stream."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -47,7 +45,7 @@ def ask(port: int, body: Any, path: str = "/v1/chat/completions", method: str = 
     return reply.status, json.loads(text)
 
 
-def content(port: int, messages: list[Any], model: str = "tiny", **more: Any) -> Any:
+def content(port, messages, model="tiny", **more):
     """Answer of at most six tokens, greedily."""
     status, reply = ask(port, {"model": model, "messages": messages, "temperature": 0, "max_tokens": 6, **more})
     assert status == 200, reply
@@ -55,7 +53,7 @@ def content(port: int, messages: list[Any], model: str = "tiny", **more: Any) ->
 
 
 @contextmanager
-def running(models: dict[str, nn.Module], tokenizer: Any, **options: Any) -> Iterator[ChatServer]:
+def running(models, tokenizer, **options):
     options = {"tool_format": None, "max_new_tokens": 12, **options}
     with ChatServer(("127.0.0.1", 0), models, tokenizer, **options) as server, serving(server):
         yield server

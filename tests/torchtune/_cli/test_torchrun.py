@@ -1,6 +1,5 @@
 """What tune run hands to torchrun, and how a run that torchrun started ends."""
 
-import argparse
 import logging
 import os
 import signal
@@ -79,11 +78,11 @@ DECIDED = {"help", "training_script", "training_script_args", "module", "no_pyth
 PRINTS = {"print_completion"}
 
 
-def options() -> list[argparse.Action]:
+def options():
     return [action for action in get_args_parser()._actions if action.dest not in DECIDED | PRINTS]
 
 
-def value_of(action: argparse.Action) -> list[str]:
+def value_of(action):
     """A value of the option, not its default, that looks as much as possible like something else."""
     if action.nargs == 0:
         return []
@@ -98,7 +97,7 @@ def test_torchrun_has_the_options_that_this_file_knows_of():
     assert len(options()) >= 20
 
 
-def ways_to_say(action: argparse.Action) -> list[list[str]]:
+def ways_to_say(action):
     """An option in all its spellings, with a value apart and joined."""
     found = []
     for name in action.option_strings:
@@ -118,7 +117,7 @@ def test_every_option_reaches_torchrun(action, monkeypatch):
         reaches(action, given)
 
 
-def reaches(action: argparse.Action, given: list[str]) -> None:
+def reaches(action, given):
     for recipe in (["own.py"], []):
         command = parse_command([*given, *recipe, "--config", "own.yaml", "a=b", "~c"])
         assert command.torchrun == given

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def adapter(base):
     return write_adapter(base.parent / "adapter", base)
 
 
-def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+def logits(folder, adapter=None):
     """Those of ``transformers``, or of ``peft``."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
@@ -38,7 +37,7 @@ def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         return model(IDS).logits
 
 
-def assert_equal(model: torch.nn.Module, expected: torch.Tensor) -> None:
+def assert_equal(model, expected):
     assert not model.training
     with torch.no_grad():
         torch.testing.assert_close(model(IDS), expected, rtol=0, atol=2e-5)

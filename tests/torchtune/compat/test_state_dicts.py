@@ -78,14 +78,14 @@ def test_only_rank_zero_receives_and_adapters_alone_if_asked():
     assert adapter.keys() == get_adapter_params(model).keys()
 
 
-def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+def steps(model, optimizer, count):
     for _ in range(count):
         model(torch.arange(8).view(1, -1)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def groups(model: torch.nn.Module) -> list[dict]:
+def groups(model):
     named = list(model.named_parameters())
     norms = [parameter for name, parameter in named if "norm" in name]
     others = [parameter for name, parameter in named if "norm" not in name]

@@ -42,7 +42,7 @@ def model():
     return build(Description(vocab_size=16, max_seq_len=32, **sizes)).double()
 
 
-def document_states(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
+def document_states(model, batch):
     hidden = model(**batch.model_inputs(), output="hidden").flatten(0, 1)
     return list(hidden.split(list(batch.documents.lengths)))
 
@@ -142,7 +142,7 @@ def test_images_are_not_split():
             change()
 
 
-def sums_by_loop(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def sums_by_loop(values, lengths):
     rows, sums = values.flatten().tolist(), []
     for length in lengths:
         sums.append(sum(rows[:length]))

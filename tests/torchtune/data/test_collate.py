@@ -149,7 +149,7 @@ COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 KEYS = {"input_ids": "tokens", "labels": "labels"}
 
 
-def loader_of(rows: list[dict[str, Any]]) -> BatchLoader:
+def loader_of(rows):
     def own(examples):
         return {name: torch.tensor([row[name] for row in examples]) for name in ("tokens", "labels")}
 

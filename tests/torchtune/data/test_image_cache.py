@@ -3,7 +3,6 @@
 import base64
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ GRIDS = ((1, 2, 2),)
 FEATURES = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
 
 
-def picture(path: Path, seed: int = 0) -> Path:
+def picture(path, seed=0):
     Image.frombytes("RGB", (5, 4), random.Random(seed).randbytes(60)).save(path)
     return path
 

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +10,12 @@ import torch
 from torchtune.data import BatchLoader, DataError, collate_documents
 
 
-def loader(size: int = 23, **settings: Any) -> BatchLoader:
+def loader(size=23, **settings):
     settings = {"batch_size": 2, "accumulation_steps": 2, "shuffle": True, "seed": 5, "collate_fn": list} | settings
     return BatchLoader(list(range(size)), **settings)
 
 
-def flat(steps: Any) -> list[int]:
+def flat(steps):
     return [example for step in steps for batch in step for example in batch]
 
 

@@ -23,7 +23,7 @@ from torchtune.data import (
 from torchtune.utils import UserError
 
 
-def roles(messages: list[Message]) -> list[tuple[str, str, bool]]:
+def roles(messages):
     return [(message.role, message.text_content, message.masked) for message in messages]
 
 

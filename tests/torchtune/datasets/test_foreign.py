@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ class Sequence:
         return ROWS[index]
 
 
-def in_memory(kind: str) -> Any:
+def in_memory(kind):
     import datasets
 
     table = datasets.Dataset.from_list(ROWS)
@@ -112,7 +111,7 @@ def test_turns_as_mappings_are_messages(tokenizer):
             tokenizer.tokenize_messages([turn])
 
 
-def sft(tokenizer: Any, message_transform: Any, model_transform: Any = None) -> SFTDataset:
+def sft(tokenizer, message_transform, model_transform=None):
     return SFTDataset(
         source=[{"messages": TURNS}], message_transform=message_transform, model_transform=model_transform or tokenizer
     )
@@ -170,7 +169,7 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(())
 
 
-def made(tokenizer: Any, rows: Any) -> Any:
+def made(tokenizer, rows):
     return instantiate_dataset({"_component_": f"{__name__}.Own", "rows": rows}, tokenizer)
 
 

@@ -21,7 +21,7 @@ GOOD = '{"prompt": "the cat"}'
 BOM = b"\xef\xbb\xbf"
 
 
-def _shown(path: Path) -> Any:
+def _shown(path):
     facts = scan(path, everything=True)
     if facts.problems:
         raise UserError(f"{path}, line {facts.problems[0][0]}: {facts.problems[0][1]}")

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +18,18 @@ from torchtune.training import ParallelDims, StepMetrics
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=4)
 
 
-def rows(count: int, first: int = 0, length: int = 1) -> list[dict[str, list[int]]]:
+def rows(count, first=0, length=1):
     return [{"tokens": [first + i] * length, "labels": [first + i] * length} for i in range(count)]
 
 
-def mixture(sizes: list[tuple[int, float]], **how: Any) -> MixedDataset:
+def mixture(sizes, **how):
     starts = itertools.accumulate((size for size, _ in sizes), initial=0)
     names = [f"d{number}" for number in range(len(sizes))]
     parts = {name: rows(size, start) for name, (size, _), start in zip(names, sizes, starts, strict=False)}
     return MixedDataset(parts, {name: weight for name, (_, weight) in zip(names, sizes, strict=True)}, **how)
 
 
-def visits(of: MixedDataset, shuffle: bool = True, epoch: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
+def visits(of, shuffle=True, epoch=0):
     """The order of an epoch, and how often it comes to each example of each dataset."""
     order = of.order(5, epoch, shuffle)
     assert len(order) == of.examples_per_epoch

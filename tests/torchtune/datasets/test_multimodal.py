@@ -2,8 +2,6 @@
 
 import base64
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,12 +44,12 @@ def pictures(tmp_path):
     return folder
 
 
-def llava(image: str | list[str] | None, *turns: str) -> dict[str, Any]:
+def llava(image, *turns):
     speakers = ["human", "gpt"] * len(turns)
     return {"image": image, "conversations": [{"from": s, "value": v} for s, v in zip(speakers, turns, strict=False)]}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write(path, rows):
     lines = path.suffix == ".jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
     return str(path)
@@ -65,7 +63,7 @@ ROWS = [
 ]
 
 
-def expected(transform: Llama3VisionTransform, image: Any, *turns: Any) -> dict[str, Any]:
+def expected(transform, image, *turns):
     """The row by hand: ``turns`` are texts, and None where the image is."""
     messages = []
     for i, turn in enumerate(turns):
@@ -77,7 +75,7 @@ def expected(transform: Llama3VisionTransform, image: Any, *turns: Any) -> dict[
     return row
 
 
-def assert_same(row: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_same(row, other):
     assert (row["tokens"], row["labels"]) == (other["tokens"], other["labels"])
     for name in ("images", "aspect_ratio"):
         assert all(map(torch.equal, row["encoder_input"][name], other["encoder_input"][name]))
@@ -85,7 +83,7 @@ def assert_same(row: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(map(torch.equal, row["encoder_mask"], other["encoder_mask"]))
 
 
-def sizes_of(dataset: SFTDataset, index: int) -> list[tuple[int, int] | None]:
+def sizes_of(dataset, index):
     return [size_of(image) for image in dataset.images(index)]
 
 

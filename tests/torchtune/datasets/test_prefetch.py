@@ -36,7 +36,7 @@ def two_cores():
         yield
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid):
     end = time.monotonic() + 20
     while is_running(pid) and time.monotonic() < end:
         time.sleep(0.02)
@@ -73,7 +73,7 @@ class Streams:
         return found
 
 
-def steps(loader: BatchLoader, count: int) -> list[Any]:
+def steps(loader, count):
     """Examples, where they come from, and the state after them, of steps of any number of epochs."""
     found = []
     for batches in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), count):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 import yaml
@@ -116,7 +115,7 @@ def test_folders_of_the_output_that_are_no_rows_stay(chats, tokenizer, tmp_path)
     assert not left.exists()
 
 
-def _template(tokenizer: Any) -> str:
+def _template(tokenizer):
     return tokenizer.chat_templates["default"].source
 
 

@@ -4,8 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +15,12 @@ from torchtune.datasets._processes import Worker, in_parts, workers
 COUNT = 2500
 
 
-def write(path: Path, bad: int = 0) -> str:
+def write(path, bad=0):
     rows = read_lines(write_conversations(path, COUNT))
     return str(write_lines(path, [*rows[: COUNT - bad], *[{"messages": rows[0]["messages"][:1]}] * bad]))
 
 
-def build(tokenizer: Any, source: str, count: int, monkeypatch: pytest.MonkeyPatch, cache: Path) -> SFTDataset:
+def build(tokenizer, source, count, monkeypatch, cache):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(cache))
     with workers(count):
         return chat_dataset(tokenizer, source=source, **OPENAI)

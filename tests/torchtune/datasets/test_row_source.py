@@ -7,7 +7,6 @@ import logging
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from torchtune.datasets._row_source import RowSource, load_rows, resolve_source
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
 
 
-def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+def write(path, rows=ROWS):
     """Write rows in the format of the suffix."""
     kind = path.suffixes[0]
     if kind == ".jsonl":
@@ -73,7 +72,7 @@ def test_files_of_a_hub_dataset_stay_its_files():
     assert resolve_source("json", {"data_files": "https://host/x.jsonl"})[0] == "json"
 
 
-def refused(tmp_path: Path, **settings: Any) -> str:
+def refused(tmp_path, **settings):
     with pytest.raises(DataError) as caught:
         load_rows(**{"split": "train", **settings})
     message = str(caught.value)

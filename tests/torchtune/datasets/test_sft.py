@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,16 +36,16 @@ from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 IGNORE = CROSS_ENTROPY_IGNORE_IDX
 
 
-def openai(*texts: str) -> dict[str, Any]:
+def openai(*texts):
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
 
 
-def chat(tokenizer: Any, source: str, **settings: Any) -> Any:
+def chat(tokenizer, source, **settings):
     return chat_dataset(tokenizer, source=str(source), **OPENAI | settings)
 
 
-def trained_text(tokenizer: Any, row: dict[str, Any]) -> str:
+def trained_text(tokenizer, row):
     return tokenizer.decode([label for label in row["labels"] if label != IGNORE], skip_special_tokens=False)
 
 
@@ -80,7 +79,7 @@ def test_train_on_input_still_works(tokenizer, tmp_path, value, strategy):
     assert old[0] == chat(tokenizer, path, masking_strategy=strategy)[0]
 
 
-def refused(build: Any, *args: Any, **settings: Any) -> str:
+def refused(build, *args, **settings):
     with pytest.raises(DataError) as caught:
         build(*args, **settings)
     assert "\n" not in str(caught.value)

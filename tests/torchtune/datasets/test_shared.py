@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import pytest
 import torchtune
 from tests.tiny import OPENAI, write_lines, write_tokenizer
 from torchtune.data import DataError
-from torchtune.datasets import SFTDataset, _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
+from torchtune.datasets import _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import preview
 from torchtune.tokenizers import hf_tokenizer
@@ -108,7 +107,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def is_mapped(array: np.ndarray, folder: Path) -> bool:
+def is_mapped(array, folder):
     """Whether an array lies in a mapped file of a folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(place, 16) for place in line.split()[0].split("-"))
@@ -117,11 +116,11 @@ def is_mapped(array: np.ndarray, folder: Path) -> bool:
     return False
 
 
-def calls(folder: Path) -> list[int]:
+def calls(folder):
     return [int(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-def kept(folder: Path) -> list[str]:
+def kept(folder):
     return sorted(path.name for path in (folder / "cache" / "rows").iterdir() if path.is_dir())
 
 
@@ -165,7 +164,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, forker)
     assert len(kept(folder)) == 1 + len(left)
 
 
-def chat(folder: Path, tokenizer: Any = None, rows: Any = None, **settings: Any) -> SFTDataset:
+def chat(folder, tokenizer=None, rows=None, **settings):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue one"}]
     return chat_dataset(
         tokenizer or hf_tokenizer(str(folder), max_seq_len=64),

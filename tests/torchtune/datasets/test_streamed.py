@@ -3,9 +3,7 @@
 import gc
 import itertools
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,11 +24,11 @@ CAPACITY = 12
 QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def transform(row: Mapping[str, Any]) -> dict[str, list[int]]:
+def transform(row):
     return {"tokens": [row["id"]] * row["length"], "labels": [row["id"]] * row["length"]}
 
 
-def write_rows(folder: Path, sizes: list[int]) -> list[str]:
+def write_rows(folder, sizes):
     """Files of rows with ids that go on from file to file."""
     ids = itertools.count()
     paths = []
@@ -42,7 +40,7 @@ def write_rows(folder: Path, sizes: list[int]) -> list[str]:
     return paths
 
 
-def ids(example: Any) -> list[int]:
+def ids(example):
     documents = example if isinstance(example, list) else [example]
     return [int(document["tokens"][0]) for document in documents for _ in document["tokens"]]
 
@@ -58,7 +56,7 @@ STREAMS = st.fixed_dictionaries(
 )
 
 
-def stream(folder: Path, how: dict[str, Any]) -> StreamedDataset:
+def stream(folder, how):
     return StreamedDataset(
         transform,
         "json",
@@ -126,7 +124,7 @@ def test_any_number_of_processes_see_the_same_steps(tmp_path, how, world, taken)
         assert [ids(example) for step in steps for batch in step for example in batch] == expected
 
 
-def _after(loader: BatchLoader) -> Any:
+def _after(loader):
     list(loader)  # ends the epoch
     return iter(loader)
 

@@ -1,8 +1,6 @@
 """Rows of every format, and scores by name."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ USER, ASSISTANT = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "c
 SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]
 
 
-def rows_of(folder: Path, *rows: Any, **options: Any) -> list[Any]:
+def rows_of(folder, *rows, **options):
     path = folder / "rows.jsonl"
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return read_eval_rows(path, **options)

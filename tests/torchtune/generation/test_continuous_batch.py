@@ -18,7 +18,6 @@ from torchtune.generation import (
 )
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, disable_adapter
 from torchtune.utils import onednn_computes
@@ -47,7 +46,7 @@ _KINDS = {
 }
 
 
-def _model(**options: Any) -> TransformerDecoder:
+def _model(**options):
     torch.manual_seed(0)
     model = build(Description(**(_SIZES | options)))
     for parameter in model.parameters():
@@ -60,7 +59,7 @@ def model():
     return _model()
 
 
-def _alone(model: TransformerDecoder, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+def _alone(model, prompt, new, stop):
     """Greedy tokens by forward passes over the whole text, without any cache."""
     tokens = list(prompt)
     with torch.no_grad():
@@ -69,7 +68,7 @@ def _alone(model: TransformerDecoder, prompt: list[int], new: int, stop: set[int
     return tokens[len(prompt) :]
 
 
-def _answers_as_alone(model: TransformerDecoder, prompts: list[list[int]] = _PROMPTS[:1], new: int = 40) -> None:
+def _answers_as_alone(model, prompts=_PROMPTS[:1], new=40):
     found = generate_tokens(model, prompts, max_new_tokens=new, temperature=0.0)
     for prompt, tokens in zip(prompts, found.tokens, strict=True):
         assert tokens.tolist() == _alone(model, prompt, new, set())

@@ -31,7 +31,7 @@ def model():
     return model
 
 
-def _prompt(*shape: int) -> torch.Tensor:
+def _prompt(*shape):
     return torch.randint(1, 29, shape, generator=torch.Generator().manual_seed(1))
 
 

@@ -6,7 +6,6 @@ import torch
 from tests.tiny import write_checkpoint
 from torchtune.generation import generate_tokens, stream_tokens
 from torchtune.models import Description, build, from_hf_config
-from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.peft import LoRA
@@ -27,9 +26,7 @@ def model():
     return model
 
 
-def teacher_forced(
-    model: TransformerDecoder, prompt: list[int], tokens: torch.Tensor, temperature: float
-) -> torch.Tensor:
+def teacher_forced(model, prompt, tokens, temperature):
     """Log-probabilities of ``tokens`` [n] after ``prompt``, by one forward pass."""
     whole = torch.cat([torch.tensor(prompt), tokens])
     with torch.no_grad():

@@ -34,7 +34,7 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def hostile_events() -> list[dict]:
+def hostile_events():
     sample = {"row": 0, "tokens": 9, "trained": 2, "pieces": [[EVIL, False], [EVIL, True]]}
     data = {"dataset": {"rows": 3, "examples": 3, "digest": EVIL, "samples": [sample]}}
     answer = {"prompt": EVIL, "expected": EVIL, "answer": EVIL}

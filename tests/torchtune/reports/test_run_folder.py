@@ -12,7 +12,7 @@ from torchtune.reports import RunFolder, judge
 from torchtune.utils import UserError
 
 
-def counted(step: int, tokens: int, seconds: float, **more: float) -> dict[str, float]:
+def counted(step, tokens, seconds, **more):
     return {"step": step, "processed_tokens": 2 * tokens, "trained_tokens": tokens, "elapsed_seconds": seconds, **more}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import torchtune
 from tests.tiny import write_checkpoint
 from torchtune import rlhf
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import (
     GroupAdvantages,
@@ -40,12 +40,12 @@ from torchtune.training import ParallelDims
 LENGTHS = [3, 1, 5, 4]
 
 
-def numbers(count: int, scale: float, seed: int) -> Tensor:
+def numbers(count, scale, seed):
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(count, generator=generator, dtype=torch.float64)
 
 
-def by_hand(loss: GRPOLoss, now: Tensor, old: Tensor, values: list[float], ref: Tensor, sampled: Tensor) -> Tensor:
+def by_hand(loss, now, old, values, ref, sampled):
     """The mean over the step, sequence by sequence and token by token, with weights without gradient spelled out."""
     total, at = torch.zeros((), dtype=torch.float64), 0
     for length, given in zip(LENGTHS, values, strict=True):
@@ -144,19 +144,19 @@ def test_advantages_follow_the_formula():
 ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2", "steps": "2 * 3\n#### -1,200.5"}
 
 
-def one_more(rows: list, texts: list) -> list:
+def one_more(rows, texts):
     return [1.0] * (len(texts) + 1)
 
 
-def fails_on_b(rows: list, texts: list) -> list:
+def fails_on_b(rows, texts):
     return [1.0 / (text != "b") for text in texts]
 
 
-def by_row(rows: list, texts: list) -> dict:
+def by_row(rows, texts):
     return dict.fromkeys(range(len(texts)), 1.0)
 
 
-def nan_on_b(rows: list, texts: list) -> list:
+def nan_on_b(rows, texts):
     return [math.nan if text == "b" else None for text in texts]
 
 
@@ -257,7 +257,7 @@ def tiny(tmp_path_factory):
 PROMPTS = [[5, 9, 30, 31], [7, 8], [40, 41, 42, 43, 44, 45]]
 
 
-def token_scores(model: torch.nn.Module, batch: Batch, loss: GRPOLoss | None = None) -> tuple[Tensor, Tensor]:
+def token_scores(model, batch, loss=None):
     """Scores of the tokens of a batch, and which of them have labels."""
     loss = loss or setup_loss(GRPOLoss(), model)
     scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)

@@ -32,12 +32,12 @@ REFERENCE = ((-12.5, -3.0, -29.0), (-13.0, -4.0, -11.5))
 LENGTHS = ((7, 2, 15), (9, 3, 6))
 
 
-def nls(x: float) -> float:
+def nls(x):
     """−log σ(x)"""
     return math.log1p(math.exp(-x))
 
 
-def odds(p: float) -> float:
+def odds(p):
     return math.log(math.exp(p) / (1.0 - math.exp(p)))
 
 
@@ -62,12 +62,12 @@ FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
 }
 
 
-def outputs(sums: tuple, lengths: tuple = LENGTHS) -> ChosenRejectedOutputs:
+def outputs(sums, lengths=LENGTHS):
     chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in sums)
     return ChosenRejectedOutputs(chosen, rejected, None, None, *(torch.tensor(side) for side in lengths))
 
 
-def slope(formula: Callable[..., float], values: list[float], at: int) -> float:
+def slope(formula, values, at):
     """Central difference by argument ``at``."""
     step = 1e-5
     high, low = ([value + sign * step * (i == at) for i, value in enumerate(values)] for sign in (1, -1))
@@ -124,7 +124,7 @@ def test_numbers_without_a_meaning_are_refused(make, words):
         make()
 
 
-def pair(chosen: int, rejected: int, labels: bool = True, **numbers: float) -> dict:
+def pair(chosen, rejected, labels=True, **numbers):
     """A pair of answers of so many tokens after a prompt of two; labels are shifted."""
     example = dict(numbers)
     for side, count in (("chosen", chosen), ("rejected", rejected)):
@@ -159,7 +159,7 @@ def test_a_margin_of_the_examples_is_taken_off():
     assert total.item() == pytest.approx(nls(1.0 - 0.25 - 0.5) + nls(2.0 + 1.0 - 2.0), abs=1e-9)
 
 
-def answer(prompt: list[int], completion: list[int], good: bool) -> dict:
+def answer(prompt, completion, good):
     labels = [-100] * (len(prompt) - 1) + completion + [-100]
     return {"tokens": prompt + completion, "labels": labels, "is_chosen": good}
 

@@ -65,7 +65,7 @@ def server():
         yield found
 
 
-def choice(**changes: Any) -> dict[str, Any]:
+def choice(**changes):
     log_probs = {"token_logprobs": changes.pop("log_probs", [-1.0, -0.5])}
     right = {
         "index": 0,
@@ -189,7 +189,7 @@ def test_a_slow_drip_ends_with_the_timeout_and_is_asked_for_once(server, begin):
     assert server.count == 1
 
 
-def said(text: Any) -> dict[str, Any]:
+def said(text):
     return {"choices": [{"message": {"content": text}}]}
 
 

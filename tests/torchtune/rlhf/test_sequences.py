@@ -14,7 +14,7 @@ from torchtune.modules.peft import LoRALinear
 DIM, VOCAB = 6, 13
 
 
-def projections() -> dict[str, nn.Module]:
+def projections():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         adapted = LoRALinear(DIM, VOCAB, rank=2, alpha=4)

@@ -21,7 +21,7 @@ from tests.torchtune.rlhf.servers import tiny_server
 from tests.torchtune.rlhf.test_grpo import token_scores
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
-from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
+from torchtune.rlhf import LocalSampler, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
 from torchtune.rlhf._servers import VLLMServer
 from torchtune.rlhf.loss import GRPOLoss
 from torchtune.tokenizers import hf_tokenizer
@@ -45,7 +45,7 @@ def make(checkpoint):
     return build
 
 
-def difference(sampler: ServerSampler, rollouts: list[Rollout]) -> float:
+def difference(sampler, rollouts):
     """Largest difference of the trainer's log-probs to those that came with the answers."""
     batch = collate_rollouts(rollouts, [1.0] * len(rollouts))
     loss = setup_policy_loss(GRPOLoss(), sampler.model, sampler)
@@ -53,7 +53,7 @@ def difference(sampler: ServerSampler, rollouts: list[Rollout]) -> float:
     return (scores[known] - batch.per_token["sampled"][known]).abs().max().item()
 
 
-def shift(sampler: ServerSampler, seed: int) -> None:
+def shift(sampler, seed):
     generator = torch.Generator().manual_seed(seed)
     for weight in filter(lambda weight: weight.requires_grad, sampler.model.parameters()):
         weight.data += 0.1 * torch.randn(weight.shape, generator=generator)

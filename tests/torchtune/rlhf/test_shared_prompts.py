@@ -1,7 +1,6 @@
 """Answers that share the tokens of their prompt are what they are alone: log-probs, scores, losses, gradients."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ KINDS = {
 }
 
 
-def make(**changes: Any) -> nn.Module:
+def make(**changes):
     torch.manual_seed(0)
     model = build(Description(**{"vocab_size": 40, "max_seq_len": 256, **SIZES, **changes}))
     for parameter in model.parameters():
@@ -32,7 +31,7 @@ def make(**changes: Any) -> nn.Module:
     return model
 
 
-def pairs() -> list[dict[str, Any]]:
+def pairs():
     """A plain prompt; answers that begin alike; labeled turns in the prompt; nothing in common; one in the other."""
     rng = random.Random(0)
     rows = []
@@ -176,7 +175,7 @@ def test_single_answers_share_nothing():
         loaders[1].peek()
 
 
-def answers() -> tuple[list[Rollout], list[float]]:
+def answers():
     """Two groups: answers of several lengths, two that begin alike with the same advantage, one of a single token."""
     rng = random.Random(1)
     rollouts = []

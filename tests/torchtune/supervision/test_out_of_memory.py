@@ -3,7 +3,6 @@
 import pickle
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,17 +24,17 @@ CONFIGS = {
 CARELESS = ("batch_size=4", "gradient_accumulation_steps=2", "tokenizer.max_seq_len=2048", "clip_grad_norm=1.0")
 
 
-def settings(config: str, *overrides: str) -> Any:
+def settings(config, *overrides):
     return load_and_check(find_config(config), overrides, import_module(f"recipes.{CONFIGS[config]}").recipe_main)
 
 
-def activity(*shape: int) -> Activity:
+def activity(*shape):
     found = Activity(step=6)
     found.shape = shape or None
     return found
 
 
-def explained(error: Any, cfg: Any, dims: training.ParallelDims | None = None, **given: Any) -> str:
+def explained(error, cfg, dims=None, **given):
     with (
         pytest.raises(training.OutOfMemoryError) as caught,
         training.explain_out_of_memory(cfg, activity(2, 4096), dims or training.ParallelDims(), **given),
@@ -45,15 +44,15 @@ def explained(error: Any, cfg: Any, dims: training.ParallelDims | None = None, *
     return str(caught.value)
 
 
-def raise_torch_error() -> None:
+def raise_torch_error():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def allocate_a_tensor() -> None:
+def allocate_a_tensor():
     torch.empty(2**50)
 
 
-def allocate_a_list() -> None:
+def allocate_a_list():
     bytearray(2**60)
 
 
@@ -103,7 +102,7 @@ def test_advice_is_new_and_accepted(config, overrides):
         assert before[0] != after[0]
 
 
-def _at(cfg: Any, key: str) -> Any:
+def _at(cfg, key):
     section, _, name = key.partition(".")
     return getattr(cfg, section).get(name) if name else getattr(cfg, key)
 

@@ -19,7 +19,7 @@ from torchtune.utils import Activity, watch_activity
 SIZES = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 24}
 
 
-def in_place(added: object, a: object, b: object, **kwargs: object) -> int:
+def in_place(added, a, b, **kwargs):
     return mm_flop(a, b)
 
 
@@ -31,25 +31,25 @@ class Clock:
         return self.now
 
 
-def tiny(**changes: object) -> nn.Module:
+def tiny(**changes):
     torch.manual_seed(0)
     return build(Description(vocab_size=40, max_seq_len=64, **{**SIZES, **changes}))
 
 
-def frozen_below(model: nn.Module) -> nn.Module:
+def frozen_below(model):
     for part in (model.tok_embeddings, *model.layers[:2]):
         part.requires_grad_(False)
     return model
 
 
-def with_adapters(model: nn.Module) -> nn.Module:
+def with_adapters(model):
     lora = LoRA(rank=2, alpha=4, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True)
     apply_conversions(model, [lora])
     model.tok_embeddings.requires_grad_(True)  # so that gradients pass every frozen matrix
     return model
 
 
-def without_loss(model: nn.Module) -> nn.Module:
+def without_loss(model):
     model.skip_output_layer = False
     return model
 

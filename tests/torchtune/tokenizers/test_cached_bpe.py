@@ -2,7 +2,6 @@
 
 import random
 from itertools import product
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -31,12 +30,12 @@ PARTS = [
 SPACES = ["".join(run) for length in (1, 2, 3) for run in product(" \n\t\r\u00a0\u3000", repeat=length)]
 
 
-def encode(encoder: WordEncoder, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]] | None:
+def encode(encoder, text, spans):
     found = encoder.encode(text, spans)
     return None if found is None else (found[0].tolist(), list(map(bool, found[1])))
 
 
-def make(kind: str, *, nfc: bool = False, split: Any = None) -> Tokenizer:
+def make(kind, *, nfc=False, split=None):
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "caseless"))
     pre_tokenizer = SPLITS[kind] if split is None else pre_tokenizers.Sequence([split, BYTES])
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()

@@ -1,13 +1,11 @@
 """Ids of ``transformers`` and hand-made masks, for every template and conversation."""
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.torchtune.tokenizers.chat_case import Case, Turns
 from tests.torchtune.tokenizers.chat_checks import (
     expected_mask,
     expected_plain,
@@ -40,7 +38,7 @@ class Three(NamedTuple):
 _made: dict[tuple[str, bool], Three] = {}
 
 
-def write_checkpoint(folder: Path, case: Case, *, metaspace: bool = False) -> None:
+def write_checkpoint(folder, case, *, metaspace=False):
     """Write a small tokenizer with the template of ``case``."""
     tokenizer = Tokenizer(models.BPE())
     step = pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,7 +67,7 @@ def write_checkpoint(folder: Path, case: Case, *, metaspace: bool = False) -> No
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
 
-def three(case: Case, tmp: Path, *, metaspace: bool = False) -> Three:
+def three(case, tmp, *, metaspace=False):
     """The tokenizers of a case; made once."""
     from transformers import PreTrainedTokenizerFast
 
@@ -84,7 +82,7 @@ def three(case: Case, tmp: Path, *, metaspace: bool = False) -> Three:
     return _made[case.name, metaspace]
 
 
-def check(case: Case, turns: Turns, tmp: Path, tools: list[Any] | None = None, *, metaspace: bool = False) -> bool:
+def check(case, turns, tmp, tools=None, *, metaspace=False):
     """Compare one conversation; returns whether its texts spell control tokens."""
     ours, parsing, theirs = three(case, tmp, metaspace=metaspace)
     pieces = truth_of(case, turns, tools)
@@ -160,7 +158,7 @@ def test_the_prompt_of_inference_is_the_prompt_of_training(case, tmp_path_factor
     )
 
 
-def trained_text(tokenizer: HuggingFaceModelTokenizer, strategy: str) -> str:
+def trained_text(tokenizer, strategy):
     """What is trained on of two exchanges."""
     messages = messages_of(exchange("one", "two", "three", "four"))
     mask_messages(messages, strategy)
@@ -181,7 +179,7 @@ def test_training_on_users_too(tmp_path):
         assert all(word in text for word in ("one", "two", "three", "four")), case.name
 
 
-def named(name: str, folder: Path) -> HuggingFaceModelTokenizer:
+def named(name, folder):
     """The tokenizer with the template of a name."""
     (case,) = (case for case in CASES if case.name == name)
     return three(case, folder).ours

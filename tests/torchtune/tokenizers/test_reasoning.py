@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,16 +39,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make(folder: Path, policy: str, template: str = "qwen3", **options: Any) -> Any:
+def make(folder, policy, template="qwen3", **options):
     source = TEMPLATES / f"{template}.jinja"
     return hf_tokenizer(str(folder), chat_template=str(source), reasoning=policy, **options)
 
 
-def messages(turns: list[dict[str, Any]]) -> list[Any]:
+def messages(turns):
     return OpenAIToMessages()({"messages": turns})["messages"]
 
 
-def parts(tokenizer: Any, turns: list[dict[str, Any]], **options: Any) -> tuple[str, list[str]]:
+def parts(tokenizer, turns, **options):
     """The whole text of a conversation, and its trained passages."""
     tokens, mask = tokenizer.tokenize_messages(messages(turns), **options)
     edges = np.flatnonzero(np.diff([1, *mask, 1])).reshape(-1, 2)
@@ -139,7 +138,7 @@ def test_a_policy_that_cannot_be_followed(folder):
         dataset(folder, [], streaming=True)
 
 
-def dataset(folder: Path, rows: list[Any], policy: str = "split", **options: Any) -> Any:
+def dataset(folder, rows, policy="split", **options):
     source = str(write_lines(folder / "rows.jsonl", [{"messages": turns} for turns in rows]))
     tokenizer = make(folder, policy, max_seq_len=options.pop("max_seq_len", 256))
     return chat_dataset(tokenizer, source=source, **OPENAI, **options)

@@ -91,7 +91,7 @@ HOSTILE = {
 }
 
 
-def render(source: str, caught: list[Exception]) -> None:
+def render(source, caught):
     try:
         ChatTemplate(source, {}).render(CHAT)
     except (DataError, RecursionError, MemoryError) as error:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchtune.tokenizers.chat_case import Case, Turns
+from tests.torchtune.tokenizers.chat_case import Case
 from tests.torchtune.tokenizers.chat_checks import messages_of
 from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
 from torchtune.data import DataError
-from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.tokenizers import hf_tokenizer
 from torchtune.tokenizers._chat_template import ChatTemplate
 
 PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
@@ -50,7 +50,7 @@ FAMILIES = {
 }
 
 
-def conversation(kind: str) -> tuple[Turns, dict[str, str]]:
+def conversation(kind):
     """The turns of a kind, and the role and kind of text of every word."""
     turns = []
     words = {}
@@ -86,7 +86,7 @@ def conversation(kind: str) -> tuple[Turns, dict[str, str]]:
     return turns, words
 
 
-def make(family: str, folder: Path) -> HuggingFaceModelTokenizer:
+def make(family, folder):
     """A small tokenizer with a published template, and no generation config that names the ends of turns."""
     eos = FAMILIES[family][0]
     special = SPECIAL[family.removesuffix("_v5")].split()
@@ -95,7 +95,7 @@ def make(family: str, folder: Path) -> HuggingFaceModelTokenizer:
     return hf_tokenizer(str(folder))
 
 
-def trained_parts(tokenizer: HuggingFaceModelTokenizer, turns: Turns) -> list[str]:
+def trained_parts(tokenizer, turns):
     """The text of every run of tokens that is trained on."""
     tokens, mask = tokenizer.tokenize_messages(messages_of(turns))
     parts = [[]]

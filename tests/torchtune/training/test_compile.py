@@ -18,14 +18,14 @@ pytestmark = [
 ]
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     return llama3_2(
         vocab_size=64, num_layers=3, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=128, intermediate_dim=64
     )
 
 
-def batch(lengths: tuple[int, ...]) -> dict:
+def batch(lengths):
     documents = Documents.from_lengths(lengths)
     torch.manual_seed(sum(lengths))
     tokens = torch.randint(0, 64, (1, documents.num_tokens))

@@ -8,11 +8,11 @@ from torchtune import training
 from torchtune.training import lr_schedulers
 
 
-def make_optimizer(lr: float = 0.5) -> torch.optim.Optimizer:
+def make_optimizer(lr=0.5):
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def rates(schedule, steps: int) -> list[float]:
+def rates(schedule, steps):
     seen = []
     for _ in range(steps):
         seen.append(training.get_lr(schedule.optimizer))

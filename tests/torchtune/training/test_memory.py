@@ -17,21 +17,21 @@ from torchtune.utils import UserError
 CPU = torch.device("cpu")
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     return llama3_2(
         vocab_size=64, num_layers=4, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=64, intermediate_dim=64
     )
 
 
-def loss_and_gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(model):
     torch.manual_seed(1)
     loss = model(torch.randint(0, 64, (2, 16))).square().mean()
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def saved_bytes(model: nn.Module) -> int:
+def saved_bytes(model):
     total = 0
 
     def pack(tensor):
@@ -44,7 +44,7 @@ def saved_bytes(model: nn.Module) -> int:
     return total
 
 
-def linear_or_empty(module: nn.Module, recurse: bool, numel: int) -> bool:
+def linear_or_empty(module, recurse, numel):
     return isinstance(module, nn.Linear) or numel == 0
 
 

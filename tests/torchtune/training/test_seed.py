@@ -8,7 +8,7 @@ from torchtune import training
 from torchtune.training.seed import SeedError
 
 
-def draw() -> list[float]:
+def draw():
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.rand(3).tolist()]
 
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("settings")
 
 
-def copied(name: str, folder: Path, renamed: dict[str, str], added: str = "", **settings: Any) -> tuple[Path, Path]:
+def copied(name, folder, renamed, added="", **settings):
     """A copy of a recipe with settings renamed everywhere in its text and in its config; (file, config)."""
     text = Path(load_recipe(name, folder).__file__).read_text()
     for old, new in renamed.items():
@@ -40,7 +40,7 @@ def copied(name: str, folder: Path, renamed: dict[str, str], added: str = "", **
     return path, write_config(name, folder, folder / "new_run", **settings)
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
+def typed(monkeypatch, capfd, *words):
     monkeypatch.setattr(sys, "argv", ["tune", "run", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
         tune.main()

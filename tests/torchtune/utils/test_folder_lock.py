@@ -57,7 +57,7 @@ def said():
     get_logger().removeHandler(handler)
 
 
-def refusal(lock: FolderLock) -> str:
+def refusal(lock):
     with pytest.raises(UserError) as caught:
         lock.acquire()
     text = str(caught.value)

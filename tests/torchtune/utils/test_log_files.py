@@ -38,7 +38,7 @@ def _closed():
     close_run_logger()
 
 
-def in_process(rank: int, folder: Path, end: str) -> tuple[int, str, str]:
+def in_process(rank, folder, end):
     """(exit code, screen, file) of a process of its own."""
     read, write = os.pipe()
     pid = os.fork()

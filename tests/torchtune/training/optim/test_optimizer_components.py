@@ -22,26 +22,26 @@ from torchtune.utils import UserError
 FORMATS = {"8bit": 2.04, "4bit": 1.07, "Fp8": 2.04}
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64, bias=False))
     return model.bfloat16().to(dtype)
 
 
-def give_gradients(model: nn.Module, step: int) -> None:
+def give_gradients(model, step):
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.grad = (torch.randn(parameter.shape, generator=generator) * 0.1 + 0.05).to(parameter.dtype)
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def take_steps(model, optimizer, steps):
     for step in steps:
         give_gradients(model, step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def low_bit(name: str, **options):
+def low_bit(name, **options):
     torchao = pytest.importorskip("torchao.optim", reason="the extra quantization is not installed")
     return lambda parameters: getattr(torchao, name)(parameters, **{"lr": 1e-2, "weight_decay": 0.1} | options)
 

@@ -13,17 +13,17 @@ PRECISIONS = ["param_dtype", "stochastic_rounding", "fp32_master"]
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward(model, step):
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(model[0].weight.dtype)
     model(x).float().square().mean().backward()
 
 
-def train(model, optimizer, schedule, steps) -> list[float]:
+def train(model, optimizer, schedule, steps):
     rates = []
     for step in steps:
         backward(model, step)
@@ -34,7 +34,7 @@ def train(model, optimizer, schedule, steps) -> list[float]:
     return rates
 
 
-def weights(model: nn.Module) -> torch.Tensor:
+def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 

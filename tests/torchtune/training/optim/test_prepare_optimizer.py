@@ -12,13 +12,13 @@ EVERY_OPTIMIZER = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop R
 HALF_PRECISIONS = ("stochastic_rounding", "fp32_master")
 
 
-def make_model(dtype: torch.dtype, *, bias: bool = True, seed: int = 0) -> nn.Module:
+def make_model(dtype, *, bias=True, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(96, 64, bias=bias), nn.Linear(64, 96, bias=bias)).bfloat16()
     return model.to(dtype)
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def take_steps(model, optimizer, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -28,7 +28,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
         optimizer.zero_grad()
 
 
-def weights(model: nn.Module) -> torch.Tensor:
+def weights(model):
     return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
 
 

@@ -10,7 +10,7 @@ from torchtune.training.optim._stochastic_rounding import make_generator, round_
 CPU = torch.device("cpu")
 
 
-def rounded(values: torch.Tensor, step: int = 0) -> torch.Tensor:
+def rounded(values, step=0):
     return round_stochastically_(values.clone(), make_generator(3, "weight", step, CPU))
 
 

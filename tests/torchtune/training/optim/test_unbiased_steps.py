@@ -1,7 +1,6 @@
 """bfloat16 training against float64: norms without bias, noise by shard."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtune.training import clip_grad_norm_, prepare_optimizer
@@ -19,7 +18,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 @contextmanager
-def as_rank(rank: int, world_size: int) -> Iterator[None]:
+def as_rank(rank, world_size):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -27,9 +26,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def noise(
-    rank: int, sizes: tuple[int, ...], placements: dict[str, list[Placement]], *, steps: int = 1, resumed: bool = False
-) -> dict[str, torch.Tensor]:
+def noise(rank, sizes, placements, *, steps=1, resumed=False):
     """What the roundings of one rank do to the same values: weights after steps, local shards of equal sizes."""
     with as_rank(rank, torch.Size(sizes).numel()):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
@@ -93,13 +90,13 @@ def test_noise_of_a_shard_goes_on_after_a_resume():
         assert all(torch.equal(through[name], resumed[name]) for name in through)
 
 
-def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+def gradients(dtype):
     generator = torch.Generator().manual_seed(0)
     shapes = [(7,), (300, 401), (3, 2**17), (1, 1)]
     return [(torch.randn(shape, generator=generator) * 1e-2 + 3e-3).to(dtype) for shape in shapes]
 
 
-def exact(grads: list[torch.Tensor]) -> float:
+def exact(grads):
     return torch.cat([grad.double().flatten() for grad in grads]).norm().item()
 
 

@@ -1,6 +1,5 @@
 """Experts on two processes train as on one, their state resumes on one, and tokens move as many bytes as they have."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder: Path, kind: str, dims: ParallelDims, output: Path) -> tuple[FullModelHFCheckpointer, Any, Any]:
+def start(folder, kind, dims, output):
     source, conversions = KINDS[kind]
     model = build(folder / source, *(make() for make in conversions))
     parallelize(model, dims, device=CPU)
@@ -51,7 +50,7 @@ def start(folder: Path, kind: str, dims: ParallelDims, output: Path) -> tuple[Fu
     return store, model.train(), torch.optim.AdamW(trained, lr=1e-3)
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dims: ParallelDims, number: int) -> list[float]:
+def step(model, optimizer, dims, number):
     """The loss, the norm of the gradients, and the bytes of all-to-alls of all ranks."""
     tokens = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(number))
     labels = tokens.roll(-1, 1)
@@ -70,7 +69,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dims: Paralle
     return [total, norm.item(), moved]
 
 
-def train(folder: Path, kind: str, dims: ParallelDims) -> dict[str, Any]:
+def train(folder, kind, dims):
     store, model, optimizer = start(folder, kind, dims, folder / f"{kind} {dims.world_size}")
     steps = [step(model, optimizer, dims, number) for number in range(STEPS)]
     state = {"optimizer": optimizer, "progress": {"step": STEPS}}
@@ -82,7 +81,7 @@ def train(folder: Path, kind: str, dims: ParallelDims) -> dict[str, Any]:
     return found | {"after": step(model, optimizer, dims, STEPS)}
 
 
-def on_two_ranks(folder: Path) -> None:
+def on_two_ranks(folder):
     dims = ParallelDims(dp_shard=2, ep=2, world_size=2)
     dims.build_mesh("cpu")
     for kind in KINDS:
