@@ -36,7 +36,7 @@ class ModelSpec:
             copies, such as multi-token prediction.
         untrained_modules: further untrained weights: (name prefix within a layer, attribute of a description that lists
             the layers).
-        layers_prefix: prefix of layer names, for ``untrained_modules``.
+        layers_prefix: Hugging Face name prefix of a layer, for ``untrained_modules``.
         untrained_layers: name suffix of a weight that identifies layers after the model's last layer as untrained.
         builder: builds a composite model: ``builder(description, spec) -> model``. Checkpoints then hold the full
             model, and ``config.json`` describes it.

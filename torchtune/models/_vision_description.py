@@ -65,8 +65,8 @@ class VisionDescription:
     output_dim: int  # width of the text decoder
     merge_channels_first: bool = False
     merge_pools: bool = False  # a token is the mean of its patches
-    merge_standardized: bool = False  # tokens are shifted and scaled by constants
-    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # norm before the projector; plain: without weight
+    merge_standardized: bool = False  # merged patches are shifted and scaled, without training
+    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # of patches or pooled tokens; plain: no weight
     merge_norm_eps: float = 1e-6
     merge_reduces: bool = False  # merged patches are projected to the width of one patch
     projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer

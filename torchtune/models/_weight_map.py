@@ -1,10 +1,11 @@
 """Weight maps: names and layouts of weights in other formats, as tables for both directions.
 
-A :class:`WeightMap` is a table of :class:`Row`: template of the external names, template of our names, and a
-reversible :class:`Op`. Templates have the placeholder ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a
-given :class:`~torchtune.models.Description` the rows expand into :class:`Group` objects, the smallest sets of tensors
-that can be converted separately. Usually a group is one tensor on either side; a fused projection is one external
-tensor and several of ours; stacked experts are several external tensors and one of ours. Conversion is streamed: only
+"Our" names and tensors are torchtune's; "external" names and tensors are those of the other format. A
+:class:`WeightMap` is a table of :class:`Row`: template of the external names, template of our names, and a reversible
+:class:`Op`. Templates have the placeholder ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a given
+:class:`~torchtune.models.Description`, the rows expand into :class:`Group` objects, the smallest sets of tensors that
+can be converted separately. Usually a group is one tensor on either side; a fused projection is one external tensor
+and several of ours; stacked experts are several external tensors and one of ours. Conversion is streamed: only
 incomplete groups are in memory.
 
 Reading::
@@ -41,7 +42,7 @@ from torchtune.models._weight_ops import (
 )
 from torchtune.models._weight_rows import Group, Row, Tied, WeightMapError
 
-# Placeholder in a template -> attribute of the description with its number of values.
+# Placeholder in a template -> attribute of the description that holds the number of its values.
 _PLACEHOLDERS = {
     "layer": "num_layers",
     "expert": "num_experts",
@@ -62,8 +63,8 @@ class WeightMap:
     Attributes:
         rows: rows of the table.
         tied: tied tensors that the format may store as copies.
-        ignore: templates of external names that are no weights, for example cached RoPE frequencies.
-        modules: pairs (prefix of external names, prefix of the module names in transformers, which ``peft`` uses).
+        ignore: templates of external names that are not weights, for example cached RoPE frequencies.
+        modules: pairs (prefix of external names, prefix of the module names in ``transformers``, which ``peft`` uses).
 
     Example:
         >>> model.spec.weight_map("hf").external_module("layers.0.mlp.w1", model.description)
@@ -85,7 +86,7 @@ class WeightMap:
         Args:
             prefixes: prefix of an external name -> prefix in the composite checkpoint; the longest match is replaced.
                 ``{"": "language_model."}`` adds a prefix to every name.
-            ours: prefix that is added to our names, for example ``"decoder."``.
+            ours: prefix to add to our names, for example ``"decoder."``.
         """
         return _prefixed(self, tuple(sorted(prefixes.items())), ours)
 
@@ -104,8 +105,8 @@ class WeightMap:
         Args:
             external_names: all tensor names of the checkpoint.
             description: the description of the full model.
-            owns: filter on our parameter names, for example of a pipeline stage; by default all. A group is selected if
-                the filter accepts one of its parameters.
+            owns: filter of our parameter names, for example those of a pipeline stage; by default all. A group is
+                selected if the filter accepts one of its parameters.
 
         Raises:
             WeightMapError: a name is unknown, or a selected parameter is missing from the checkpoint.
@@ -124,7 +125,7 @@ class WeightMap:
     def to_tune(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Convert a stream of external tensors to a stream of ours; only incomplete groups stay in memory.
+        """Convert a stream of external tensors to our tensors; only incomplete groups stay in memory.
 
         Args:
             tensors: (external name, tensor) pairs in any order.
@@ -132,7 +133,7 @@ class WeightMap:
             partial: allow missing groups (an adapter, one shard file).
 
         Raises:
-            WeightMapError: unknown, missing or repeated names, or a shared tensor that differs from its source.
+            WeightMapError: a name is unknown, missing or repeated, or a tied tensor differs from its source.
         """
         waiting: dict[Group, dict[str, Tensor]] = {}
         finished: set[Group] = set()
@@ -159,7 +160,7 @@ class WeightMap:
     def to_external(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Convert a stream of our tensors to a stream of external ones; the inverse of :meth:`to_tune`.
+        """Convert a stream of our tensors to external tensors; the inverse of :meth:`to_tune`.
 
         Args:
             tensors: (our name, tensor) pairs in any order.
@@ -167,7 +168,7 @@ class WeightMap:
             partial: allow missing groups.
 
         Raises:
-            WeightMapError: unknown or missing names.
+            WeightMapError: a name is unknown or missing.
         """
         table = _expand(self, description)
         waiting: dict[Group, dict[str, Tensor]] = {}
@@ -194,7 +195,8 @@ class WeightMap:
     def external_module(self, tune_module: str, description: Description) -> str:
         """Return the external name of a module: ``layers.0.attn.output_proj`` -> ``model.layers.0.self_attn.o_proj``.
 
-        Raises ``WeightMapError`` if the other format has no separate module with a ``weight`` for it.
+        Raises:
+            WeightMapError: the other format has no separate module with a ``weight`` for our module.
         """
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         if group is None or len(group.external) != 1 or len(group.tune) != 1:
@@ -206,7 +208,7 @@ class WeightMap:
 
         ``X.lora_a.weight``, ``X.lora_b.weight`` and ``X.magnitude`` of a linear layer X become
         ``base_model.model.Y.lora_A.weight``, ``….lora_B.weight`` and ``….lora_magnitude_vector``. An op that reorders
-        the rows of a weight also reorders the rows of ``lora_b`` and of the magnitude. Use it with ``partial=True``.
+        the rows of a weight also reorders the rows of ``lora_b`` and of the magnitude. Convert with ``partial=True``.
         """
         return _derive_peft(self.prefixed(dict(self.modules)))
 
@@ -217,7 +219,8 @@ class WeightMap:
     def named_like_experts(self, tune_module: str, description: Description) -> bool:
         """Return whether a linear layer has the external name of an expert matrix, for example ``mlp.gate_proj``.
 
-        ``peft`` interprets such target modules as experts, so adapter files list the weight as a target parameter.
+        ``peft`` would adapt the experts if it were a target module, so adapter files list its weight as a target
+        parameter.
         """
         matrices = {_leaf(_templates(row.external)[0]) for row in self.rows if isinstance(row.op, Stack)}
         if not matrices:
@@ -297,7 +300,7 @@ def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _fill(template: str, description: Description, **fixed: int) -> list[str]:
-    """All names of a template; placeholders that are not in ``fixed`` take every value."""
+    """Return all names of a template; placeholders that are not in ``fixed`` take every value."""
     free = [key for key in _PLACEHOLDERS if f"{{{key}}}" in template and key not in fixed]
     counts = [range(attrgetter(_PLACEHOLDERS[key])(description)) for key in free]
     return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]
@@ -389,7 +392,7 @@ def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: t
 
 
 def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
-    """Adapters of stacked ``X.gate_proj``: ``X.lora_gate_a`` and ``_b``; peft reads one per expert of gated ones."""
+    """Return the rows of ``X.lora_gate_a`` and ``_b``, the adapters of stacked experts ``X.gate_proj``."""
     theirs, (path, _, name) = PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
     each = [
@@ -398,7 +401,7 @@ def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
     return [*each, _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=f"{row.when} !mlp_gated"))]
 
 
-def _peft_row_of_fused_experts(row: Row) -> Row:  # peft wraps parameters in the order in which the module has them
+def _peft_row_of_fused_experts(row: Row) -> Row:  # peft wraps parameters in the order of the module's parameters
     names = [name.rpartition(".") for name in _templates(row.tune)]
     block = _templates(row.external)[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
     inside = "experts" if names[0][2] == "down_proj" else "experts.base_layer"

@@ -9,7 +9,7 @@ from torchtune.models._weight_map import WeightMap
 from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
 from torchtune.models._weight_rows import Row, Tied
 
-# Modules of a layer: name in each format, and attribute of the description with the condition.
+# Modules of a layer: name in each format, and attribute of the description that states the condition.
 _LINEARS = (
     # ours, Hugging Face, Meta, GGUF, bias
     ("attn.q_proj", "self_attn.q_proj", "attention.wq", "attn_q", "q_bias"),
@@ -56,7 +56,7 @@ _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{l
 
 
 def _rows(column: int, qk: Op) -> tuple[Row, ...]:
-    """Rows of one format; ``qk`` reorders the rows of query and key projections."""
+    """Return the rows of one format; ``qk`` reorders the rows of query and key projections."""
     rows = [Row(row[column], row[0], when=row[4]) for row in _ENDS]
     for row in _LINEARS:
         op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
@@ -82,7 +82,7 @@ def hf_names(
 
     Args:
         qk: reorders the rows of query and key projections: ``InterleaveRope()`` if the checkpoint rotates the channel
-            pairs (i, i + d/2) and the description has "interleaved", ``Identity()`` if both use the same layout.
+            pairs (i, i + d/2) and the description has "interleaved"; ``Identity()`` if both have the same layout.
         norms: our name (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> external name of a layer's norms; by
             default Llama's two.
         qk_norms: our name (``attn.q_norm``, ``attn.k_norm``) -> external name of the norms of queries and keys; by
@@ -146,8 +146,10 @@ def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = T
     Args:
         weight_map: Hugging Face map.
         block: external name of the mixture in a layer, the parent of ``experts``.
-        transpose: whether the external matrices are ``[out, in]``; else ``[in, out]`` like ours, which peft swaps.
-        both: whether published files have ``[in, out]``, but modules and files of ``transformers`` ``[out, in]``.
+        transpose: whether the external matrices are ``[out, in]``; otherwise they are ``[in, out]`` like ours, and
+            ``peft`` swaps the two dimensions.
+        both: whether both layouts exist: published files have ``[in, out]``, modules and files of ``transformers`` have
+            ``[out, in]``.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
@@ -164,7 +166,7 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
     Args:
         weight_map: Hugging Face map of all other weights.
         block: external name of the shared expert in a layer.
-        gate: external name of its gate, if it has one.
+        gate: external name of the shared expert's gate; None if it has no gate.
     """
     ours = "layers.{layer}.mlp."
     rows = [
@@ -188,7 +190,7 @@ def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMa
     Args:
         weight_map: Hugging Face map of all other weights.
         names: (external name within a layer, our name within the mixer) of each parameter of the mixer.
-        place: our name of the mixer: ``attn``, or ``mixer`` if parallel to attention.
+        place: our name of the mixer: ``attn``, or ``mixer`` if it is parallel to attention.
     """
     rows = []
     for theirs, ours, *op in names:
@@ -221,7 +223,7 @@ def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
 
     Args:
         weight_map: Hugging Face map, each row with one external name.
-        names: part of an external name -> replacement.
+        names: maps parts of external names to their replacements.
     """
 
     def rename(external: str) -> str:
@@ -254,10 +256,10 @@ def module_rows(
     """Make the rows of modules.
 
     Args:
-        theirs: beginning of the external names.
-        ours: beginning of our names.
+        theirs: prefix of the external names.
+        ours: prefix of our names.
         modules: rest of each module's name: (ours, theirs).
-        kinds: our names of the parameters of each module; ``scale`` is called ``weight`` by others.
+        kinds: our names of each module's parameters; the external name of ``scale`` is ``weight``.
         when: see :class:`Row`.
     """
     pairs = [(kind, "weight" if kind == "scale" else kind) for kind in kinds]
@@ -273,9 +275,9 @@ def _when_norm(ours: str) -> str:
     return "mlp_norm_layers" if ours == "mlp_norm" else "sa_norm_layers" if ours == "sa_norm" else "has_post_norm"
 
 
-# Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2) …
+# Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2).
 HF_INTERLEAVED = hf_names(InterleaveRope())
-# … and of families with rope_layout "half", Hugging Face's own layout (Qwen).
+# Hugging Face names of families with rope_layout "half", the layout of Hugging Face (Qwen).
 HF_HALF = hf_names(Identity())
 # Meta's consolidated files have interleaved queries and keys, like ours, and a copy of a tied output projection.
 META = WeightMap(
@@ -283,7 +285,7 @@ META = WeightMap(
     tied=(Tied("output.weight", "tok_embeddings.weight", write=True),),
     ignore=("rope.freqs",),
 )
-# llama.cpp interleaves the rows of Llama's queries and keys, but not of Qwen's: both like ours.
+# As in our weights, llama.cpp interleaves the rows of queries and keys for Llama, but not for Qwen.
 GGUF = WeightMap(
     _rows(_GGUF, Identity()),
     tied=(Tied("output.weight", "tok_embeddings.weight"),),

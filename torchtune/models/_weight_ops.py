@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtune.models._description import Description, ModelError
 
-# Slice of a tensor: a range per dimension.
+# Slice of a tensor: one range per dimension.
 Slices = tuple[slice, ...]
 
 
@@ -28,8 +28,8 @@ class ExternalSlice:
     Attributes:
         external: index of the external tensor in its group.
         slices: slice of the external tensor.
-        rows: rows of our slice: indices int64 [rows], a range, one index (the dimension is dropped), a tuple of these,
-            or None for all.
+        rows: rows of our slice: indices int64 ``[rows]``, a range, one index (which drops the dimension), a tuple of
+            such values, or None for all rows.
         transposed: whether the last two dimensions are swapped.
     """
 
@@ -71,7 +71,7 @@ class Op(ABC):
         """Convert our tensors to external ones."""
 
     def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> "Op":
-        """Return the op for tensors of these shapes; for families with several file layouts."""
+        """Return the op for external tensors of these shapes, for families with several file layouts."""
         return self
 
     def external_slices(
@@ -79,7 +79,7 @@ class Op(ABC):
     ) -> list[ExternalSlice]:
         """Return the slices of external tensors that form a slice of one of our tensors.
 
-        The default implementation is for ops that only move rows: it applies :meth:`to_tune` to the row indices.
+        The default implementation applies :meth:`to_tune` to the row indices; it is for ops that only move rows.
 
         Args:
             which: index of our tensor in its group.
@@ -135,7 +135,7 @@ class Identity(Op):
 class InterleaveRope(Op):
     """Op between Hugging Face's order of query or key rows (rotated pairs half a head apart) and interleaved pairs.
 
-    Acts on the first dimension, ``[heads * head_dim, …]``; the number of heads follows from the tensor.
+    It acts on the first dimension, ``[heads * head_dim, …]``; the number of heads follows from the shape.
     """
 
     rowwise: ClassVar[bool] = True
@@ -172,7 +172,7 @@ class Split(Op):
         return list(fused.split([attrgetter(size)(description) for size in self.sizes]))
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Concatenate the parts to a fused tensor."""
+        """Concatenate the parts into a fused tensor."""
         return [torch.cat(list(tensors))]
 
 
@@ -213,8 +213,8 @@ class FusedAdapter(Op):
     """Op between n adapters of rank r and one adapter of their fused projection.
 
     The fused adapter is ``A [n * r, in]`` and ``B [out, n * r]``; ours are n matrices ``lora_a [r, in]``, then n
-    matrices ``lora_b [part, r]``. ``A`` is the concatenation of the ``lora_a``, ``B`` has the ``lora_b`` on its block
-    diagonal and zeros elsewhere, so the product is the same.
+    matrices ``lora_b [part, r]``. ``A`` is the concatenation of all ``lora_a``; ``B`` has the matrices ``lora_b`` on
+    its block diagonal and zeros elsewhere, so the product is the same.
 
     Attributes:
         sizes: attributes of the description with the number of rows of each part.
@@ -254,7 +254,7 @@ class FusedAdapter(Op):
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """Return rows of ``A``, or rows of ``B`` with their zeros; for a column slice, columns of its diagonal."""
+        """Return rows of ``A``, or rows of ``B`` with their zeros; for a column slice, columns of a diagonal block."""
         if is_empty(slices):
             return []
         parts = len(self.sizes)
@@ -273,7 +273,7 @@ class FusedAdapter(Op):
 
 @dataclass(frozen=True, eq=False)
 class _Placed(ExternalSlice):
-    """Slice of an external matrix that has our values ``inside``, and zeros elsewhere."""
+    """Slice of an external matrix that has our values in the slice ``inside`` and zeros elsewhere."""
 
     inside: tuple[slice, slice] = (slice(None), slice(None))
 
@@ -290,7 +290,7 @@ class _Placed(ExternalSlice):
 
 @dataclass(frozen=True)
 class ExpertAdapter(Op):
-    """Op between the adapters of stacked experts and one adapter of their fused parameter, as peft flattens it.
+    """Op between the adapters of stacked experts and the flattened adapter of their fused parameter in ``peft``.
 
     Peft's ``A`` is ``[experts * n * r, in]`` with the expert slowest, its ``B`` ``[n * out, n * r * experts]`` with the
     expert fastest; ours are n tensors ``a [experts, in, r]``, then n tensors ``b [experts, r, out]``. As in
@@ -298,8 +298,8 @@ class ExpertAdapter(Op):
 
     Attributes:
         parts: n, the number of our weights in the parameter.
-        swapped: whether peft takes a parameter ``[experts, in, out]`` for ``[experts, out, in]``: its ``A`` is then
-            made of our ``b``.
+        swapped: whether ``peft`` treats a parameter ``[experts, in, out]`` as ``[experts, out, in]``; its ``A`` then
+            consists of our ``b``.
 
     Example:
         >>> torchtune.models.ExpertAdapter(parts=2).swapped
@@ -340,7 +340,7 @@ class ExpertAdapter(Op):
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
-        """Return rows of ``A``, a slice per expert, or columns of ``B``, a slice per rank; only experts are sharded."""
+        """Return rows of ``A`` (a slice per expert) or columns of ``B`` (a slice per LoRA rank), for some experts."""
         if is_empty(slices):
             return []
         experts, (first, second), count = slices[0], shapes, description.num_experts
@@ -377,7 +377,7 @@ class FusedExperts(Op):
         parts: number of our tensors.
         transpose: if False, the external tensor is ``[experts, in, parts * out]``.
         peft_swaps: see :attr:`ExpertAdapter.swapped`.
-        both: whether files of the other layout exist, too, which are recognized by their shapes.
+        both: whether files with the other layout also exist; :meth:`for_shapes` recognizes them by their shapes.
     """
 
     parts: int = 1
@@ -386,7 +386,7 @@ class FusedExperts(Op):
     both: bool = False
 
     def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> Op:
-        """Return this op for the layout of a file; raises ``ModelError`` if the sizes do not tell it."""
+        """Return the op for the layout of a file. Raises :class:`ModelError` if both layouts have the same shapes."""
         inner, outer = description.embed_dim, description.expert_dim
         inner, outer = (inner, self.parts * outer) if self.parts > 1 else (outer, inner)
         if not self.both or len(shapes[0]) != 3:
@@ -420,7 +420,7 @@ class FusedExperts(Op):
 
 @dataclass(frozen=True)
 class Stack(Op):
-    """Op that stacks external matrices ``[out, in]`` to one of our tensors (experts).
+    """Op that stacks external matrices ``[out, in]`` into one of our tensors (experts).
 
     Attributes:
         transpose: whether our tensor is ``[experts, in, out]`` instead of ``[experts, out, in]``.
@@ -429,7 +429,7 @@ class Stack(Op):
     transpose: bool = False
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Stack matrices to a tensor ``[experts, …]``."""
+        """Stack matrices into a tensor ``[experts, …]``."""
         stacked = torch.stack(list(tensors))
         return [stacked.transpose(1, 2).contiguous() if self.transpose else stacked]
 

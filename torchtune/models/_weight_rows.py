@@ -22,8 +22,8 @@ class Row:
         external: template or templates of the external names.
         tune: template or templates of our names.
         op: converts the external tensors to ours and back.
-        when: conditions, separated by spaces: attributes of the description, such as ``vision.clipped``, each a bool, a
-            number (0 is False), or the indices of layers; ``!`` before one negates it.
+        when: conditions, separated by spaces: attributes of the description, such as ``vision.clipped``. An attribute
+            is a bool, a number (0 is False), or the indices of layers; ``!`` before its name negates it.
     """
 
     external: str | tuple[str, ...]
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tied:
-    """Tied tensor that other formats may store as a copy, which must equal its source.
+    """Tied tensor that other formats may store as a copy; the copy must equal its source.
 
     Attributes:
         external: external name, for example ``lm_head.weight``.
@@ -55,7 +55,7 @@ class Group:
 
     Attributes:
         external: external names, in the order of :meth:`to_tune`.
-        tune: our names, in the same order.
+        tune: our names, in the order of :meth:`to_external`.
 
     Example:
         >>> group = torchtune.models.Group(("a.weight",), ("b.weight",), torchtune.models.Identity(), None)
@@ -77,7 +77,7 @@ class Group:
         return self.op.to_external(tensors, self.description)
 
     def for_shapes(self, shapes: Sequence[Sequence[int]]) -> "Group":
-        """Return the group for tensors of these shapes; for families with several file layouts."""
+        """Return the group for external tensors of these shapes, for families with several file layouts."""
         return replace(self, op=self.op.for_shapes(shapes, self.description))
 
     def read(

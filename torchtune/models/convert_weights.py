@@ -20,7 +20,7 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def get_mapped_key(key: str, mapping_dict: dict[str, str]) -> str:
-    """Translate a name with a table; ``{}`` in its entries is the layer number.
+    """Translate a name with a table; ``{}`` in the table stands for the layer number.
 
     Raises:
         WeightMapError: the name is not in the table.
@@ -42,7 +42,7 @@ def describe_state_dict(
     intermediate_dim: int = 1,
     biases: bool = True,
 ) -> Description:
-    """Make a description for renaming, with the number of layers in ``names``; norms and biases are optional."""
+    """Make a description for renaming, with the number of layers in ``names``; norms and biases may be missing."""
     layers = [int(found[1]) for found in map(_LAYER_NUMBER.search, names) if found]
     return Description(
         vocab_size=1,
@@ -137,7 +137,7 @@ def tune_to_peft_adapter_weights(
 def convert_by(
     weight_map: WeightMap, state_dict: dict[str, Tensor], description: Description, *, to_tune: bool
 ) -> dict[str, Tensor]:
-    """Convert a complete state dict with a weight map, in either direction; tensors may be missing."""
+    """Convert a state dict with a weight map, in either direction; tensors may be missing."""
     convert = weight_map.to_tune if to_tune else weight_map.to_external
     return dict(convert(state_dict.items(), description, partial=True))
 

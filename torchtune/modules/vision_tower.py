@@ -1,4 +1,4 @@
-"""Vision tower over a ragged list of patches: embedding, layers, and projection to tokens of a text decoder."""
+"""Vision tower over a ragged list of patches: embedding, transformer layers, and projection to tokens."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +28,7 @@ def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
 class InterpolatedPositions(nn.Module):
     """Learned position embeddings: a table of ``side`` x ``side``, interpolated bilinearly to the grid of each image.
 
-    The corners of the table are those of the image.
+    The corners of the table align with the corners of the image.
     """
 
     def __init__(self, side: int, embed_dim: int) -> None:
@@ -50,15 +50,15 @@ class InterpolatedPositions(nn.Module):
 
 
 class ClassedPositions(InterpolatedPositions):
-    """Learned position embeddings of tiles of one size, and a class token after the patches of each tile."""
+    """Learned position embeddings for tiles of one size, with a class token after the patches of each tile."""
 
     def __init__(self, side: int, embed_dim: int) -> None:
         super().__init__(side, embed_dim)
-        self.table = nn.Embedding(side * side + 1, embed_dim)  # the last one is that of the class token
+        self.table = nn.Embedding(side * side + 1, embed_dim)  # the last row is for the class token
         self.class_token = nn.Parameter(torch.zeros(embed_dim))
 
     def with_class(self, x: Tensor, places: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-        """Add the class token to patches ``[p, d]`` of tiles, one row and column before the first patch."""
+        """Append the class token to the patches ``[p, d]`` of each tile, at row and column -1."""
         token = (self.class_token + self.table.weight[-1]).to(x.dtype).expand(tiles, 1, -1)
         x = torch.cat([x.unflatten(0, (tiles, -1)), token], dim=1)
         places = nn.functional.pad(places.unflatten(1, (tiles, -1)), (0, 1), value=-1)
@@ -66,7 +66,7 @@ class ClassedPositions(InterpolatedPositions):
 
 
 class AxisPositions(nn.Module):
-    """Learned position embeddings: a table of ``side`` columns, to which one of ``side`` rows is added."""
+    """Learned position embeddings: the sum of an embedding of the column and one of the row, ``side`` of each."""
 
     def __init__(self, side: int, embed_dim: int) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class AxisPositions(nn.Module):
 
 
 class ClippedLinear(nn.Module):
-    """Linear layer whose input and output are clipped to bounds that are not trained."""
+    """Linear layer that clips its input and output to untrained bounds."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear
         bounds = torch.tensor([-1.0, 1.0] * 2, dtype=linear.weight.dtype) * torch.inf
-        self.bounds = nn.Parameter(bounds, requires_grad=False)  # of the input, then of the output
+        self.bounds = nn.Parameter(bounds, requires_grad=False)  # minimum and maximum of the input, then of the output
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``."""
@@ -93,7 +93,7 @@ class ClippedLinear(nn.Module):
 
 
 class Standardization(nn.Module):
-    """Shift and scale of ``[..., d]`` that are not trained, computed in float32."""
+    """Untrained shift and scale of ``[..., d]``, computed in float32."""
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__()
@@ -106,16 +106,16 @@ class Standardization(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Projector that makes one token of a block of patches.
+    """Projector that converts each block of patches to a token.
 
     Args:
         merge: rows and columns of patches in a block.
         mlp: projection of the merged block to the width of the decoder.
         norm: norm of a patch; by default none.
-        reduce: projection of the merged block before ``merged_norm``; by default none.
+        reduce: module that is applied to the merged block before ``merged_norm``; by default none.
         merged_norm: norm of the merged block; by default none.
         channels_first: whether a block is merged channel by channel, instead of patch by patch.
-        pools: whether the merged block is the mean of its patches, times the root of d, instead of all of them.
+        pools: whether the merged block is the mean of its patches times ``sqrt(d)``, instead of their concatenation.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Vision transformer for images of any size; attention stays within a frame of an image.
+    """Vision transformer for images of any size; patches attend only to patches of the same frame.
 
     Args:
         patch_embed: embedding of a patch, ``patch values -> d``.
-        layers: transformer layers with attention that is not causal.
+        layers: transformer layers with bidirectional attention.
         projector: projection of the output to tokens.
         merge: rows and columns of patches that become one token.
         positions: position embeddings that are added to the patches; by default none.
@@ -160,10 +160,10 @@ class VisionTower(nn.Module):
         embed_norm: norm after ``patch_embed``; by default none.
         first_norm: norm before the layers; by default none.
         norm: norm after the layers; by default none.
-        deep_projectors: layer -> projection of its output to tokens, which the decoder adds after its first layers
-            (DeepStack, arXiv:2406.04334).
+        deep_projectors: projections of the outputs of some layers to tokens, by layer index. The decoder adds these
+            tokens after its first layers (DeepStack, arXiv:2406.04334).
         window: rows and columns of tokens in an attention window; 0: none.
-        full_layers: layers without the window.
+        full_layers: indices of layers without the window.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class VisionTower(nn.Module):
         """Encode images.
 
         Returns:
-            Tokens ``[n, width of the decoder]`` of all images, then, for each layer of ``deep_projectors``, tokens of
-            the same shape.
+            Tokens of all images, ``[n, width of the decoder]``, followed by tokens of the same shape for each layer in
+            ``deep_projectors``.
         """
         return self._with_cache(images) if images.cached else self._project(self._encode(images))
 
@@ -214,7 +214,10 @@ class VisionTower(nn.Module):
         return Images(pixels, ((1, self.merge, self.merge),))
 
     def _with_cache(self, images: Images) -> list[Tensor]:
-        """Encode images whose features are not cached, and add these; the features are tokens if all is frozen."""
+        """Encode the images without cached features, and cache their features.
+
+        The features are tokens if the whole tower is frozen; otherwise they are the outputs of the layers.
+        """
         is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
         parts: list[Tensor] = []
         if images.pixel_grids:
@@ -222,7 +225,7 @@ class VisionTower(nn.Module):
             found = torch.cat(self._project(found) if is_frozen else found, dim=1)
             merge = self.merge if is_frozen else 1
             parts = list(found.split([sum(token_counts(one.grids, merge)) for one in images.missing]))
-        elif is_sharded(self):  # other ranks may need the layers
+        elif is_sharded(self):  # other ranks may run the layers, which gathers their weights from all ranks
             self._encode(self.blank(images.pixels.device))
         for one, part in zip(images.missing, parts, strict=True):
             one.write(part)
@@ -231,12 +234,12 @@ class VisionTower(nn.Module):
         return whole if is_frozen else self._project(whole)
 
     def _project(self, features: Sequence[Tensor]) -> list[Tensor]:
-        """Project the output of the layers, and those of single layers, to tokens."""
+        """Project the final output and the outputs of the ``deep_projectors`` layers to tokens."""
         deep = [self.deep_projectors[self.deep_layers.index(layer)] for layer in sorted(self.deep_layers)]
         return [project(part) for project, part in zip((self.projector, *deep), features, strict=True)]
 
     def _encode(self, images: Images) -> list[Tensor]:
-        """Return the output of the layers ``[p, d]`` for the pixels, and that of each layer of ``deep_projectors``."""
+        """Return the final output ``[p, d]``, and the output of each layer in ``deep_projectors``."""
         device, dtype = images.pixels.device, self.patch_embed.weight.dtype
         places, lengths = patch_places(images.pixel_grids, self.merge), images.frame_lengths
         x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))

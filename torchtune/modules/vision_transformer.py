@@ -10,10 +10,10 @@ from torchtune.modules.layer_norm import Fp32LayerNorm
 
 
 class CLSEmbedding(nn.Module):
-    """Learned CLS token ``weight`` ``[d]`` that is added to the patches of every tile.
+    """Learned CLS token ``weight`` ``[d]`` that is prepended or appended to the patches of every tile.
 
     Args:
-        embed_dim: d.
+        embed_dim: width d of the token.
         append: append the token to the patches instead of prepending it.
     """
 
@@ -23,7 +23,7 @@ class CLSEmbedding(nn.Module):
         self.append = append
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the CLS token: ``[..., patches, d]`` to ``[..., patches + 1, d]``."""
+        """Concatenate the CLS token: ``[..., patches, d]`` to ``[..., patches + 1, d]``."""
         token = self.weight.to(x.dtype).expand(*x.shape[:-2], 1, -1)
         return torch.cat([x, token] if self.append else [token, x], dim=-2)
 
@@ -32,8 +32,8 @@ class CLSProjection(nn.Module):
     """Projection of the CLS token of every tile.
 
     Args:
-        embed_dim: d.
-        cls_output_dim: output size.
+        embed_dim: width d of the CLS token.
+        cls_output_dim: width of the output.
         is_last: whether the CLS token comes after the patches.
     """
 
@@ -50,22 +50,22 @@ class CLSProjection(nn.Module):
 class VisionTransformer(nn.Module):
     """Vision transformer over the patches of all tiles of an image (Dosovitskiy et al. 2020, arXiv:2010.11929).
 
-    The tiles of an image attend to each other. Images are padded internally to the number of tiles of the pre-training,
-    so that an image's features do not depend on the other images of the batch.
+    The tiles of an image attend to each other. Images are padded internally to the number of tiles in pre-training, so
+    that the features of an image do not depend on the other images of the batch.
 
     Args:
         patch_size: width and height of a patch, in pixels.
-        tile_size: width and height of a tile.
+        tile_size: width and height of a tile, in pixels.
         num_layers: number of layers.
-        embed_dim: d.
-        layer: a layer that is copied ``num_layers`` times.
+        embed_dim: width d of the hidden states.
+        layer: layer that is copied ``num_layers`` times.
         token_pos_embedding: adds position embeddings of the tokens in a tile:
             ``[n, tiles, tokens, d], aspect_ratio [n, 2] -> [n, tiles, tokens, d]``.
         pre_tile_pos_embed: adds position embeddings of the tiles before the layers, with the same signature.
         post_tile_pos_embed: adds position embeddings of the tiles after the layers, with the same signature.
         cls_projection: projection of the output.
-        out_indices: indices of layers whose inputs are also returned.
-        in_channels: channels of an image.
+        out_indices: indices of the layers with inputs that are also returned.
+        in_channels: number of channels of an image.
         append_cls_token: whether the CLS token comes after the patches.
         norm_eps: eps of the norms before and after the layers.
 

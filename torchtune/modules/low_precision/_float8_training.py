@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-_MULTIPLE = 16  # float8 kernels of H100 and later need widths that are multiples of this
+_MULTIPLE = 16  # float8 kernels of H100 and later GPUs need widths that are multiples of 16
 
 
 class Float8Training(Conversion):
     """Conversion that runs the matrix products of linear layers in float8, forward and backward, with torchao.
 
     Weights, gradients and optimizer states keep their dtype, and checkpoints do not change. Inputs, weights and
-    gradients are scaled and rounded for each product. Linear layers outside of ``layers``, or with widths that are not
-    multiples of 16, stay in high precision; the report lists the latter.
+    gradients are scaled and rounded for each product. Linear layers outside ``layers`` stay in high precision. Layers
+    with widths that are not multiples of 16 also do; the conversion report lists them.
 
     Args:
         recipe: scaling: ``"tensorwise"`` (one scale per tensor, fastest), ``"rowwise"`` (one scale per row), or
             ``"rowwise_with_gw_hp"`` (per row, with weight gradients in high precision; most accurate).
-        emulate: round the operands to float8 and multiply them in high precision, on any device. None: only if there
-            is no GPU with float8 kernels (compute capability 8.9); a simulated device has them.
+        emulate: round the operands to float8, but multiply them in high precision, on any device. None emulates only
+            without a GPU that has float8 kernels (compute capability 8.9); a simulated device has them.
 
     Raises:
         ConversionError: ``recipe`` is unknown.
@@ -82,7 +82,7 @@ class Float8Training(Conversion):
         return ConversionReport("Float8 training", sorted(chosen), note=note)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
-        """Raise for float8 layers: tensor parallelism would scale each shard instead of the tensor."""
+        """Raise for float8 layers, because tensor parallelism would scale each shard instead of the whole tensor."""
         if torchao_formats.is_float8_linear(module):
             raise ConversionError("Float8Training: layers in float8 cannot be split: set tensor_parallel_dim=1.")
         return style

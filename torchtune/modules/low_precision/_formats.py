@@ -1,8 +1,9 @@
 """Storage formats of frozen weights in 4 and 8 bits.
 
-A format stores a weight ``[..., rows, columns]`` as several tensors with the same leading dimensions. Each of their
-rows depends only on the same row of the weight, so that ranks quantize the rows of their shards independently.
-All tensors are integers, because ``module.to(dtype)`` would cast floating-point tensors; scales are float32 bits.
+A format stores a weight ``[..., rows, columns]`` as several tensors with the same leading dimensions. A row of a stored
+tensor depends only on the same row of the weight, so ranks quantize the rows of their shards independently. All stored
+tensors are integers, because ``module.to(dtype)`` would cast floating-point tensors; scales are stored as the bits of
+float32 values.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +34,7 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
-_CHUNK = 2**22  # elements quantized at once, so that temporaries are small
+_CHUNK = 2**22  # number of elements to quantize at once, which limits the memory of temporary tensors
 _TABLES: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
@@ -44,19 +45,19 @@ class WeightFormat(ABC):
         dtype: dtype of the decoded weight.
     """
 
-    # Suffixes of the weight's name for each of its tensors.
+    # For each stored tensor, the suffix of its name after the name of the weight.
     suffixes: ClassVar[tuple[str, ...]]
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def explain_unsupported(self, columns: int) -> str:
-        """Return why rows with this number of columns cannot be stored; empty if they can."""
+        """Return the reason if rows with this number of columns cannot be stored, otherwise an empty string."""
         return ""
 
     @abstractmethod
     def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of the tensors that store a weight of this shape."""
+        """Return the shape and dtype of each tensor that stores a weight of this shape."""
 
     @abstractmethod
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -67,12 +68,12 @@ class WeightFormat(ABC):
         """Dequantize the weight ``[..., columns]`` to ``dtype``."""
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Make uninitialized tensors for a weight, on its device."""
+        """Make uninitialized storage tensors for a weight, on the same device."""
         return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.storage_shapes(like.shape)]
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> list[Tensor]:
-        """Quantize ``weight`` to the tensors that store it, on its device."""
+        """Quantize ``weight`` and return the tensors that store it, on the same device."""
         tensors = self.empty(weight)
         rows, parts = weight.flatten(0, -2), [tensor.flatten(0, weight.dim() - 2) for tensor in tensors]
         step = max(1, _CHUNK // weight.shape[-1])
@@ -115,7 +116,7 @@ class NF4(WeightFormat):
         low, high = scale.aminmax(dim=1, keepdim=True)
         extent = torch.cat([low, (high - low) / 255], 1)
         scale = ((scale - low) / extent[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
-        # Codes are chosen for the quantized scale, which decoding uses.
+        # Decoding uses the quantized scales, so the codes are chosen for them.
         decoded = _scales(scale, extent.view(torch.int32)).clamp(min=torch.finfo(torch.float32).tiny)
         levels = torch.tensor(NF4_LEVELS, device=rows.device)
         codes = torch.bucketize(blocks / decoded.unsqueeze(-1), (levels[1:] + levels[:-1]) / 2, out_int32=True)
@@ -136,7 +137,7 @@ def _scales(codes: Tensor, extent: Tensor) -> Tensor:
 
 
 def _level_pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lookup table from a byte to its two levels, packed in one integer, so that a lookup writes two elements."""
+    """Return a lookup table from a byte to its two levels, packed in one integer: a lookup writes two elements."""
     key = codes.device, dtype
     is_real = type(codes) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if is_real and key in _TABLES:
@@ -144,13 +145,13 @@ def _level_pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
     both = [[first, second] for first in NF4_LEVELS for second in NF4_LEVELS]
     table = torch.tensor(both, dtype=dtype, device=codes.device)
     table = table.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]).flatten()
-    if is_real and type(table) is Tensor:  # no fake tensor
+    if is_real and type(table) is Tensor:  # not a fake tensor
         _TABLES[key] = table
     return table
 
 
 class _ByRow(WeightFormat):
-    """8 bits per element and a scale per row."""
+    """Base class of formats with 8 bits per element and a scale per row."""
 
     suffixes = ("", "_scale")
     largest: ClassVar[float]

@@ -16,7 +16,8 @@ from torchtune.modules.stored_linear import Stored, StoredLinear
 class QuantizedLinear(StoredLinear):
     """Base class of linear layers with a frozen, quantized weight.
 
-    ``weight`` and the parameters with a suffix are the tensors of the format; ``bias`` is not quantized.
+    The parameter ``weight`` and the parameters with this name and a suffix are the tensors of the storage format;
+    ``bias`` is not quantized.
 
     Args:
         in_dim: width of the input.
@@ -24,7 +25,8 @@ class QuantizedLinear(StoredLinear):
         bias: whether there is a bias.
         device: device of the parameters.
         dtype: compute dtype.
-        **quantization_kwargs: options of the format; NF4 has ``block_size``, columns that share a scale, 64 by default.
+        **quantization_kwargs: options of the format: for NF4 ``block_size``, the number of columns that share a scale,
+            64 by default.
 
     Raises:
         ConversionError: the block size does not divide ``in_dim``, or an option is unknown.
@@ -47,10 +49,10 @@ class QuantizedLinear(StoredLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "QuantizedLinear":
-        """Make a frozen layer from ``linear``, with its bias and its quantized weight.
+        """Make a frozen layer with the bias and the quantized weight of ``linear``.
 
         Args:
-            linear: layer on any device, which is not changed; on the meta device nothing is quantized.
+            linear: layer on any device, which is not changed; on the meta device, nothing is quantized.
             options: options of the format.
         """
         new = change_class(linear, cls)
@@ -65,7 +67,7 @@ class QuantizedLinear(StoredLinear):
         self.requires_grad_(False)
 
     def to_linear(self) -> nn.Linear:
-        """Make a frozen plain layer on the meta device, with the same bias."""
+        """Make a frozen ``nn.Linear`` on the meta device, with the same bias."""
         linear = change_class(self, nn.Linear)
         restore_parameter(linear, "weight", self.format, (self.out_features, self.in_features))
         del linear.format
@@ -104,7 +106,7 @@ class FrozenNF4Linear(QuantizedLinear):
         unknown = sorted(set(options) - {"block_size", "scaler_block_size"})
         if unknown:
             raise ConversionError(f"{', '.join(unknown)}: no option of an NF4 weight, remove it (there is block_size).")
-        options.pop("scaler_block_size", None)  # in older configs; here the scales of a row are quantized together
+        options.pop("scaler_block_size", None)  # older configs set it; here, the scales of a row are quantized together
         super()._quantize(**options)
 
 
@@ -138,14 +140,14 @@ class FrozenFloat8Linear(FrozenInt8Linear):
 
 
 class QuantizedExperts(GroupedExperts):
-    """Base class of experts with frozen matrices ``[e, i, o]``, of which each row ``[o]`` is quantized separately."""
+    """Base class of experts with frozen matrices ``[e, i, o]``; each row ``[o]`` is quantized separately."""
 
     format: WeightFormat
     plain_kind: type[GroupedExperts]
 
     @classmethod
     def from_experts(cls, experts: GroupedExperts, form: WeightFormat) -> "QuantizedExperts":
-        """Make frozen experts from ``experts`` with quantized matrices; on the meta device these are empty."""
+        """Make frozen experts with the quantized matrices of ``experts``; on the meta device, they are empty."""
         new = change_class(experts, _quantized_kind(type(experts)))
         new.format = form
         for name in matrix_names(experts):
@@ -153,7 +155,7 @@ class QuantizedExperts(GroupedExperts):
         return new.requires_grad_(False)
 
     def to_experts(self) -> GroupedExperts:
-        """Make frozen plain experts on the meta device."""
+        """Make frozen experts that are not quantized, on the meta device."""
         plain = change_class(self, self.plain_kind)
         for name, shape in self.matrix_shapes().items():
             restore_parameter(plain, name, self.format, shape)
@@ -161,7 +163,7 @@ class QuantizedExperts(GroupedExperts):
         return plain
 
     def stored_weight(self, name: str) -> Stored:
-        """Return the matrices called ``name`` in their storage format."""
+        """Return the stacked matrices called ``name`` in their storage format."""
         return get_stored(self, name)
 
 
@@ -190,7 +192,7 @@ def quantize_parameter(module: nn.Module, name: str, form: WeightFormat) -> None
 
 
 def restore_parameter(module: nn.Module, name: str, form: WeightFormat, shape: tuple[int, ...]) -> None:
-    """Replace the quantized tensors by an empty parameter on the meta device."""
+    """Replace the quantized tensors of a parameter by an empty parameter on the meta device."""
     for suffix in form.suffixes:
         delattr(module, name + suffix)
     weight = torch.empty(shape, dtype=form.dtype, device="meta")

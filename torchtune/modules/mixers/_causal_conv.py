@@ -47,7 +47,7 @@ def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
 
 
 def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-    """Compute :func:`causal_conv` with the earlier inputs in the cache."""
+    """Compute :func:`causal_conv`; the inputs of earlier calls come from the cache."""
     if cache is None:
         return causal_conv(x, weight, reach)
     before = cache.tail.shape[1]
@@ -56,11 +56,11 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
 
 
 class DepthwiseWeight(nn.Module):
-    """Depthwise causal convolution with the weight ``[c, 1, K]`` of ``nn.Conv1d``, as in checkpoints.
+    """Depthwise causal convolution with a weight ``[c, 1, K]`` as in ``nn.Conv1d`` and in checkpoints.
 
     Args:
-        channels: c.
-        taps: K, kernel size.
+        channels: number c of channels.
+        taps: kernel size K.
         bias: whether there is a bias ``[c]``.
     """
 

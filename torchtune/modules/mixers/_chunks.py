@@ -12,7 +12,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Chunk(ABC):
-    """A chunk of c positions of all heads, in float32.
+    """Base class of a chunk of c positions, for all heads, in float32.
 
     ``d(i, j) = exp(g_{j+1} + ... + g_i)`` is the decay between positions i >= j of one document.
 
@@ -22,7 +22,7 @@ class Chunk(ABC):
         v: ``[b, c, n_v, h_v]``.
         g: logarithm of the decay ``[b, c, n_v]``.
         beta: write strength ``[b, c, n_v]``.
-        resets: whether a document begins at each position ``[b, c]``.
+        resets: bool ``[b, c]``, True at the first positions of documents.
 
     Attributes:
         q: queries ``[b, n_k, 1, c, h_k]``.
@@ -45,7 +45,7 @@ class Chunk(ABC):
         same = (document[:, :, None] == document[:, None, :]).tril()[:, None, None]
         first = (document == 0)[:, None, None]
         last = (document == document[:, -1:])[:, None, None]
-        # Differences of a large cumulative sum are small: float32 would leave three digits of them.
+        # float64, because small differences of a large cumulative sum have only about three digits in float32.
         total = g.cumsum(-1, dtype=torch.float64)
         between = (total[..., :, None] - total[..., None, :]).float()
         nothing = float("-inf")
@@ -64,7 +64,7 @@ class Chunk(ABC):
 
     @abstractmethod
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute :meth:`read` of a single position, by the recurrence."""
+        """Compute :meth:`read` for a single position, by the recurrence."""
 
     @abstractmethod
     def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ def scalars_first(x: Tensor) -> Tensor:
 
 
 def _heads_first(x: Tensor, shared: int) -> Tensor:
-    """``[b, c, n_v, h_v]`` to float32 ``[b, n_k, r, c, h_v]``."""
+    """Permute ``[b, c, n_v, h_v]`` to float32 ``[b, n_k, r, c, h_v]``."""
     return x.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -106,7 +106,7 @@ def _slices(positions: int) -> Iterator[slice]:
 def chunked(name: str, kind: type[Chunk]) -> Rule:
     """Make the function of a chunked recurrence, and its operator ``torchtune::name``.
 
-    It saves only the inputs and the states at the beginnings of chunks for the backward pass.
+    For the backward pass, it saves only the inputs and the state at the beginning of each chunk.
 
     Args:
         name: name of the operator.

@@ -1,4 +1,4 @@
-"""Chunked gated delta rule: linear attention with a state that decays and is corrected."""
+"""Chunked gated delta rule: linear attention with a decaying state and error correction."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class _DeltaChunk(Chunk):
         return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
 
     def corrections(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the system's matrix (strictly lower part), the error ``v - S^T k`` and u ``[b, n_k, r, c, h_v]``."""
+        """Return the strictly lower triangle of the system, the error ``v - S^T k``, and u ``[b, n_k, r, c, h_v]``."""
         system = (self.k @ self.k.mT) * self.decay * self.beta
         error = self.v - (self.k @ state) * self.since_state
         return system, error, torch.linalg.solve_triangular(system, self.beta * error, upper=False, unitriangular=True)
@@ -93,7 +93,7 @@ def gated_delta_rule(
         k: keys ``[b, s, n_k, h_k]``.
         v: values ``[b, s, n_v, h_v]``; n_v / n_k consecutive value heads share a key head.
         g: float32 ``[b, s, n_v]``, logarithm of the decay, at most 0.
-        beta: ``[b, s, n_v]``, fraction of the error that is corrected.
+        beta: ``[b, s, n_v]``, write strength: the fraction of the error to correct.
         resets: bool ``[b, s]``, True at the first positions of documents.
         state: S after earlier positions, as returned by this function; gets no gradient.
 

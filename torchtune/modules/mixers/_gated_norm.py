@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Gated norm that saves only its arguments for the backward pass, not five float32 tensors of their size."""
+    """Gated norm that saves only its arguments for the backward pass, instead of five float32 tensors of that size."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:

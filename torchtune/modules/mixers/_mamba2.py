@@ -1,4 +1,4 @@
-"""Mamba 2: state-space layers of Granite 4, Falcon-H1 and Nemotron 3."""
+"""Mamba 2: the state-space model of Granite 4, Falcon-H1 and Nemotron 3."""
 
 import math
 
@@ -15,17 +15,17 @@ from torchtune.modules.mixers._state_space import state_space
 
 
 class Mamba2(RecurrentMixer):
-    """Mamba 2: short convolution, state space per head, gated norm, projection (Dao & Gu 2024, arXiv:2405.21060).
+    """Mamba 2: short convolution, state-space model per head, gated norm, projection (Dao & Gu, arXiv:2405.21060).
 
     ``in_proj`` returns the paper's z (gate), x, b, c and dt (step size), in this order. ``a_log``, ``dt_bias`` and
     ``skip`` (``D`` in checkpoints) have one number per head.
 
     Args:
-        embed_dim: d.
+        embed_dim: width d of the hidden states.
         num_heads: number of heads.
-        head_dim: p, size of a head.
+        head_dim: size p of a head.
         num_groups: number of groups of consecutive heads with the same b and c.
-        state_dim: n, size of b and of c.
+        state_dim: size n of b and of c.
         conv_taps: kernel size of the convolution of x, b and c.
         norm_eps: eps of the norm.
         has_norm: whether the gated output is normalized, per group.
@@ -109,5 +109,5 @@ class Mamba2(RecurrentMixer):
 
     @property
     def state_elements(self) -> int:
-        """``heads * n * p``."""
+        """Number of elements of one sequence's state, ``heads * n * p``."""
         return self.num_heads * self.state_dim * self.head_dim

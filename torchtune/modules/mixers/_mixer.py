@@ -9,10 +9,11 @@ from torchtune.modules.mixers._state_cache import StateCache
 
 
 class RecurrentMixer(nn.Module, ABC):
-    """Base class of mixers with a state, which replace attention (``TransformerSelfAttentionLayer.attn``).
+    """Base class of mixers with a recurrent state, which replace attention (``TransformerSelfAttentionLayer.attn``).
 
-    The call signature is that of attention. The state is reset at every position 0 of ``input_pos``, where documents of
-    a packed batch and the text of left-padded prompts begin. Subclasses implement ``_mix`` and ``_new_cache``.
+    The call signature is the same as that of attention. The state is reset where ``input_pos`` is 0: at the start of
+    each document in a packed batch, and of the text in left-padded prompts. Subclasses implement ``_mix`` and
+    ``_new_cache``.
 
     Example:
         >>> issubclass(torchtune.modules.mixers.ShortConv, torchtune.modules.mixers.RecurrentMixer)
@@ -31,7 +32,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     @property
     def state_elements(self) -> int:
-        """Number of elements of one sequence's state; 0 for a convolution."""
+        """Number of elements of one sequence's state; 0 for mixers without a recurrent state."""
         return 0
 
     @abstractmethod
@@ -49,7 +50,7 @@ class RecurrentMixer(nn.Module, ABC):
             self.cache_enabled = True
 
     def reset_cache(self) -> None:
-        """Empty the cache. Raises ``RuntimeError`` if there is none."""
+        """Empty the cache. Raises ``RuntimeError`` if there is no cache."""
         if self.kv_cache is None:
             raise RuntimeError("There is no cache to reset: call setup_cache() first.")
         self.kv_cache.reset()
@@ -63,15 +64,15 @@ class RecurrentMixer(nn.Module, ABC):
         documents: object = None,
         rope: object = None,
     ) -> Tensor:
-        """Mix positions within documents, which ``input_pos`` defines.
+        """Mix the positions of each document; ``input_pos`` defines the documents.
 
         Args:
             x: ``[b, s, d]``.
-            mask: ignored; an argument of attention.
+            mask: ignored; accepted because attention has the argument.
             input_pos: position of each token in its document, ``[b, s]``, ``[1, s]`` or ``[s]``; by default each row is
                 one document.
-            documents: ignored; an argument of attention.
-            rope: ignored; an argument of attention.
+            documents: ignored.
+            rope: ignored.
 
         Returns:
             Tensor ``[b, s, d]``.

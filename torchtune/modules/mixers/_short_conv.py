@@ -9,10 +9,10 @@ from torchtune.modules.mixers._state_cache import StateCache
 
 
 class ShortConv(RecurrentMixer):
-    """Gated short convolution ``output_proj(c * conv(b * x))`` of projections b, c and x of the input.
+    """Gated short convolution ``output_proj(c * conv(b * x))``, where b, c and x are projections of the input.
 
     Args:
-        embed_dim: d.
+        embed_dim: width d of the hidden states.
         conv_taps: kernel size of the convolution.
 
     Example:

@@ -11,10 +11,10 @@ from torchtune.modules.kv_cache import Place
 class StateCache(nn.Module):
     """Cache of a recurrent state of fixed size and of the last inputs of a convolution.
 
-    Non-persistent buffers, initialized to zero: ``state`` and ``tail``.
+    The non-persistent buffers ``state`` and ``tail`` are initialized to zero.
 
     Args:
-        state: shape of the state, ``[b, ...]``; ``(0,)`` for mixers without one.
+        state: shape of the state, ``[b, ...]``; ``(0,)`` for mixers without a state.
         tail: shape of the last inputs, ``[b, K - 1, c]``.
         dtype: dtype of ``tail``; the state is float32.
 
@@ -50,7 +50,7 @@ class StateCache(nn.Module):
         """Do nothing: a state has no columns."""
 
     def extend(self, x: Tensor) -> Tensor:
-        """Prepend the cached inputs to ``x`` ``[b', s, c]``, giving ``[b', K - 1 + s, c]``, and cache the last ones."""
+        """Return the cached inputs and ``x`` ``[b', s, c]``, ``[b', K - 1 + s, c]``, and cache its last inputs."""
         rows, length = self.rows(x.shape[0]), self.tail.shape[1]
         x = torch.cat([self.tail[rows].to(x.dtype), x], dim=1)
         self.tail[rows] = x[:, x.shape[1] - length :]

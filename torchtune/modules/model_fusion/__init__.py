@@ -1,4 +1,4 @@
-"""Multimodal models of a text decoder and an encoder, and their fusion layers."""
+"""Multimodal models that combine a text decoder with an encoder, and their fusion layers."""
 
 from torchtune.modules.model_fusion._deep_fusion import DeepFusionModel
 from torchtune.modules.model_fusion._early_fusion import EarlyFusionModel

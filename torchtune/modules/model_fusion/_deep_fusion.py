@@ -17,9 +17,9 @@ class DeepFusionModel(FusionModel):
     """Text decoder with cross-attention layers to the output of an encoder (Flamingo, arXiv:2204.14198).
 
     Args:
-        decoder: text decoder, some layers of which are :class:`FusionLayer`.
-        encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``. Its method ``blank(device)``
-            returns such entries for a blank image, for text batches that must run the encoder.
+        decoder: text decoder in which some layers are a :class:`FusionLayer`.
+        encoder: module that is called with the entries of ``encoder_input`` and returns ``[b, t, d]``. Its method
+            ``blank(device)`` returns the entries for a blank image, for text batches that must run the encoder.
         decoder_trainable: whether to train the parameters of the decoder, except the fusion parameters.
         encoder_trainable: whether to train the parameters of the encoder.
         fusion_trainable: whether to train the fusion parameters (:func:`get_fusion_params`).
@@ -85,8 +85,8 @@ class DeepFusionModel(FusionModel):
             input_pos: see there.
             encoder_input: arguments of the encoder, for example ``images`` and ``aspect_ratio``. With caches, ``None``
                 reads the cached images.
-            encoder_mask: bool ``[b, s, t]``, attention of text to the encoder's output (True: attend); by default to
-                all outputs of its row.
+            encoder_mask: bool ``[b, s, t]``, True where a token attends to a position of the encoder's output; by
+                default, tokens attend to all positions in their row.
             input_embeds: see there.
             output: see there.
 
@@ -94,7 +94,8 @@ class DeepFusionModel(FusionModel):
                 See :meth:`torchtune.modules.TransformerDecoder.forward`.
 
             Raises:
-                ValueError: ``encoder_mask`` has a wrong shape or dtype or lacks ``encoder_input``; also as there.
+                ValueError: ``encoder_mask`` has a wrong shape or dtype, or there is no ``encoder_input``; further cases
+                    in :meth:`torchtune.modules.TransformerDecoder.forward`.
         """
         x = tokens if tokens is not None else input_embeds
         if encoder_input is not None and not _has_images(encoder_input):

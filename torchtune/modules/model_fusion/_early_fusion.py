@@ -1,4 +1,4 @@
-"""Early-fusion models, with the arguments and inputs of older recipes."""
+"""Early-fusion model with the arguments and inputs of older recipes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +19,14 @@ class EarlyFusionModel(ImageTextModel):
 
     Args:
         decoder: text decoder.
-        encoders: name -> vision tower; there is one, for example ``{"vision": tower}``.
-        encoder_tokens: the same name -> id of the placeholder token.
+        encoders: the vision tower by name, for example ``{"vision": tower}``; exactly one.
+        encoder_tokens: id of the placeholder token, by the same name.
         decoder_trainable: whether to train the text decoder.
         encoders_trainable: whether to train the vision tower, except its projector; also by name.
         fusion_trainable: whether to train the projector.
 
     Raises:
-        UserError: the names differ, or there is not one vision tower.
+        UserError: the names differ, or ``encoders`` is not exactly one vision tower.
 
     Example:
         >>> isinstance(model, torchtune.modules.model_fusion.EarlyFusionModel)
@@ -66,8 +66,8 @@ class EarlyFusionModel(ImageTextModel):
 
         Args:
             tokens: int64 ``[b, s]``, with a placeholder for each token of an image.
-            encoder_input: as in :meth:`ImageTextModel.forward`, or that by the encoder's name, where ``images`` are
-                tiles of all rows, ``[tiles, channels, height, width]`` or a list of such tensors.
+            encoder_input: see :meth:`ImageTextModel.forward`; or a mapping from the encoder's name to a dict with
+                ``images``, the tiles of all rows: ``[tiles, channels, height, width]`` or a list of such tensors.
             **options: see :meth:`ImageTextModel.forward`.
         """
         if encoder_input and self.encoder_name in encoder_input:

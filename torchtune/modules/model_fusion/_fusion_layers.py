@@ -12,8 +12,8 @@ from torchtune.modules.transformer import TransformerSelfAttentionLayer
 class FusionLayer(TransformerSelfAttentionLayer):
     """Decoder layer combined with a layer that fuses it with an encoder.
 
-    It takes over the modules of ``layer``, so that their parameter names do not change; names of the other parameters
-    begin with ``fusion_layer.``.
+    The modules of ``layer`` become modules of the new layer, so their parameter names do not change. The names of the
+    parameters of ``fusion_layer`` begin with ``fusion_layer.``.
 
     Args:
         layer: a self-attention layer.
@@ -83,9 +83,9 @@ class FusionEmbedding(nn.Embedding):
     """Token embedding ``weight`` with additional, separately trained tokens ``fusion_embedding.weight``.
 
     Args:
-        vocab_size: v, number of tokens of ``weight``.
-        fusion_vocab_size: number of additional tokens, which have the ids v, v + 1 …
-        embed_dim: d.
+        vocab_size: v, number of tokens in ``weight``.
+        fusion_vocab_size: number of additional tokens; their ids are v, v + 1 …
+        embed_dim: width d of the embeddings.
 
     Example:
         >>> torchtune.modules.model_fusion.FusionEmbedding(10, 2, 4)(torch.tensor([[0, 11]])).shape
@@ -98,11 +98,11 @@ class FusionEmbedding(nn.Embedding):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of both embeddings."""
+        """Number of tokens in both embeddings."""
         return self.num_embeddings + self.fusion_embedding.num_embeddings
 
     def fusion_params(self) -> list[str]:
-        """Return the name of the additional tokens' weight."""
+        """Return the name of the weight of the additional tokens."""
         return ["fusion_embedding.weight"]
 
     def forward(self, input: Tensor) -> Tensor:

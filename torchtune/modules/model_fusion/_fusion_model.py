@@ -1,4 +1,4 @@
-"""Base class of models of a text decoder and an encoder of images."""
+"""Base class of models that combine a text decoder with an image encoder."""
 
 import logging
 
@@ -16,7 +16,7 @@ class FusionModel(nn.Module):
 
     Args:
         decoder: text decoder.
-        encoder: encoder of images.
+        encoder: image encoder.
 
     Attributes:
         description: the description of the model, set by its builder.
@@ -76,7 +76,10 @@ class FusionModel(nn.Module):
         encoder_max_seq_len: int | None = None,
         decoder_max_seq_len: int | None = None,
     ) -> None:
-        """See :meth:`torchtune.modules.TransformerDecoder.setup_caches`; only the first call encodes images."""
+        """Set up caches, see :meth:`torchtune.modules.TransformerDecoder.setup_caches`.
+
+        With caches, only the first forward pass encodes images.
+        """
         self.decoder.setup_caches(
             batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
         )
@@ -98,7 +101,7 @@ class FusionModel(nn.Module):
         return self.decoder.invalidates_caches(input_pos)
 
     def has_frozen_text(self) -> bool:
-        """Return whether the text decoder, except the fusion, is frozen: text without images then trains nothing."""
+        """Return whether all parameters of the text decoder except fusion parameters are frozen."""
         fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
         return not any(
             parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion
@@ -107,9 +110,9 @@ class FusionModel(nn.Module):
     def needs_blank_image(self) -> bool:
         """Return whether a batch without images must encode a blank image.
 
-        With FSDP every rank must run the encoder, or the others would hang, and have gradients of it, which may be
-        reduced with those of the rest. The loss must also depend on some trained parameter; its gradient is zero, and a
-        warning says so.
+        With FSDP, every rank must run the encoder, forward and backward, or the other ranks would hang in a collective.
+        If the text decoder is frozen, the blank image connects the loss to trained parameters, with zero gradients; a
+        warning is logged.
         """
         trains_nothing = self.training and torch.is_grad_enabled() and self.has_frozen_text()
         if trains_nothing:

@@ -14,7 +14,7 @@ def register_fusion_module(module: nn.Module) -> None:
         >>> sorted(torchtune.modules.model_fusion.get_fusion_params(layer))
         ['bias', 'weight']
     """
-    module.fusion_params = MethodType(_names, module)  # bound method: deepcopy rebinds it to the copy
+    module.fusion_params = MethodType(_names, module)  # deepcopy rebinds a bound method to the copied module
 
 
 def _names(module: nn.Module) -> list[str]:

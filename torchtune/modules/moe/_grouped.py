@@ -1,4 +1,4 @@
-"""Grouped matrix products of rows sorted by matrix; matrices without rows are not read."""
+"""Grouped matrix products of rows that are sorted by matrix; matrices without rows are not read."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -67,14 +67,14 @@ _forward.register_autograd(_backward, setup_context=_setup_context)
 
 @functools.cache
 def _has_tensor_cores_for_groups(device: torch.device) -> bool:
-    """Whether a CUDA device has compute capability 8.0; cached, because it queries the driver."""
+    """Return whether a CUDA device has compute capability 8.0 or higher; cached, because it queries the driver."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped kernel supports these tensors.
 
-    It needs bfloat16 on CUDA, compute capability 8.0 or higher, and rows aligned to 16 bytes.
+    The kernel needs bfloat16 on CUDA, compute capability 8.0 or higher, and rows aligned to 16 bytes.
     """
     return (
         x.is_cuda
@@ -87,17 +87,17 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def local_experts(weight: Tensor) -> Tensor:
-    """Return this rank's shard of the experts if they are sharded (a ``DTensor``)."""
+    """Return this rank's shard of ``weight`` if it is sharded (a ``DTensor``), otherwise ``weight``."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None = None) -> Tensor:
-    """Multiply the first ``counts[0]`` rows with ``weight[0]``, the next ``counts[1]`` with ``weight[1]``, and so on.
+    """Multiply the first ``counts[0]`` rows by ``weight[0]``, the next ``counts[1]`` rows by ``weight[1]``, and so on.
 
     Args:
         x: rows ``[t, i]``, sorted by matrix.
         weight: ``[e, i, o]``; matrices without rows are not computed and get a zero gradient.
-        counts: int64 ``[e]``, rows of each matrix; they sum to t.
+        counts: int64 ``[e]``, number of rows for each matrix; the sum is t.
         kernel: use torch's grouped kernel (True) or a loop over the matrices with rows (False); by default
             :func:`has_grouped_kernel` decides.
 
@@ -111,7 +111,7 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
 
 
 class _FrozenGroupedMM(torch.autograd.Function):
-    """Products with frozen matrices that are decoded in the forward pass and again in the backward pass."""
+    """Grouped product with frozen matrices, which are dequantized in the forward pass and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
@@ -128,5 +128,5 @@ class _FrozenGroupedMM(torch.autograd.Function):
 
 
 def frozen_grouped_mm(x: Tensor, weight: Stored, counts: Tensor) -> Tensor:
-    """Compute :func:`grouped_mm` of a frozen weight, saving only its stored tensors for the backward pass."""
+    """Compute :func:`grouped_mm` with a frozen weight; only its stored tensors are saved for the backward pass."""
     return _FrozenGroupedMM.apply(x, counts, weight.decode, *map(local_experts, weight.tensors))

@@ -47,11 +47,12 @@ class _RouterStatistics:
 
 
 class Balance:
-    """Balancing loss of one model, which connects its routers to its loss.
+    """Balancing loss of one model; connects the routers to the loss function.
 
-    Routers record their probabilities and counts. The model's loss adds the balancing loss. In the backward pass the
-    addition records the upstream gradient, and every router adds its share to the gradient of its scores. The result is
-    the gradient of the sum for any scale of the loss, and layers may be compiled, sharded or recomputed.
+    In the forward pass, routers record their probabilities and token counts, and the loss function adds the balancing
+    loss. In the backward pass, the addition records the upstream gradient, and every router adds the gradient of the
+    balancing loss to the gradient of its scores. The result is exact for any scale of the loss, and layers may be
+    compiled, sharded or recomputed.
 
     Args:
         coefficient: coefficient of the balancing loss.
@@ -63,14 +64,14 @@ class Balance:
 
     @outside_graphs
     def attach(self, chosen: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Return ``chosen`` ``[t, k]``; its backward pass adds the gradient of ``probabilities`` ``[t, e]``."""
+        """Return ``chosen`` ``[t, k]``; its backward pass adds the loss gradient of ``probabilities`` ``[t, e]``."""
         if in_backward_pass():
             return chosen
         self._seen.routers.append((probabilities.detach().sum(0), counts, len(probabilities)))
         return _AttachGradient.apply(chosen, probabilities, self._seen)
 
     def add_to(self, loss: Tensor, count: Tensor | int = 1) -> Tensor:
-        """Add ``count`` times the balancing loss since the last call to ``loss``, a sum over ``count`` labels."""
+        """Return ``loss``, a sum over ``count`` labels, plus ``count`` times the balancing loss since the last call."""
         if not torch.is_grad_enabled():
             return loss
         seen, self._seen = self._seen, _RouterStatistics()
@@ -121,11 +122,11 @@ def _routers(model: nn.Module, name: str) -> dict[str, TokenChoiceTopKRouter]:
 class BalancingLoss(Conversion):
     """Conversion that adds :func:`load_balancing_loss` to the loss of supervised fine-tuning.
 
-    Padding counts as tokens; packed batches have none. With gradient accumulation, the loss of each micro-batch is
-    weighted by its number of labels. Ranks balance their own tokens.
+    Padding tokens count; packed batches have no padding. With gradient accumulation, the balancing loss of each
+    micro-batch is weighted by its number of labels. Each rank balances its own tokens.
 
     Args:
-        coefficient: coefficient of the loss; by default the value in the model's ``config.json``.
+        coefficient: coefficient of the balancing loss; by default the value in the model's ``config.json``.
 
     Raises:
         ConversionError: ``coefficient`` is negative.
@@ -160,7 +161,7 @@ class BalancingLoss(Conversion):
 
 
 def balance_of(model: nn.Module) -> Balance | None:
-    """Return the :class:`Balance` of a model converted by :class:`BalancingLoss`, else None."""
+    """Return the :class:`Balance` of a model converted by :class:`BalancingLoss`; None for other models."""
     found = (module.balance for module in model.modules() if isinstance(module, TokenChoiceTopKRouter))
     return next(found, None)
 
@@ -168,9 +169,9 @@ def balance_of(model: nn.Module) -> Balance | None:
 class LossFreeBalancing(Conversion):
     """Conversion for loss-free balancing: update the routers' selection biases after every step.
 
-    ``bias += rate · sign(mean tokens - tokens)`` with the step's tokens of all ranks (Wang et al. 2024,
-    arXiv:2408.15664). The bias does not affect scores or gradients. A skipped step does not update it, and its tokens
-    are not counted.
+    ``bias += rate · sign(mean tokens - tokens)``, with the step's tokens per expert on all ranks (Wang et al. 2024,
+    arXiv:2408.15664). The bias does not affect scores or gradients. A skipped step does not update the bias, and its
+    tokens are not counted.
 
     Args:
         rate: update of a bias per step.
@@ -214,7 +215,7 @@ class LossFreeBalancing(Conversion):
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """Update the biases."""
-        if not self._step:  # the training loop does not call the pre hook
+        if not self._step:  # the training loop does not call pre_optimizer_hook
             self.pre_optimizer_hook(model)
         counted, self._step = self._step, {}
         for path, counts in _all_reduce_counts(counted).items():
@@ -228,15 +229,15 @@ class LossFreeBalancing(Conversion):
 
 
 def tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tokens per expert since training began, summed over ranks: path of the router -> int64 ``[e]``.
+    """Return the tokens per expert since training began, summed over all ranks: router path -> int64 ``[e]``.
 
-    All ranks must call it. Evaluation is not counted; recomputed activations are counted once.
+    All ranks must call this function. Tokens in evaluation are not counted; recomputed tokens are counted once.
     """
     return _all_reduce_counts(_local_counts(model))
 
 
 def _local_counts(model: nn.Module) -> dict[str, Tensor]:
-    """Tokens per expert of this rank."""
+    """Return the tokens per expert of this rank."""
     return {
         path: router.tokens_per_expert.clone()
         for path, router in model.named_modules()
@@ -253,7 +254,7 @@ def _all_reduce_counts(counts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class ExpertLoad:
-    """Metrics of the experts' load; call it at every logged step.
+    """Load metrics of experts; call :meth:`metrics` at every logged step.
 
     Args:
         model: the model; without experts there are no metrics.
@@ -268,9 +269,9 @@ class ExpertLoad:
         self._before: dict[str, Tensor] = {}
 
     def metrics(self) -> dict[str, float]:
-        """Return ``expert_load_max`` and ``expert_load_min``, the extreme loads of an expert since the last call.
+        """Return ``expert_load_max`` and ``expert_load_min``: highest and lowest load of an expert since the last call.
 
-        Loads are relative to the layer's mean. All ranks must call it.
+        Loads are relative to the mean of the layer. All ranks must call this method.
         """
         now = tokens_per_expert(self._model)
         counts = [(total - self._before.get(path, 0)).float() for path, total in now.items()]

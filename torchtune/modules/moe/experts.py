@@ -13,7 +13,7 @@ from torchtune.modules.stored_linear import Stored
 
 _CLAMPED_SLOPE = 1.702  # slope of the sigmoid approximation of GELU
 
-# Former address of the class.
+# Former import path of the class.
 __getattr__, _, _ = attach(__name__, {"LoRAGroupedExperts": "torchtune.modules.peft.lora_experts"})
 
 
@@ -91,7 +91,7 @@ class GroupedExperts(nn.Module):
 class ClampedExperts(GroupedExperts):
     """Experts of gpt-oss: ``down(gate · sigmoid(1.702 gate) · (up + 1))`` with clamped gate and up.
 
-    Gate and up are the even and the odd columns of one product. Parameters are ``gate_up_proj``
+    Gate and up are the even and the odd columns of one projection. Parameters are ``gate_up_proj``
     ``[e, dim, 2 hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``, with biases ``gate_up_proj_bias``
     ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``.
 

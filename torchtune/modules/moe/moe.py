@@ -26,10 +26,11 @@ class TokenChoiceTopKRouter(nn.Module):
         selection_bias: add a bias to the scores for the selection only (Wang et al. 2024, arXiv:2408.15664): a
             parameter ``selection_bias``, float32 ``[e]``, without gradient.
         groups: number of expert groups of equal size.
-        top_groups: number of groups from which a token selects experts: the ones with the highest sum of their two best
-            scores.
-        norm_eps: normalize tokens to length 1 before ``gate`` (RMSNorm with this eps, divided by √d) and scale them by
-            a parameter ``channel_scale`` ``[d]``; a parameter ``expert_scale`` ``[e]`` scales the final scores.
+        top_groups: number of groups from which a token selects experts: the groups with the highest sum of their two
+            best scores.
+        norm_eps: normalize tokens to length 1 before ``gate`` (RMSNorm with this eps, divided by √d), and scale them by
+            the parameter ``channel_scale`` ``[d]``. The parameter ``expert_scale`` ``[e]`` scales the final scores.
+            None: no normalization and no scaling.
 
     Raises:
         ValueError: ``experts_per_token`` exceeds ``num_experts``.
@@ -79,14 +80,14 @@ class TokenChoiceTopKRouter(nn.Module):
         self.expert_scale = None if norm_eps is None else nn.Parameter(torch.ones(num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Select experts.
+        """Select experts for each token.
 
         Args:
             x: tokens ``[t, d]``.
 
         Returns:
-            Scores of the selected experts, float32 ``[t, k]``; their indices, int64 ``[t, k]``; tokens per expert,
-            int64 ``[e]``.
+            Scores of the selected experts, float32 ``[t, k]``; indices of the selected experts, int64 ``[t, k]``;
+            tokens per expert, int64 ``[e]``.
         """
         if self.norm_eps is not None:
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
@@ -116,7 +117,7 @@ class TokenChoiceTopKRouter(nn.Module):
         return chosen, selected, counts
 
     def _in_top_groups(self, scores: Tensor) -> Tensor:
-        """Scores ``[t, e]`` with ``-inf`` outside of the selected groups."""
+        """Return the scores ``[t, e]``, with ``-inf`` for experts outside the selected groups."""
         if self.top_groups == self.groups:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
@@ -127,17 +128,17 @@ class TokenChoiceTopKRouter(nn.Module):
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
 def _add_counts(counts: Tensor, total: Tensor) -> None:
-    """Add to a total, except when activation checkpointing recomputes the layer."""
+    """Add token counts to a total, except when activation checkpointing recomputes the layer."""
     if not in_backward_pass():
         total += counts
 
 
 class _PermuteRows(torch.autograd.Function):
-    """``x[take // copies]`` for a permutation ``take`` with inverse ``back``; the gradient needs no atomics."""
+    """Compute ``x[take // copies]`` for a permutation ``take`` with inverse ``back``; backward needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
-        """[t, d] -> [t * copies, d]."""
+        """Gather rows: ``[t, d]`` to ``[t * copies, d]``."""
         ctx.save_for_backward(back)
         ctx.copies = copies
         return x[take if copies == 1 else take // copies]
@@ -156,8 +157,8 @@ def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> 
 
     Args:
         x: rows ``[t, d]``.
-        order: permutation of the copies, int64 ``[t * copies]``; before it, the copies of a row are adjacent.
-        inverse: inverse permutation.
+        order: permutation of the copies, int64 ``[t * copies]``, which are adjacent for each row before it is applied.
+        inverse: inverse of ``order``.
         copies: number of copies of each row.
     """
     return _PermuteRows.apply(x, order, inverse, copies)
@@ -169,15 +170,15 @@ class MoE(nn.Module):
     Tokens are sorted by expert; experts without tokens are not computed.
 
     Args:
-        experts: rows sorted by expert, and rows per expert -> rows.
-        router: tokens -> scores, selected experts, tokens per expert.
+        experts: module that maps rows sorted by expert, and the number of rows per expert, to rows.
+        router: module that maps tokens to scores, selected experts and tokens per expert.
         shared_expert: feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
             ``shared_input``, ``shared_output``. The router's input is not normalized.
-        scales_input: scores multiply the inputs of experts, not their outputs.
+        scales_input: whether scores multiply the inputs of experts instead of their outputs.
         latent: projections ``d -> l`` of the experts' input and ``l -> d`` of their summed output, for experts of width
-            l; the input of the router and of the shared expert has width d.
+            l. The router and the shared expert have inputs of width d.
 
     Example:
         >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter

@@ -1,6 +1,6 @@
 """Compatibility: a switch that recipes copied from earlier releases set.
 
-It has no effect: grouped matrix products choose their kernel by device and dtype.
+The switch has no effect: grouped matrix products choose their kernel by device and dtype.
 """
 
 use_grouped_mm = True

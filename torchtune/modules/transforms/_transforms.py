@@ -9,10 +9,10 @@ from torchtune.data import DataError, Transform
 
 
 class VisionCrossAttentionMask(Transform):
-    """Builds the cross-attention mask between text tokens and images.
+    """Transform that builds the cross-attention mask between text tokens and images.
 
-    A token attends to an image from the image's own token up to the next image token. Images with adjacent tokens share
-    one range.
+    An image token and the tokens after it, up to the next image token, attend to the image. The images of adjacent
+    image tokens share one range, up to the next image token after them.
 
     Args:
         tile_size: side of a tile, in pixels.
@@ -33,7 +33,7 @@ class VisionCrossAttentionMask(Transform):
         self.image_token_id = image_token_id
 
     def visible(self, tokens: list[int]) -> list[tuple[int, int]]:
-        """Return (start, end) of the tokens that attend to each image; ``end`` is exclusive."""
+        """Return the range of tokens that attend to each image, as (start, exclusive end)."""
         starts = [i for i, token in enumerate(tokens) if token == self.image_token_id]
         ends = [*starts, len(tokens)][1:]
         for i in reversed(range(len(starts) - 1)):
@@ -49,9 +49,9 @@ class VisionCrossAttentionMask(Transform):
             inference: ignored.
 
         Returns:
-            the sample with ``encoder_mask``, one bool mask per image: ``[s, tiles * (patches_per_tile + 1)]``, True
-            where a token attends. Each tile has one position more than patches, for the class token. The masks are
-            expanded views: copy them before writing.
+            The sample with ``encoder_mask``, one bool mask per image: ``[s, tiles * (patches_per_tile + 1)]``, True
+            where a token attends. Each tile has an additional position for the class token. The masks are expanded
+            views: copy them before writing to them.
 
         Raises:
             DataError: the numbers of images and image tokens differ.

@@ -6,12 +6,12 @@ import math
 def get_inscribed_size(
     image_size: tuple[int, int], target_size: tuple[int, int], max_size: int | None
 ) -> tuple[int, int]:
-    """Return the largest size of an image within a canvas at the same aspect ratio.
+    """Return the largest size at which an image fits into a canvas with its aspect ratio preserved.
 
     Args:
         image_size: (height, width) of the image.
         target_size: (height, width) of the canvas.
-        max_size: upper limit in pixels for upscaled sides; ``None`` upscales up to the canvas.
+        max_size: maximum length in pixels of an upscaled side; ``None`` limits upscaling only by the canvas.
 
     Returns:
         (height, width), at least 1 each.

@@ -7,7 +7,7 @@ from torchtune.data import DataError
 
 
 def pad_dim_to_size(input: torch.Tensor, size: int, dim: int, *, fill: float = 0.0) -> torch.Tensor:
-    """Pad a dimension at its end.
+    """Pad one dimension of a tensor at its end.
 
     Args:
         input: tensor of any shape.

@@ -1,4 +1,4 @@
-"""Resizing at a constant aspect ratio."""
+"""Resizing with a preserved aspect ratio."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _MODES = {"nearest": "nearest-exact", "nearest-exact": "nearest-exact", "bilinea
 
 
 def resampling_mode(resample: Any) -> str:
-    """Return the ``F.interpolate`` mode of a name or torchvision ``InterpolationMode``; raise DataError if unknown."""
+    """Convert a name or torchvision ``InterpolationMode`` to a mode of ``F.interpolate``, or raise DataError."""
     name = str(getattr(resample, "value", resample)).lower()
     if name not in _MODES:
         raise DataError(f"resample must be one of {', '.join(_MODES)}, not '{name}'.")
@@ -22,9 +22,9 @@ def resampling_mode(resample: Any) -> str:
 def resize_with_pad(
     image: torch.Tensor, target_size: tuple[int, int], resample: Any, max_size: int | None = None
 ) -> torch.Tensor:
-    """Resize an image to fit a canvas at the same aspect ratio; pad with zeros on the right and at the bottom.
+    """Resize an image to fit a canvas, preserving its aspect ratio; pad with zeros on the right and at the bottom.
 
-    uint8 images are resized in fixed point, as in Pillow; bilinear results differ from it by at most one level.
+    uint8 images are resized in fixed point, as in Pillow; bilinear results differ from Pillow by at most one level.
 
     Args:
         image: ``[c, height, width]``.
