@@ -13,8 +13,8 @@ class GroupAdvantages:
 
     Args:
         leave_one_out: subtract the mean of the *other* answers, which scales the advantage by g / (g − 1) (RLOO).
-        scale: divide by the standard deviation of the ``group`` (original GRPO: favors prompts that are nearly always,
-            or nearly never, solved), or of all rewards of the step (``batch``). By default neither.
+        scale: divide by the standard deviation of the ``group`` (original GRPO; favors prompts that are nearly always
+            or nearly never solved), or of all rewards in the step (``batch``). None does not divide.
 
     Example:
         >>> torchtune.rlhf.GroupAdvantages(leave_one_out=True).leave_one_out

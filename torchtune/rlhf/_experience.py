@@ -1,4 +1,4 @@
-"""Prompts, scored answers, and the log of both."""
+"""Prompts, scored answers, and the log of answers."""
 
 import json
 import math
@@ -19,21 +19,21 @@ from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.training import ParallelDims
 from torchtune.utils import AppendedFile, get_logger
 
-# Consecutive steps without a learning signal after which a run ends.
+# Number of consecutive steps without a learning signal after which a run ends.
 MOST_STALE_STEPS = 300
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt.
+    """Prompt to sample answers for.
 
     Attributes:
         tokens: token ids.
         row: columns of the dataset's row.
         number: index of the row.
-        is_blank: placeholder that keeps this rank in step with the others; its answers are ignored.
-        messages: the conversation, for environments, which add tools and observations to it.
-        images: the ``encoder_input`` of its images; empty without.
+        is_blank: whether the prompt is a filler, for a rank with fewer prompts than others; its answers are ignored.
+        messages: the conversation, to which environments add tools and observations.
+        images: the ``encoder_input`` of the prompt's images; empty without images.
 
     Example:
         >>> torchtune.rlhf.Prompt(tokens=[5, 6], row={"answer": "7"}, number=0).row["answer"]
@@ -49,7 +49,7 @@ class Prompt:
 
 
 def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return ``images``, the argument of samplers for the images of prompts; nothing if no prompt has one.
+    """Return the keyword argument ``images`` of samplers; empty if no prompt has an image.
 
     Example:
         >>> torchtune.rlhf.images_of([torchtune.rlhf.Prompt([5, 6], {}, number=0)])
@@ -60,10 +60,10 @@ def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class PromptBatch(Batch):
-    """A batch of prompts.
+    """Batch of prompts.
 
     Attributes:
-        prompts: one per document.
+        prompts: one prompt per document.
 
     Example:
         >>> prompt = torchtune.rlhf.Prompt(tokens=[5, 6], row={}, number=0)
@@ -75,7 +75,7 @@ class PromptBatch(Batch):
 
 
 def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
-    """Concatenate prompts, padding-free, as a :class:`PromptBatch`.
+    """Concatenate prompts, padding-free, into a :class:`PromptBatch`.
 
     Args:
         batch: examples of :func:`torchtune.datasets.prompt_dataset`.
@@ -109,7 +109,7 @@ def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:
     """Prepare a GRPO loss for a model and for the temperature of a sampler.
 
     Raises:
-        RolloutError: it is not a GRPO loss, or needs log-probs that the sampler does not return.
+        RolloutError: the loss is not a GRPO loss, or needs log-probs that the sampler does not return.
         LossError: the model's output does not fit the loss.
     """
     if not isinstance(loss, GRPOLoss):
@@ -131,9 +131,9 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
     """Check that the longest prompt and answer fit the model's context. Raises :class:`RolloutError`.
 
     Args:
-        dataset: dataset of prompts; not checked without an attribute ``lengths``.
+        dataset: dataset of prompts; not checked if it has no attribute ``lengths``.
         sampler: sampler with ``max_new_tokens``.
-        model: its input is all tokens except the last.
+        model: the trained model. Its input is all tokens except the last.
         closing: number of tokens appended to the answer.
     """
     if getattr(dataset, "num_images", 0) and not getattr(sampler, "takes_images", False):
@@ -155,11 +155,11 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """Answers of groups with their rewards.
+    """Groups of answers with their rewards.
 
     Attributes:
-        prompts: one per group.
-        rollouts: ``g`` per prompt, sorted by group.
+        prompts: one prompt per group.
+        rollouts: ``g`` answers per prompt, sorted by group.
         texts: texts of the answers.
         rewards: ``[n, g]``, float64; NaN for dropped answers.
         parts: reward name -> reward of every answer.
@@ -214,19 +214,19 @@ class ScoredRollouts:
         drop_unfinished: bool = False,
         share_prefix: bool = False,
     ) -> tuple[list[Batch], int, int]:
-        """Build micro-batches of the answers with an advantage; groups with equal rewards are left out.
+        """Build micro-batches of the answers with an advantage; leave out groups with equal rewards.
 
         Args:
             advantages: ``[n, g]``.
-            loss: defines whether rewards are used, and the normalization.
-            dims: parallel dims; all ranks must call it.
+            loss: determines whether rewards are used, and the normalization.
+            dims: parallel dims; all ranks must call this method.
             tokens_per_batch: maximum tokens per micro-batch; a longer answer is a micro-batch by itself.
             drop_unfinished: leave out unfinished answers.
             share_prefix: see :func:`collate_rollouts`.
 
         Returns:
-            The same number of micro-batches on every rank, none if there is no learning signal; the total numbers of
-            terms and of labels over all ranks.
+            The micro-batches, the same number on every rank and none without a learning signal; the number of terms and
+            the number of labels, summed over all ranks.
         """
         counts = ~self.rewards.isnan()
         if loss.needs_rewards:
@@ -243,7 +243,7 @@ class ScoredRollouts:
             count_documents=loss.normalize != "tokens",
             share_prefix=share_prefix,
         )
-        if loss.ce_coeff:  # a mean over the tokens of good answers, where the loss is one over its terms
+        if loss.ce_coeff:  # weights that turn the mean over all terms into a mean over the tokens of good answers
             good = [
                 (batch.per_token["advantages"] > 0) & (batch.labels != CROSS_ENTROPY_IGNORE_IDX) for batch in batches
             ]
@@ -264,7 +264,7 @@ def _count_finite(values: Sequence[float]) -> int:
 def score_rollouts(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], rewards: RewardSum, tokenizer: Any
 ) -> ScoredRollouts:
-    """Score the answers, and add the rewards of environments.
+    """Score answers by reward functions, and add the rewards of environments.
 
     Empty answers, answers to blank prompts and invalid episodes get no reward.
     """
@@ -288,10 +288,10 @@ def score_rollouts(
 
 
 class RolloutRecord:
-    """Writer of answers and their rewards to a readable file; also logs some of them.
+    """Writer of answers and rewards to ``rollouts.jsonl``, which also logs tables of answers.
 
-    The file is ``rollouts.jsonl``; ranks other than 0 add their rank to the name. A resumed run first deletes the steps
-    that it repeats. After ``MOST_STALE_STEPS`` consecutive steps without a learning signal it raises an error.
+    Ranks other than 0 add their rank to the file name. A resumed run first deletes the records of steps that it
+    repeats. :meth:`write` raises an error after ``MOST_STALE_STEPS`` consecutive steps without a learning signal.
 
     Args:
         output_dir: output folder of the run.
@@ -321,15 +321,15 @@ class RolloutRecord:
             scored: the answers.
             advantages: ``[n, g]``.
             num_terms: number of terms of the loss over all ranks; 0 without a learning signal.
-            metric_logger: logger that gets the answers whenever the log has a table of them.
+            metric_logger: logger that receives the answers at every step with a table of answers.
 
         Raises:
-            RolloutError: there was no learning signal for too many steps.
+            RolloutError: too many consecutive steps had no learning signal.
         """
         if self._is_writer:
             if self._file is None:
                 _truncate_record(self._path, step)
-                if self._dims.is_main:  # files of a run with more ranks
+                if self._dims.is_main:  # the resumed run may have had more ranks
                     for path in self._path.parent.glob("rollouts_rank*.jsonl"):
                         number = path.stem.removeprefix("rollouts_rank")
                         if number.isdigit() and int(number) >= self._dims.data_size:
@@ -340,7 +340,7 @@ class RolloutRecord:
         if self._show_every and step % self._show_every == 0 and self._dims.is_main:
             answers = list(self._lines(step, scored, advantages))
             get_logger().info(_format_table(step, answers))
-            if hasattr(metric_logger, "log_answers"):  # a logger of the user's own may lack it
+            if hasattr(metric_logger, "log_answers"):  # custom loggers may lack this method
                 metric_logger.log_answers(answers, step)
         self._steps_without_signal = 0 if num_terms else self._steps_without_signal + 1
         if self._steps_without_signal in (1, 10, 100) and self._dims.is_main:
@@ -387,7 +387,7 @@ class RolloutRecord:
 
 
 def _describe_signal(scored: ScoredRollouts) -> str:
-    """Describe why answers have a learning signal or not."""
+    """Describe why the answers have a learning signal, or why they have none."""
     figures = scored.figures()
     flat, groups = (int(number) for number in figures.get("groups/without_variance", (0, 0)))
     dropped, answers = (int(number) for number in figures["answers/dropped"])
@@ -403,7 +403,7 @@ def _json_number(value: float) -> float | None:
 
 
 def _truncate_record(path: Path, step: int) -> None:
-    """Remove the lines of ``step`` and later ones, and an incomplete line, from the end of a file."""
+    """Remove the lines of ``step`` and later steps, and an incomplete last line, from a file."""
     if not path.exists():
         return
     kept = 0
@@ -426,7 +426,7 @@ def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
     shown = ordered if len(ordered) <= most else [*ordered[: most // 2], *ordered[-(most // 2) :]]
     rows = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
     for line in shown:
-        # Control characters could change the terminal.
+        # Escape control characters, which could change the state of the terminal.
         text = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in line["answer"])
         text = text if len(text) <= 100 else text[:97] + "…"
         reward, advantage = ("—" if line[key] is None else f"{line[key]:.3f}" for key in ("reward", "advantage"))
@@ -435,10 +435,10 @@ def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
 
 
 def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
-    """Return the component of a config, by default :class:`GroupAdvantages`.
+    """Check and return the advantages component of a config, by default :class:`GroupAdvantages`.
 
     Raises:
-        RolloutError: a test call fails or returns another shape.
+        RolloutError: a test call fails or returns a wrong shape.
     """
     if component is None:
         return GroupAdvantages()

@@ -11,11 +11,11 @@ from typing import Any
 
 from torchtune.rlhf._rollouts import RolloutError
 
-MOST_BYTES = 16 * 2**20  # of a short reply
+MOST_BYTES = 16 * 2**20  # default limit of a reply's size
 
 
 class NoReplyError(RolloutError):
-    """Server that is unreachable, too slow, or without the requested model, perhaps because it was restarted."""
+    """Raised if a server is unreachable, too slow, or lacks the requested model, for example after a restart."""
 
 
 def post_json(
@@ -29,7 +29,7 @@ def post_json(
     Args:
         url: URL of the endpoint.
         body: request body.
-        timeout: seconds to wait for the headers of the reply, and from the request to the last byte of its body.
+        timeout: maximum seconds for each socket operation, and from the request to the last byte of the reply.
         most_bytes: maximum size of the reply's body.
         reads_json: parse the reply as JSON; otherwise return its text.
 
@@ -72,7 +72,7 @@ def post_json(
 
 
 def _read_body(reply: http.client.HTTPResponse, url: str, deadline: float, most_bytes: int) -> bytes:
-    """Read the body in chunks as they arrive, so that a slow or endless reply ends with an error."""
+    """Read the body in chunks as they arrive, so that a slow or endless reply raises an error."""
     body = bytearray()
     while chunk := reply.read1(2**20):
         body += chunk
@@ -86,7 +86,7 @@ def _read_body(reply: http.client.HTTPResponse, url: str, deadline: float, most_
 
 
 def _describe_http_error(error: urllib.error.HTTPError) -> str:
-    """Return the reason of an HTTP error and the beginning of its body, as far as it is received."""
+    """Return the reason of an HTTP error and the received beginning of its body."""
     try:
         with error:
             text = error.read(500).decode(errors="replace").strip()
@@ -105,7 +105,7 @@ def _timeout_error(url: str, timeout: float) -> NoReplyError:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Leave a redirect to be raised as an error."""
+        """Return None, so that a redirect is raised as an error."""
 
 
 @functools.cache

@@ -14,17 +14,18 @@ from torchtune.rlhf._rollouts import Rollout, RolloutError
 class LocalSampler:
     """Sampler that uses the model in training, without a copy of its weights.
 
-    Each prompt is prefilled once for all of its answers; finished answers leave the batch, and waiting prompts join it.
-    Tokens are sampled from the full distribution: top-k and top-p would make the loss's probability ratio wrong.
+    Each prompt is prefilled once for all of its answers. Finished answers leave the batch, and waiting prompts join it.
+    Tokens are sampled from the full distribution, because top-k and top-p would make the probability ratio in the loss
+    wrong.
 
     Args:
         model: the trained model; it samples in evaluation mode.
-        tokenizer: defines the default stop tokens.
-        max_new_tokens: maximum tokens of an answer.
+        tokenizer: provides the default stop tokens.
+        max_new_tokens: maximum number of tokens in an answer.
         temperature: divides the logits, in sampling and in the loss.
-        max_sequences: maximum answers sampled at the same time, at least all of one prompt; limits the memory of the KV
-            cache. ``None``: no limit.
-        stop_tokens: tokens that end an answer; ``None``: the tokenizer's.
+        max_sequences: maximum number of answers to sample at the same time, at least the number per prompt; limits the
+            memory of the KV cache. None sets no limit.
+        stop_tokens: ids of tokens that end an answer; by default the tokenizer's stop tokens.
 
     Raises:
         RolloutError: a number is out of range.
@@ -58,9 +59,9 @@ class LocalSampler:
         seeds: Sequence[int] | None = None,
         images: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Rollout]:
-        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy.
+        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds, decoding is greedy.
 
-        ``images`` are the images of each prompt, see :class:`torchtune.rlhf.Prompt`.
+        ``images`` has the images of each prompt, see :class:`torchtune.rlhf.Prompt`.
         """
         device = self.model.tok_embeddings.weight.device
         draws = None
@@ -89,7 +90,7 @@ class LocalSampler:
 
 
 def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int | None = None) -> None:
-    """Check the range of a sampler's settings. Raises :class:`RolloutError`."""
+    """Check a sampler's settings. Raises :class:`RolloutError` if one is out of range."""
     if temperature <= 0:
         raise RolloutError(
             f"sampler.temperature is {temperature}: answers of a group have to differ, set it above 0 (1 is usual)."
@@ -111,6 +112,6 @@ def check_stop_tokens(given: Sequence[int] | None, tokenizer: Any, model: nn.Mod
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return whether ranks share the computation of each token."""
+    """Return whether the model is tensor parallel."""
     meshes = [weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)]
     return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)

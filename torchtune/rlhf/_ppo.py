@@ -28,8 +28,8 @@ class NumberedPrompts:
     """Prompts of a dataset without rows, such as :func:`torchtune.datasets.text_completion_dataset`.
 
     Args:
-        dataset: its examples have ``tokens``.
-        stop_tokens: tokens that end an answer; a prompt must not end with one.
+        dataset: dataset of examples with ``tokens``.
+        stop_tokens: ids of tokens that end an answer; a prompt must not end with one of them.
 
     Example:
         >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}], add_eos=False)
@@ -50,7 +50,7 @@ class NumberedPrompts:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an example like that of :class:`torchtune.datasets.PromptDataset`."""
+        """Return an example in the format of :class:`torchtune.datasets.PromptDataset`."""
         tokens = [int(token) for token in self._dataset[index]["tokens"]]
         if tokens[-1] in self._stop:
             raise RolloutError(
@@ -60,7 +60,7 @@ class NumberedPrompts:
 
 
 def numbered_prompts(dataset: Any, tokenizer: Any) -> Any:
-    """Return a dataset of prompts unchanged, any other dataset as :class:`NumberedPrompts`."""
+    """Return a dataset of prompts unchanged; wrap other datasets in :class:`NumberedPrompts`."""
     return dataset if "number" in dataset[0] else NumberedPrompts(dataset, tokenizer.stop_tokens)
 
 
@@ -68,16 +68,16 @@ class RewardModel:
     """Frozen reward model that scores answers, trained with :class:`torchtune.rlhf.loss.RewardLoss`.
 
     The score is read at the last token of the conversation, as in training. Chat templates may add tokens after the
-    stop token of an answer (a line break). These are not sampled, so they are appended here.
+    stop token of an answer, such as a line break. Such tokens are not sampled, so this class appends them.
 
     Args:
         model: model with one output.
         tokenizer: the policy's tokenizer.
-        batch_size: answers per forward pass; ``None``: all.
+        batch_size: number of answers per forward pass; None scores all answers in one pass.
         penalty: replaces the score of a penalized answer.
-        penalise_no_eos: penalize unfinished answers.
-        min_response_length: penalize shorter answers.
-        dims: parallel dims of the sharded model; its ranks must score answers together. ``None``: one process.
+        penalise_no_eos: whether to penalize unfinished answers.
+        min_response_length: minimum number of tokens in an answer; shorter answers are penalized.
+        dims: parallel dims of a sharded model, in which all ranks must score answers together. None: one process.
 
     Attributes:
         closing: tokens appended to a finished answer.
@@ -110,7 +110,7 @@ class RewardModel:
         self.model, self._batch_size = model.requires_grad_(False).eval(), batch_size
         self._stop, self.closing = set(tokenizer.stop_tokens), _closing_tokens(tokenizer)
         self._penalty, self._requires_eos, self._min_length = penalty, penalise_no_eos, min_response_length or 0
-        self._num_penalized = 0  # consecutive calls in which every answer was penalized
+        self._num_penalized = 0  # number of consecutive calls in which every answer was penalized
 
     @torch.no_grad()
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -128,7 +128,7 @@ class RewardModel:
         return torch.cat(found)[: len(rollouts)]
 
     def apply_penalty(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
-        """Return the scores ``[n]``, with the penalty as the score of penalized answers."""
+        """Return the scores ``[n]``; the penalty replaces the scores of penalized answers."""
         faulty = [(self._requires_eos and not one.finished) or len(one.answer) < self._min_length for one in rollouts]
         self._num_penalized = self._num_penalized + 1 if all(faulty) else 0
         if self._num_penalized in (1, 10, 100):
@@ -141,7 +141,7 @@ class RewardModel:
 
 
 def _closing_tokens(tokenizer: Any) -> list[int]:
-    """Return the chat template's tokens after the stop token of the last answer."""
+    """Return the tokens that the chat template adds after the stop token of the last answer."""
     messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
     tokens = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
     ends = [place for place, token in enumerate(tokens) if token in set(tokenizer.stop_tokens)]
@@ -149,7 +149,7 @@ def _closing_tokens(tokenizer: Any) -> list[int]:
 
 
 def _equal_chunks(rollouts: Sequence[Rollout], size: int | None, dims: ParallelDims) -> Iterator[Sequence[Rollout]]:
-    """Yield chunks of up to ``size`` rollouts, the same number on every rank; fillers repeat the first rollout."""
+    """Yield chunks of up to ``size`` rollouts, the same number of chunks on every rank; fillers repeat a rollout."""
     size = max(len(rollouts) if size is None else size, 1)
     parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
     yield from parts
@@ -189,7 +189,7 @@ def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor
 
     Args:
         hidden: hidden states of the value model ``[b, s, d]``.
-        batch: only labeled positions are projected.
+        batch: the batch; only labeled positions are projected.
         projection: ``[..., d]`` -> ``[..., 1]``.
 
     Returns:
@@ -202,13 +202,13 @@ def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor
 
 
 class AnswerTokens(NamedTuple):
-    """Per-token values of ``n`` answers, float64 ``[n, r]``, on the host, right-padded with 0.
+    """Per-token quantities of ``n`` answers, float64 ``[n, r]``, on the host, right-padded with 0.
 
     Attributes:
-        mask: bool, True at tokens.
-        log_probs: the policy's log-probs from sampling.
-        reference: the reference's log-probs.
-        values: the value model's values of the states before the tokens.
+        mask: bool, True at tokens, False at padding.
+        log_probs: log-probs of the policy at sampling.
+        reference: log-probs of the reference.
+        values: values of the states before the tokens, from the value model.
 
     Example:
         >>> zeros = torch.zeros(1, 3, dtype=torch.float64)
@@ -238,9 +238,9 @@ def evaluate_rollouts(
         scored: ``n`` answers with log-probs; answers to blank prompts are masked.
         reference: the frozen reference.
         value: the trained value model.
-        temperature: temperature of sampling.
-        batch_size: answers per forward pass; ``None``: all.
-        dims: parallel dims of the sharded models; all ranks must call this.
+        temperature: sampling temperature.
+        batch_size: number of answers per forward pass; None runs all answers in one pass.
+        dims: parallel dims of the sharded models; all ranks must call this function.
     """
     rollouts = scored.rollouts
     device = value.tok_embeddings.weight.device
@@ -294,18 +294,18 @@ def ppo_advantages(
     *,
     dims: ParallelDims,
 ) -> TokenAdvantages:
-    """Compute generalized advantage estimates (GAE) of tokens.
+    """Compute generalized advantage estimates (GAE) per token.
 
-    The reward of a token is −``kl_coeff`` (log π − log π_ref), plus the score at the last token of an answer.
+    The reward of a token is −``kl_coeff`` (log π − log π_ref). The last token of an answer also gets the score.
 
     Args:
-        tokens: per-token values of the answers.
+        tokens: per-token quantities of the answers.
         scored: the answers with their scores.
         kl_coeff: weight of the log-ratio to the reference.
         gamma: discount factor.
         lmbda: GAE λ, from one-step returns (0) to full returns (1).
-        whiten_rewards: divide the rewards by their standard deviation; the mean is kept.
-        dims: parallel dims; means and variances are over all ranks, which must all call this.
+        whiten_rewards: whether to divide the rewards by their standard deviation; the mean does not change.
+        dims: parallel dims; all ranks must call this function, which computes means and variances over all ranks.
     """
     every, place = _gather_rows({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
     mask, values, scores = every["mask"], every["values"], every["scores"]
@@ -333,7 +333,7 @@ def ppo_advantages(
 
 
 def _gather_rows(mine: dict[str, Tensor], dims: ParallelDims) -> tuple[dict[str, Tensor], int]:
-    """Gather the rows of all data ranks, zero-padded to one length; also return the index of this rank's first row."""
+    """All-gather rows over the data ranks, zero-padded to one length; also return this rank's first row index."""
     found = dict(sorted(dims.gather((dims.data_rank, mine))))  # tensor-parallel ranks have the same answers
     longest = max(rows["mask"].shape[1] for rows in found.values())
 
@@ -356,16 +356,16 @@ def ppo_updates(
     device: torch.device | str,
     dims: ParallelDims,
 ) -> Iterator[tuple[list[Batch], int]]:
-    """Yield PPO's optimizer steps on the answers: padding-free micro-batches, and the number of labels over all ranks.
+    """Yield, for each optimizer step of PPO, padding-free micro-batches and the number of labels over all ranks.
 
     Args:
-        scored: the answers; empty and blank ones are left out.
-        tokens: per-token values of the answers.
+        scored: the answers; empty answers and answers to blank prompts are left out.
+        tokens: per-token quantities of the answers.
         found: advantages and returns of the answers.
-        epochs: passes over all answers.
-        batch_size: answers per optimizer step and rank; ``None``: all.
-        accumulation_steps: micro-batches per optimizer step.
-        seeds: seeds of the order of the answers, in addition to the epoch.
+        epochs: number of passes over all answers.
+        batch_size: number of answers per optimizer step and rank; None uses all answers.
+        accumulation_steps: number of micro-batches per optimizer step.
+        seeds: seeds for the order of the answers, in addition to the epoch.
         device: device of the micro-batches.
         dims: parallel dims; all ranks yield the same number of steps and micro-batches.
     """
@@ -398,7 +398,12 @@ def ppo_updates(
 
 
 def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
-    """Check a loss and its models. Raises :class:`RolloutError`, or :class:`LossError` for a model."""
+    """Check a loss and its models.
+
+    Raises:
+        RolloutError: the loss is not a PPO loss.
+        LossError: a model does not fit the loss.
+    """
     if not isinstance(loss, PPOLoss):
         raise RolloutError(
             f"loss: {type(loss).__name__} trains no values: give torchtune.rlhf.loss.PPOLoss, or run "
@@ -417,8 +422,8 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
         tokenizer: tokenizer of the data.
 
     Raises:
-        RolloutError: a model has another vocabulary.
-        TeacherError: a model has another tokenizer.
+        RolloutError: the vocabulary of a model differs.
+        TeacherError: the tokenizer of a model differs.
     """
     mine, needed = len(models["policy"].tok_embeddings.weight), tokenizer.vocab_size
     folders = {name: Path(checkpointer.store.source(name).checkpoint_dir) for name in models}
@@ -462,10 +467,10 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) -> int | None:
-    """Return the number of steps for ``num_answers`` answers in one epoch; ``None`` if ``num_answers`` is ``None``.
+    """Return the number of steps per epoch that sample ``num_answers`` answers; None if ``num_answers`` is None.
 
     Raises:
-        RolloutError: there are fewer prompts than answers.
+        RolloutError: the dataset has fewer prompts than ``num_answers``.
 
     Example:
         >>> torchtune.rlhf.steps_per_epoch(None, num_prompts=2, batch_size=4) is None

@@ -1,4 +1,4 @@
-"""Reference log-probs of preference losses, from a model that is not trained."""
+"""Reference log-probs of preference losses, from a frozen model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,22 +19,22 @@ from torchtune.training import ParallelDims
 from torchtune.training.parallel import reshard
 from torchtune.utils import UserError
 
-# Nats per token that a model may differ from itself before training.
+# Maximum difference of policy and reference before the first update, in nats per token.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
 class ReferenceError(UserError):
-    """Reference that does not fit the run."""
+    """Raised if the reference does not fit the run."""
 
-    rank0_only = True  # every rank raises it: rank 0 prints it
+    rank0_only = True  # every rank raises the error, but only rank 0 prints it
 
 
 class ReferenceScores(NamedTuple):
     """Scores of the reference for a batch.
 
     Attributes:
-        log_probs: log-probs of every document ``[n]``; ``None`` for a loss without a reference.
+        log_probs: log-probs of the documents ``[n]``; None for a loss without a reference.
         baseline: mean log-ratio of policy and reference over mismatched documents (scalar), if the loss needs it.
 
     Example:
@@ -47,19 +47,20 @@ class ReferenceScores(NamedTuple):
 
 
 class Reference:
-    """The reference of a run; called with a batch, it returns :class:`ReferenceScores`.
+    """Reference of a run; called with a batch, it returns :class:`ReferenceScores`.
 
-    Without a second model, the reference is the trained model at the start of the run: its adapters are disabled while
-    they are zero, otherwise the initial values of the trained parameters are swapped in. It uses the same modules,
-    without dropout, so the first log-ratios are 0, which the first call of :meth:`check_start` verifies.
+    Without a second model, the reference is the trained model at the start of the run. If the adapters are zero at the
+    start, the reference is the model with disabled adapters; otherwise the initial values of the trained parameters are
+    swapped in. The reference uses the same modules as the policy, without dropout, so the first log-ratios are 0, which
+    the first call of :meth:`check_start` verifies.
 
     Args:
-        loss: the loss, which scores documents and may not need a reference.
+        loss: loss that scores documents; it may not need a reference.
         policy: the model to train, with its initial weights.
         dims: parallel dims.
-        second: another model as the reference.
-        cached: the examples contain the reference log-probs.
-        fresh: the run is not resumed.
+        second: another model as the reference; by default the policy at the start.
+        cached: whether the examples contain the reference log-probs.
+        fresh: whether the run starts from the beginning; False for a resumed run.
 
     Example:
         >>> dims, loss = torchtune.training.ParallelDims(), torchtune.rlhf.loss.SimPOLoss()
@@ -106,7 +107,7 @@ class Reference:
 
     @contextmanager
     def _reference_weights(self) -> Iterator[nn.Module]:
-        """Context manager that yields a model with the reference's weights, in evaluation mode."""
+        """Context manager that yields a model with the weights of the reference, in evaluation mode."""
         if self._second is not None:
             yield self._second
         elif self._initial_weights is None:
@@ -122,17 +123,17 @@ class Reference:
 
     def _swap_weights(self) -> None:
         """Swap the trained parameters with their initial values."""
-        reshard(self._policy)  # FSDP would use the unsharded old values
+        reshard(self._policy)  # otherwise FSDP would use the old values, which are unsharded
         for place, (parameter, value) in enumerate(self._initial_weights):
             if hasattr(parameter, "device_mesh"):
                 now = parameter.detach().clone()
                 parameter.detach().copy_(value)
-            else:  # no copy
+            else:  # swap without a copy
                 now, parameter.data = parameter.data, value
             self._initial_weights[place] = (parameter, now)
 
     def check_start(self, batch: Batch, scores: Tensor, reference: Tensor | None) -> None:
-        """Check for the first batch of a run that policy and reference are equal.
+        """Check that policy and reference are equal for the first batch of a run.
 
         Args:
             batch: the batch, with label counts per document.
@@ -140,7 +141,7 @@ class Reference:
             reference: scores of the reference ``[n]``.
 
         Raises:
-            ReferenceError: they differ.
+            ReferenceError: policy and reference differ.
         """
         if not self._should_check_start:
             return
@@ -161,7 +162,7 @@ Load = Callable[[str], nn.Module]  # loads a model of the run by its name
 def load_reference(
     loss: AnswerLoss, policy: nn.Module, load: Load, checkpointer: Any, ref_checkpointer: Mapping[str, Any] | None
 ) -> nn.Module | None:
-    """Load the reference model; returns ``None`` if the reference is the policy at the start.
+    """Load the reference model; return None if the reference is the policy at the start.
 
     Args:
         loss: loss of the run.
@@ -169,7 +170,7 @@ def load_reference(
         load: function that loads the model called ``"reference"``.
         checkpointer: checkpointer of the run, with the sources ``policy`` and ``reference``.
         ref_checkpointer: checkpointer component of another model, registered by
-            :func:`torchtune.training.add_reference`; ``None`` for the policy at the start.
+            :func:`torchtune.training.add_reference`; None uses the policy at the start.
 
     Raises:
         ReferenceError: the loss needs no reference, or the vocabularies differ.
@@ -198,12 +199,12 @@ def load_reference(
 
 
 def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None:
-    """Check that the loss can be computed for every micro-batch of a loader, also the last one.
+    """Check that the loss can be computed for every micro-batch of a loader, including the last one.
 
     Args:
-        loader: loader of pairs or labeled answers; ``None`` is skipped.
+        loader: loader of pairs or labeled answers; None is skipped.
         loss: loss of the run.
-        name: setting of the loader's batch size, for the message.
+        name: name of the setting with the loader's batch size, for the error message.
 
     Raises:
         LossError: the smallest micro-batch has fewer examples than the loss needs, or lacks entries.
@@ -228,16 +229,16 @@ def cache_reference(
     folder: str,
     epochs: int,
 ) -> list[BatchLoader | None]:
-    """Return loaders with the reference log-probs in their examples, computed once and cached in a folder.
+    """Compute reference log-probs once, cache them in a folder, and return loaders that add them to the examples.
 
     Args:
-        loaders: loaders of pairs; ``None`` stays ``None``.
-        loss: scores documents.
+        loaders: loaders of pairs; None stays None.
+        loss: loss that scores documents.
         policy: the model to train, with its initial weights.
-        second: from :func:`load_reference`.
-        dims: parallel dims; all ranks must call this.
+        second: reference model from :func:`load_reference`.
+        dims: parallel dims; all ranks must call this function.
         folder: folder of the cache.
-        epochs: number of epochs of the run; rows that it does not visit are skipped.
+        epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
 
     Raises:
         ReferenceError: the loss needs no reference.
@@ -292,7 +293,7 @@ def _has_dropout(model: nn.Module) -> bool:
 
 
 def _equals_base(model: nn.Module, dims: ParallelDims) -> bool:
-    """Return whether only adapters with an output of 0 are trained."""
+    """Return whether only adapters are trained and their outputs are 0."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changed = False
     for _, module in adapter_modules(model):

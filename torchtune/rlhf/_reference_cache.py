@@ -1,4 +1,4 @@
-"""Cache of reference log-probs, in one file per dataset and model."""
+"""Cache of reference log-probs, with one file per dataset and model."""
 
 import hashlib
 import zlib
@@ -25,7 +25,7 @@ class WithReference:
 
     Args:
         dataset: dataset of pairs.
-        log_probs: ``[rows, 2]``, of the chosen and of the rejected answers.
+        log_probs: log-probs of the chosen and the rejected answers, ``[rows, 2]``.
     """
 
     def __init__(self, dataset: Any, log_probs: np.ndarray) -> None:
@@ -53,7 +53,7 @@ def cache_log_probs(
     folder: str,
     epochs: int,
 ) -> list[BatchLoader]:
-    """Return loaders with reference log-probs in their examples; missing ones are computed and cached.
+    """Compute and cache missing reference log-probs, and return loaders that add them to the examples.
 
     Args:
         loaders: loaders of pairs.
@@ -61,12 +61,12 @@ def cache_log_probs(
         parameters: (name, parameter) pairs of the reference, for its fingerprint.
         dims: parallel dims.
         folder: folder of the cache, with one file per dataset and model.
-        epochs: number of epochs of the run; rows that it does not visit are skipped.
+        epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
 
     Raises:
-        CacheError: the data have no fingerprint or are not pairs, or a file is damaged.
+        CacheError: the dataset has no fingerprint, its examples are not pairs, or a file is damaged.
     """
-    if is_simulated():  # simulations compute and write nothing
+    if is_simulated():  # a simulated run computes and writes nothing
         zeros = (np.zeros((len(loader.dataset), 2), np.float32) for loader in loaders)
         return [
             loader.derive(dataset=WithReference(loader.dataset, rows))
@@ -118,7 +118,7 @@ def _read(path: Path, rows: int) -> np.ndarray:
 def _compute(
     loader: BatchLoader, rows: np.ndarray, score: Callable[[Batch], Tensor], dims: ParallelDims
 ) -> Iterator[tuple[int, list[float]]]:
-    """Yield (row, [chosen, rejected]) for all rows, which are split among the ranks."""
+    """Yield (row, [chosen, rejected]) for all rows; the ranks split the rows."""
     mine: dict[int, list[float]] = {}
     for batch in uncached_batches(loader, rows, loader.collate_fn, "Reference", dims):
         numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])

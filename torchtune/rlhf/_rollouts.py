@@ -13,33 +13,33 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, MIN_SHARED, Batch, collate_
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
-# Reasons of the end of an episode; the last two make it invalid.
+# Reasons why an episode ends; the last two make it invalid.
 ENDS = ("completed", "max_turns", "max_tokens", "context", "parse_error", "timeout", "environment_failed")
 INVALID_ENDS = ENDS[-2:]
-MOST_LOG_PROB = 1e-3  # 0, with a tolerance for rounding in float32
+MOST_LOG_PROB = 1e-3  # maximum log-prob: 0 with a tolerance for rounding in float32
 
 
 class RolloutError(UserError):
-    """Answers that cannot be sampled, scored or trained on."""
+    """Raised if answers cannot be sampled, scored or trained on."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt and a sampled answer.
+    """Prompt with a sampled answer.
 
     Attributes:
         tokens: prompt and answer, int64 ``[s]``, on the host, including the answer's stop token.
         prompt_len: number of prompt tokens.
-        log_probs: log-probs of the answer's tokens from sampling, float32 ``[s - prompt_len]``; ``None`` if the sampler
-            does not return them.
+        log_probs: log-probs of the answer's tokens from sampling, float32 ``[s - prompt_len]``; None if the sampler
+            does not return log-probs.
         finished: whether the answer ended before its maximum length.
-        mask: bool ``[s - prompt_len]``, True at sampled tokens, which are trained on; ``None`` if all are sampled. The
-            others, replies of an environment, have the log-prob 0.
-        images: the ``encoder_input`` of the prompt's images; empty without.
+        mask: bool ``[s - prompt_len]``, True at sampled tokens, which are trained on. Other tokens are replies of an
+            environment and have the log-prob 0. None if all tokens are sampled.
+        images: the ``encoder_input`` of the prompt's images; empty without images.
 
     Raises:
-        RolloutError: tokens are not non-negative integers, or log-probs differ in number from the answer's tokens, are
-            not finite, or exceed 0 by more than 0.001.
+        RolloutError: a token is negative or not an integer, the number of log-probs differs from the number of answer
+            tokens, or a log-prob is not finite or exceeds 0.001.
 
     Example:
         >>> rollout = torchtune.rlhf.Rollout(torch.tensor([5, 6, 7, 2]), prompt_len=2, log_probs=None, finished=True)
@@ -86,7 +86,7 @@ class Rollout:
 
     @property
     def parts(self) -> list["Rollout"]:
-        """Samples to train on, with the same advantage: the rollout, after earlier samples of its episode."""
+        """Samples to train on, all with the same advantage: earlier samples of the episode, then this rollout."""
         return [self]
 
     @property
@@ -97,17 +97,17 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Episode(Rollout):
-    """A conversation with an environment: the turns of the policy, and replies between them.
+    """Conversation of the policy with an environment: turns of the policy, and replies of the environment.
 
     Attributes:
-        end: reason of its end, one of :data:`ENDS`.
-        reward: reward of the environment; ``None`` without ``get_reward``, NaN if the episode is invalid.
+        end: reason why the episode ended, one of :data:`ENDS`.
+        reward: reward of the environment; None without ``get_reward``, NaN if the episode is invalid.
         environment: class name of the environment.
         turns: number of turns of the policy.
         calls: number of tool calls that ran.
         errors: number of turns with calls that could not run; the reply to the model names the reason.
-        failure: message of the environment's error.
-        earlier: samples of earlier turns, if the chat template omits their reasoning in the prompt of later ones.
+        failure: message of the environment's error; None without an error.
+        earlier: samples of earlier turns, if the chat template omits their reasoning in the prompt of later turns.
 
     Example:
         >>> mask = torch.tensor([True, False, True])
@@ -131,7 +131,7 @@ class Episode(Rollout):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the environment worked; other episodes are not trained on."""
+        """Whether the environment worked; invalid episodes are not trained on."""
         return self.end not in INVALID_ENDS
 
 
@@ -141,11 +141,11 @@ def _describe_tensor(values: Tensor) -> str:
 
 
 class Sampler(Protocol):
-    """Interface of samplers, which answer prompts during training.
+    """Protocol of samplers, which sample answers to prompts during training.
 
     Attributes:
-        temperature: temperature of the untruncated sampling distribution.
-        gives_log_probs: whether answers have log-probs; True if the attribute is missing.
+        temperature: temperature of the sampling distribution, which is not truncated.
+        gives_log_probs: whether answers have log-probs; a missing attribute counts as True.
     """
 
     temperature: float
@@ -157,13 +157,13 @@ class Sampler(Protocol):
 
         Args:
             prompts: token ids of each prompt.
-            num_samples: answers per prompt.
-            seeds: one per prompt; the same seed and prompt give the same answers.
+            num_samples: number of answers per prompt.
+            seeds: one seed per prompt; the same seed and prompt give the same answers.
         """
 
 
 def prompt_seed(*words: int) -> int:
-    """Combine numbers to a seed, for example the run's seed, the step and the row.
+    """Combine numbers into a seed, for example the run's seed, the step and the row.
 
     Example:
         >>> seeds = [torchtune.rlhf.prompt_seed(7, 1, row) for row in (0, 0, 1)]
@@ -181,20 +181,21 @@ def collate_rollouts(
     per_token: Mapping[str, Sequence[Tensor]] | None = None,
     share_prefix: bool = False,
 ) -> Batch:
-    """Concatenate rollouts, padding-free. The last token of each is only a label, not an input.
+    """Concatenate rollouts, padding-free. The last token of a rollout is only a label, not an input.
 
     Args:
-        rollouts: rollouts, one document each.
+        rollouts: rollouts; each becomes a document.
         advantages: advantage of each rollout.
-        count_documents: the loss is a mean over documents, not over tokens.
-        per_token: additional entries: name -> values of every token of each answer ``[s - prompt_len]``; may override
-            ``advantages``.
-        share_prefix: share the prompt's tokens among its answers, except the last, which has a different label in each.
+        count_documents: whether the loss is a mean over documents instead of tokens.
+        per_token: additional entries by name: for each rollout, values of the answer's tokens ``[s - prompt_len]``; may
+            override ``advantages``.
+        share_prefix: whether answers to the same prompt share its tokens, except the last token, because its label
+            differs among the answers.
 
     Returns:
-        The batch of :func:`torchtune.data.collate_documents`, with the answers' tokens as labels. ``per_token``
-        entries, float ``[1, s]``, at the positions of their labels: ``advantages`` and, if known for all rollouts,
-        ``sampled`` (log-probs). ``per_document`` entry: ``label_counts``.
+        A batch, see :func:`torchtune.data.collate_documents`, with the answers' tokens as labels. ``per_token`` has, at
+        the positions of the labels, ``advantages``, float ``[1, s]``, and ``sampled``, the log-probs from sampling, if
+        all rollouts have log-probs. ``per_document`` has ``label_counts``.
     """
     documents, values, sampled = [], [], []
     known = all(rollout.log_probs is not None for rollout in rollouts)
@@ -241,19 +242,19 @@ def rollout_batches(
     count_documents: bool = False,
     share_prefix: bool = False,
 ) -> tuple[list[Batch], int, int]:
-    """Build micro-batches of whole rollouts, the same number on every rank; all ranks must call it.
+    """Build micro-batches of whole rollouts, the same number on every rank. All ranks must call this function.
 
     Args:
         rollouts: rollouts of this rank, possibly none.
         advantages: advantage of each rollout.
         tokens_per_batch: maximum tokens per micro-batch; a longer rollout is a micro-batch by itself.
         dims: parallel dims.
-        blank: tokens of unlabeled batches for a rank with fewer micro-batches.
+        blank: tokens of the unlabeled filler batches of a rank with fewer micro-batches.
         count_documents: see :func:`collate_rollouts`.
         share_prefix: see :func:`collate_rollouts`.
 
     Returns:
-        The micro-batches, on the host, and their numbers of terms and of labels, summed over all ranks.
+        The micro-batches, on the host; the number of terms and the number of labels, summed over all ranks.
     """
     parts: list[list[int]] = []
     room, prompts = 0, set()  # prompts in the last micro-batch
@@ -295,7 +296,7 @@ def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[
 
 
 def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
-    """Decode every answer (after several turns, the last one), without its stop token.
+    """Decode every answer (of an episode with several turns, the last turn), without its stop token.
 
     Example:
         >>> tokens = torch.tensor(tokenizer.encode("the cat", add_bos=False))

@@ -1,4 +1,4 @@
-"""Rows of a dataset whose values are computed once, before training, and cached in a folder."""
+"""Cache of values per dataset row, which are computed once before training."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +14,13 @@ from torchtune.utils import UserError, sign_of_life
 
 
 class CacheError(UserError):
-    """Cache that does not fit the run, is damaged, or cannot be written."""
+    """Raised for a cache that does not fit the run, is damaged, or cannot be written."""
 
-    rank0_only = True  # every rank raises it: rank 0 prints it
+    rank0_only = True  # every rank raises the error, but only rank 0 prints it
 
 
 def create_folder(folder: Path, setting: str) -> None:
-    """Create a folder and raise :class:`CacheError` early if it is not writable."""
+    """Create a folder. Raises :class:`CacheError` if the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -30,7 +30,7 @@ def create_folder(folder: Path, setting: str) -> None:
 
 
 class WithRowNumbers:
-    """Dataset, or some rows of it, with the row number as ``row`` in every document."""
+    """Dataset, or some rows of a dataset, with the row number as ``row`` in every document."""
 
     def __init__(self, dataset: Any, rows: np.ndarray | None = None) -> None:
         self._dataset, self._rows = dataset, rows
@@ -52,7 +52,7 @@ class WithRowNumbers:
 def uncached_batches(
     loader: BatchLoader, rows: np.ndarray, collate: Callable[[list[Any]], Batch], title: str, dims: ParallelDims
 ) -> Iterator[Batch]:
-    """Yield batches of some rows, which are split among the ranks, with a progress bar on the first."""
+    """Yield batches of ``rows``, which are split among the ranks; show a progress bar on the first rank."""
     batches = BatchLoader(
         WithRowNumbers(loader.dataset, rows),
         batch_size=loader.batch_size,

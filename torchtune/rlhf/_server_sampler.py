@@ -1,4 +1,4 @@
-"""Sampling from a server, which receives the trained weights before every step."""
+"""Sampling from an inference server, which receives the trained weights before every step."""
 
 import shutil
 import threading
@@ -25,52 +25,51 @@ from torchtune.training import CheckpointStore, checksum_trained
 from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger
 
-# Answers per step that are used to compare log-probs with the trainer.
+# Number of answers per step for which log-probs are compared with the trainer.
 _NUM_COMPARED = 4
-# Bias of the first step's answers that is an error: of the importance ratio, or of log-probs in nats; and in multiples
-# of its standard error.
+# Limits of the bias in the first step's answers: absolute (importance ratio, or nats), and in standard errors.
 _MOST_BIAS, _MOST_ERRORS = 0.05, 5.0
 
 
 class ServerSampler:
     """Sampler that requests answers from a server with an OpenAI-compatible ``/v1/completions`` endpoint.
 
-    Whenever the trained weights have changed, they are saved to a new folder below ``folder``, and the server loads
-    them. This also happens once before training, to fail early if the server cannot load them. The last folder is
-    deleted at the end.
+    Whenever the trained weights have changed, the sampler saves them to a new folder below ``folder``, and the server
+    loads them. This also happens once before training, so that a run fails early if the server cannot load weights. The
+    last folder is deleted at the end.
 
-    With several URLs, the answers to a prompt come from one of the servers, and all of them load the weights. If a
-    server does not answer, another one gets its prompts, until it loads the weights of a later step. If none answers,
-    the sampler waits up to ``weights_timeout`` seconds for the server to start again, lets it load the weights, and
-    repeats the request.
+    With several URLs, the answers to a prompt come from one of the servers, and all servers load the weights. If a
+    server does not reply, another server gets its prompts, until the first server loads the weights of a later step. If
+    no server replies, the sampler waits up to ``weights_timeout`` seconds for the server to restart, sends the weights,
+    and repeats the request.
 
-    ``vllm`` uses token ids and returns log-probs. Adapters are loaded by name, which needs ``--enable-lora`` and
-    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; full weights are reloaded, which needs ``VLLM_SERVER_DEV_MODE=1``. For a
-    ``temperature`` other than 1, start it with ``--logprobs-mode processed_logprobs``. Written for the published
-    interface of vLLM 0.33, but not yet tested with it.
+    ``vllm`` uses token ids and returns log-probs. Adapters are loaded by name, which requires ``--enable-lora`` and
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; full weights are reloaded, which requires ``VLLM_SERVER_DEV_MODE=1``. For a
+    ``temperature`` other than 1, start the server with ``--logprobs-mode processed_logprobs``. This sampler is written
+    for the published interface of vLLM 0.33, but not yet tested with a server.
 
-    ``transformers`` (``transformers serve``) uses text and returns no log-probs, so the trainer's log-probs before the
-    first update are the old ones. An answer is dropped if its text is not tokenized to the number of sampled tokens;
-    ``answers/dropped`` counts these. The server must run without a fixed model, and unloads all its models whenever the
-    weights change.
+    ``transformers`` (``transformers serve``) uses text and returns no log-probs. The trainer computes the old log-probs
+    before the first update. An answer is dropped if tokenizing its text does not give the number of sampled tokens;
+    ``answers/dropped`` counts dropped answers. The server must run without a fixed model, and unloads all its models
+    whenever the weights change.
 
     Args:
         model: the trained model.
-        tokenizer: defines the default stop tokens.
-        url: URL of the server, ending with ``/v1``, or of several.
+        tokenizer: provides the default stop tokens.
+        url: URL of the server, ending with ``/v1``, or a list of URLs.
         server: kind of the servers.
-        checkpoint_dir: folder of the model's checkpoint, for its tokenizer and other small files.
-        folder: folder for the weights; trainer and server must see it under the same path.
+        checkpoint_dir: folder of the model's checkpoint, for the tokenizer and other small files.
+        folder: folder for the weights; trainer and server must access it under the same path.
         model_name: name of the model in vLLM; by default ``checkpoint_dir``.
-        max_new_tokens: maximum tokens of an answer.
+        max_new_tokens: maximum number of tokens in an answer.
         temperature: divides the logits, in sampling and in the loss.
-        stop_tokens: tokens that end an answer; ``None``: the tokenizer's. ``transformers`` uses only one, the
-            tokenizer's ``eos_id`` if it is included, because a text does not show which one was sampled.
-        timeout: seconds for the answers to a prompt.
-        weights_timeout: seconds to load new weights.
-        max_difference: maximum mean \\|Δ log π\\| of server and trainer over the first answers of a step; a larger one
-            indicates that the server has other weights. The first step's answers must also be neither likelier nor
-            unlikelier than the model's distribution gives, as with top-p or top-k. ``None`` disables the checks.
+        stop_tokens: ids of tokens that end an answer; by default the tokenizer's stop tokens. ``transformers`` uses
+            only one of them, ``eos_id`` if possible, because a text does not show which token was sampled.
+        timeout: maximum seconds for the answers to a prompt.
+        weights_timeout: maximum seconds to load new weights.
+        max_difference: maximum mean \\|Δ log π\\| of server and trainer over the first answers of a step; a larger
+            difference indicates that the server has other weights. The answers of the first step are also checked for
+            a bias of their log-probs, which top-p or top-k cause. None disables the checks.
 
     Attributes:
         gives_log_probs: whether answers have log-probs.
@@ -133,11 +132,11 @@ class ServerSampler:
         self._loaded_fingerprint: list[int] | None = None
         self._num_saves, self._num_dropped = 0, 0
         self._lock, self._is_compared = threading.Lock(), max_difference is None
-        self._lost: set[str] = set()  # URLs of servers that did not answer since the last weights
+        self._lost: set[str] = set()  # URLs of servers that failed to reply since the last weights
         self._send_weights()
 
     def _send_weights(self) -> None:
-        """Save the weights and let the server load them, if they have changed."""
+        """Save the weights if they have changed, and let the servers load them."""
         found = checksum_trained(self.model)
         if not self._ranks.any(found != self._loaded_fingerprint):
             return
@@ -151,14 +150,14 @@ class ServerSampler:
         self._loaded_fingerprint = found
 
     def _load_weights(self, previous: Path | None) -> tuple[str | None, set[str]]:
-        """Let all servers load the weights at the same time; return the model's name, and servers that do not reply."""
+        """Let all servers load the weights concurrently; return the model's name and the servers that do not reply."""
 
         def load(server: Server) -> None:
             try:
                 server.load_weights(self._path, None if server.url in self._lost else previous)
                 self._lost.discard(server.url)
             except NoReplyError as error:
-                if previous is None:  # before training, so that the run ends early
+                if previous is None:  # before training: end the run early
                     raise
                 self._lose(server, error)
 
@@ -174,7 +173,7 @@ class ServerSampler:
             get_logger().warning(f"{error} Other servers answer its prompts, or it is waited for.")
 
     def _wait_for(self, server: Server) -> None:
-        """Wait until a server answers again, and let it load the weights."""
+        """Wait until a server replies again, and let it load the weights."""
         deadline = time.monotonic() + server.settings.weights_timeout
         while True:
             try:
@@ -186,7 +185,7 @@ class ServerSampler:
             time.sleep(0.5)
 
     def _sample(self, first: Server, *request: Any) -> list[Rollout]:
-        """Sample answers to a prompt, from other servers if the first does not reply, or once more if it restarts."""
+        """Sample answers to a prompt; use another server if ``first`` does not reply, or retry after its restart."""
         for server in (first, *self._servers):
             if server.url not in self._lost:
                 try:
@@ -201,7 +200,7 @@ class ServerSampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
-        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds decoding is greedy."""
+        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds, decoding is greedy."""
         self._send_weights()
         found: list[Rollout] = []
         with self._ranks.raise_on_all(), ThreadPoolExecutor(sum(one.requests for one in self._servers)) as pool:
@@ -234,7 +233,7 @@ class ServerSampler:
 
     @torch.no_grad()
     def _own(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the model's log-probs and entropies at the tokens of answers, and the server's log-probs ``[t]``."""
+        """Return the model's log-probs and entropies at answer tokens, and the server's log-probs, ``[t]`` each."""
         batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
         known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         with evaluating(self.model):
@@ -244,12 +243,12 @@ class ServerSampler:
         return found[0][known], found[1][known], None if sampled is None else sampled[known]
 
     def _check_distribution(self, rollouts: list[Rollout]) -> None:
-        """Check that answers are draws from the model's whole distribution.
+        """Check that answers are samples from the model's full distribution.
 
-        The mean log-prob of draws is the negative entropy, and the mean of π / π_server is 1. With top-p or top-k, the
-        first is larger, and the second is the probability of the tokens that are kept.
+        For such samples, the mean log-prob is the negative entropy, and the mean of π / π_server is 1. With top-p or
+        top-k, the mean log-prob is larger, and the mean ratio is the probability of the tokens that are not cut off.
         """
-        if self._ranks.any(not all(one.answer for one in rollouts)):  # dropped answers are a selection
+        if self._ranks.any(not all(one.answer for one in rollouts)):  # dropping answers biases the means
             return
         parts = [self._own([one]) for one in rollouts]
         with self._ranks.raise_on_all():
@@ -266,7 +265,7 @@ class ServerSampler:
                     )
 
     def _check_log_probs(self, rollouts: list[Rollout]) -> None:
-        """Check that the servers have the model's weights, by comparing log-probs."""
+        """Compare log-probs with the servers, to check that they have the model's weights."""
         own, _, sampled = self._own(rollouts)
         difference = (own - sampled).abs().mean().item()
         with self._ranks.raise_on_all():

@@ -18,7 +18,7 @@ from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
 from torchtune.utils import read_json, write_json
 
-# Limits of a reply's size: a token with its text and log-probs has about 300 bytes, a token of the prompt about 8.
+# Limits of a reply's size: an answer token with text and log-probs takes about 300 bytes, a prompt token about 8.
 _REPLY_BYTES, _TOKEN_BYTES, _PROMPT_TOKEN_BYTES = 2**20, 1024, 16
 _LEAST_LOG_PROB = -9999.0  # vLLM's value for minus infinity
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -26,15 +26,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """Settings of requests.
+    """Settings of requests to a server.
 
     Attributes:
-        max_new_tokens: maximum tokens of an answer.
+        max_new_tokens: maximum number of tokens in an answer.
         temperature: divides the logits.
-        stop_tokens: tokens that end an answer.
-        vocab_size: upper bound of token ids.
-        timeout: seconds for the answers to a prompt.
-        weights_timeout: seconds to load new weights.
+        stop_tokens: ids of tokens that end an answer.
+        vocab_size: exclusive upper bound of token ids.
+        timeout: maximum seconds for the answers to a prompt.
+        weights_timeout: maximum seconds to load new weights.
     """
 
     max_new_tokens: int
@@ -46,11 +46,11 @@ class RequestSettings:
 
 
 class Server(ABC):
-    """A server with an OpenAI-compatible ``/v1/completions`` endpoint.
+    """Base class of servers with an OpenAI-compatible ``/v1/completions`` endpoint.
 
     Args:
-        url: URL, ending with ``/v1``.
-        model_name: name of the model on the server; ``None`` if it is the folder of the weights.
+        url: URL of the server, ending with ``/v1``.
+        model_name: name of the model on the server; None if the name is the folder of the weights.
         asked: settings of requests.
 
     Attributes:
@@ -75,14 +75,14 @@ class Server(ABC):
 
     @abstractmethod
     def load_weights(self, folder: Path, previous: Path | None) -> None:
-        """Load the weights in ``folder``, and unload the weights of ``previous``."""
+        """Load the weights in ``folder``, and unload the weights in ``previous``."""
 
     @abstractmethod
     def sample(self, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
-        """Sample answers to a prompt; without a seed decoding is greedy."""
+        """Sample answers to a prompt; without a seed, decoding is greedy."""
 
     def _request_completions(self, body: dict[str, Any], prompt: Sequence[int], num_samples: int) -> dict[str, Any]:
-        """Send a request; check the reply's model and return the reply, which has ``num_samples`` choices."""
+        """Send a request and return the reply; check that it has the right model and ``num_samples`` choices."""
         url = f"{self.url}/completions"
         of_answer = _TOKEN_BYTES * self.settings.max_new_tokens + _PROMPT_TOKEN_BYTES * len(prompt)
         most_bytes = _REPLY_BYTES + num_samples * of_answer
@@ -101,7 +101,7 @@ class Server(ABC):
         return reply
 
     def _check_count(self, count: int) -> None:
-        """Raise if an answer has more tokens than requested."""
+        """Raise :class:`RolloutError` if an answer has more tokens than requested."""
         if count > self.settings.max_new_tokens:
             raise RolloutError(
                 f"{self.url} gave an answer of {count} tokens, and max_new_tokens is {self.settings.max_new_tokens}: "
@@ -115,17 +115,17 @@ def _format_value(value: Any) -> str:
 
 
 class VLLMServer(Server):
-    """vLLM: token ids in, token ids with log-probs out.
+    """vLLM server: receives token ids, and returns token ids with log-probs.
 
-    Adapters are loaded under a new name each time (``/v1/load_lora_adapter``), so that caches of old adapters are not
-    used. Full weights are reloaded from the folder (``/collective_rpc`` with ``reload_weights``), then the prefix cache
-    is cleared.
+    Each adapter is loaded under a new name (``/v1/load_lora_adapter``), so that the server does not reuse caches of old
+    adapters. Full weights are reloaded from the folder (``/collective_rpc`` with ``reload_weights``), then the prefix
+    cache is cleared.
     """
 
     _start_hint = ""
 
     def contents(self, model: nn.Module) -> str:
-        """Return ``"adapter"`` if the model has adapters that PEFT's format can represent."""
+        """Return ``"adapter"``, or ``"merged"`` for adapters that PEFT cannot represent; without adapters ``"model"``."""
         if any(one.owned_parameters(model) and not one.peft_config(model) for one in get_conversions(model)):
             self._start_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
             return "merged"
@@ -226,10 +226,10 @@ def _adapter_name(folder: Path) -> str:
 
 
 class TransformersServer(Server):
-    """``transformers serve``: text in, text out, one answer per request, no log-probs.
+    """Server of ``transformers serve``: receives text, and returns one text per request, without log-probs.
 
-    New weights are a new folder, which the server loads when it is requested as the model. An answer is tokenized
-    again, and dropped if the number of tokens differs from the sampled one.
+    New weights are in a new folder; the server loads them when a request names the folder as the model. Answers are
+    tokenized again, and dropped if the number of tokens differs from the number of sampled tokens.
     """
 
     gives_log_probs = False
@@ -250,7 +250,7 @@ class TransformersServer(Server):
 
     def load_weights(self, folder: Path, previous: Path | None) -> None:
         """Load weights, see :class:`Server`."""
-        # Requests define the sampling, and text cleaned up by the tokenizer would have other tokens.
+        # Requests define the sampling, and a tokenizer that cleans up text would change the tokens.
         write_json(folder / "generation_config.json", self._generation_config())
         if (path := folder / "tokenizer_config.json").is_file():
             write_json(path, {**read_json(path), "clean_up_tokenization_spaces": False})
@@ -307,7 +307,7 @@ class TransformersServer(Server):
         text = choice.get("text")
         if not isinstance(text, str):
             raise RolloutError(f"{self.url} gave an answer without a text, its text is {_format_value(text)}.")
-        text = _SURROGATE.sub("\ufffd", text)  # a tokenizer cannot encode half a character
+        text = _SURROGATE.sub("\ufffd", text)  # a tokenizer cannot encode a lone surrogate
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         finished = len(tokens) + 1 == count
         whole = len(tokens) == count and choice.get("finish_reason") == "length"

@@ -1,4 +1,4 @@
-"""Shared prompts of several answers, computed once."""
+"""Sharing of prompts among answers, so that a prompt is computed once."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,13 +15,13 @@ from torchtune.utils import UserError, get_logger, log_once
 
 
 class SharingError(UserError):
-    """``share_prefix`` is required but not possible."""
+    """Raised if ``share_prefix`` is True but not possible."""
 
-    rank0_only = True  # every rank raises it: rank 0 prints it
+    rank0_only = True  # every rank raises the error, but only rank 0 prints it
 
 
 def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bool:
-    """Return whether documents can share prefixes in a run: ``share_prefix``, or if it is ``None``, by the model.
+    """Return whether documents share prefixes in a run: ``share_prefix``, or if None, whether the model supports it.
 
     Raises:
         SharingError: ``share_prefix`` is True, but the model does not support it.
@@ -46,16 +46,16 @@ def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bo
 def share_pairs(
     loader: BatchLoader | None, model: nn.Module, loss: Any, dims: ParallelDims, *, share_prefix: bool | None = None
 ) -> BatchLoader | None:
-    """Return a loader in which both answers of a pair share their prefix, which is computed once.
+    """Return a loader in which both answers of a pair share their common prefix, which is computed once.
 
-    Labeled tokens are shared, too, if the loss uses one number per answer, as the losses of this library do.
+    Labeled tokens are also shared if the loss uses only one number per answer, as all losses of this library do.
 
     Args:
-        loader: loader of pairs; ``None`` stays ``None``.
+        loader: loader of pairs; None stays None.
         model: the trained model.
         loss: loss of the run.
-        dims: parallel dims, by which a batch may be split.
-        share_prefix: ``None`` shares if the model and data allow it, True requires it, False disables it.
+        dims: parallel dims, which may split a batch.
+        share_prefix: True requires sharing, False disables it, and None shares if model and data allow it.
 
     Raises:
         SharingError: ``share_prefix`` is True, but the model does not support it.

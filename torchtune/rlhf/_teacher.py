@@ -23,13 +23,13 @@ _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "original/tokenizer
 
 
 class TeacherError(UserError):
-    """Teacher that does not fit the student."""
+    """Raised if the teacher does not fit the student."""
 
-    rank0_only = True  # every rank raises it: rank 0 prints it
+    rank0_only = True  # every rank raises the error, but only rank 0 prints it
 
 
 class Teacher:
-    """Frozen teacher in evaluation mode; called with a batch, it yields its outputs.
+    """Frozen teacher in evaluation mode; a call with a batch yields the teacher's outputs.
 
     Args:
         model: the loaded model, sharded or not; its parameters are frozen.
@@ -44,11 +44,14 @@ class Teacher:
 
     @contextmanager
     def __call__(self, batch: Batch) -> Iterator[TeacherOutputs]:
-        """Context manager that yields the teacher's outputs for a batch on its device; run backward after it."""
+        """Context manager that yields the teacher's outputs for a batch on the model's device.
+
+        Run the backward pass after leaving it.
+        """
         with torch.no_grad():
             hidden = self.model(**batch.model_inputs(), output="hidden")
         yield TeacherStates(hidden, self.model.output)
-        reshard(self.model)  # FSDP would keep embedding and output unsharded until the next batch
+        reshard(self.model)  # otherwise FSDP keeps the embedding and the output unsharded until the next batch
 
 
 class CachedTeacher:
@@ -77,17 +80,17 @@ def _check_top_k(k: int | None, size: int) -> None:
 def load_teacher(
     load: Callable[[], nn.Module], student: nn.Module, tokenizer: Any, kd_loss: Any, *, compile: bool = False
 ) -> Teacher:
-    """Load the teacher and check that it fits the student.
+    """Load the teacher, and check that it fits the student.
 
     Args:
         load: function that returns the teacher's model.
         student: the trained model.
         tokenizer: tokenizer of the data.
-        kd_loss: from :func:`setup_kd_loss`.
-        compile: compile the teacher's layers.
+        kd_loss: loss from :func:`setup_kd_loss`.
+        compile: whether to compile the teacher's layers.
 
     Raises:
-        TeacherError: the teacher's vocabulary is smaller than the tokenizer's, or it is not a language model.
+        TeacherError: the teacher is not a language model, or its vocabulary is smaller than the tokenizer's.
 
     Example:
         >>> teacher = rlhf.load_teacher(load, model, tokenizer, kd_loss)  # doctest: +SKIP
@@ -127,23 +130,23 @@ def cache_teacher(
     cfg: Any,
     source: Any,
 ) -> tuple[list[BatchLoader | None], CachedTeacher]:
-    """Cache the teacher's most likely tokens in a folder; the teacher is loaded only to compute missing ones.
+    """Cache the teacher's most likely tokens in a folder; the teacher is loaded only if tokens are missing.
 
     Args:
-        loaders: loaders of the training and validation data, or ``None``.
+        loaders: loaders of the training and validation data; None stays None.
         load: function that returns the teacher, see :func:`load_teacher`.
         student: the trained model.
         kd_loss: loss with ``top_k``, the number of tokens to cache per position.
-        dims: parallel dims; all ranks must call this.
+        dims: parallel dims; all ranks must call this function.
         cfg: settings with ``teacher_model``, ``teacher_cache`` (the folder), ``dtype`` and ``epochs``.
         source: source of the teacher's weights.
 
     Returns:
-        Loaders with cache positions in their batches, and the teacher for these batches.
+        Loaders that add cache positions to their batches, and the teacher for these batches.
 
     Raises:
         TeacherError: the loss has no ``top_k``.
-        UserError: the folder is from a different run.
+        UserError: the folder has the cache of a different run.
 
     Example:
         >>> loaders, teacher = rlhf.cache_teacher(loaders, load, model, kd_loss, dims, cfg=cfg, source=source)
@@ -207,11 +210,11 @@ def check_teacher(checkpointer: Any) -> None:
 
 
 def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
-    """Check that a loss can be used for distillation, and return it.
+    """Check that a loss can be used for distillation, and return the loss.
 
     Args:
-        loss: a loss with ``distill``, such as any :class:`torchtune.modules.loss.DivergenceLoss`.
-        compile: compile its divergence.
+        loss: loss with a method ``distill``, such as any :class:`torchtune.modules.loss.DivergenceLoss`.
+        compile: whether to compile the divergence of the loss.
 
     Raises:
         LossError: the loss has no ``distill``.
@@ -228,12 +231,12 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
     """Check that two checkpoint folders have the same tokens by id; added (special) tokens may differ.
 
     Args:
-        teacher: folder of one checkpoint.
-        student: folder of the other.
-        setting: setting of the first, for the message.
+        teacher: folder of the teacher's checkpoint.
+        student: folder of the student's checkpoint.
+        setting: name of the setting with the teacher's checkpoint, for the error message.
 
     Raises:
-        TeacherError: they differ.
+        TeacherError: the tokenizers differ.
     """
     for name in _FILES:
         if (teacher / name).is_file() and (student / name).is_file():
@@ -252,7 +255,7 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
 
 
 def warn_if_same_weights(teacher: Any, student: Any, setting: str) -> None:
-    """Warn if a teacher has the student's initial weights; takes both sources."""
+    """Warn if the sources of teacher and student have the same weights."""
     if teacher.fingerprint == student.fingerprint:
         message = (
             f"{setting}: the teacher has the weights that the student begins with, so it teaches nothing but what "
@@ -262,7 +265,7 @@ def warn_if_same_weights(teacher: Any, student: Any, setting: str) -> None:
 
 
 def _read_vocabulary(path: Path) -> dict[int, str]:
-    """Return id -> token, without added tokens; for binary files and text files, id -> line."""
+    """Return a mapping from id to token, without added tokens; for text files and binary files, from id to line."""
     if path.suffix == ".json":
         content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"] if "model" in content else content

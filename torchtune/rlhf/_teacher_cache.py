@@ -21,24 +21,23 @@ from torchtune.rlhf._row_cache import CacheError, WithRowNumbers, create_folder,
 from torchtune.training import ParallelDims
 from torchtune.utils import FolderLock, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
 
-# Per-token entry: position in the cache.
+# Name of the per-token entry with positions in the cache.
 CACHE_POSITIONS = "teacher_at"
 _KEY, _ROWS, _TOKENS, _LOG_PROBS = "teacher.json", "rows.npz", "tokens.int32", "log_probs.float32"
 Likeliest = Callable[[Batch], LikeliestTokens]
 
 
 class TeacherCache:
-    """Cache of one dataset: a folder; a row's labeled tokens begin at the row's offset.
+    """Cache of one dataset in a folder; each row has an offset at which the values of its labeled tokens begin.
 
     Args:
         folder: folder of the files.
-        data: dataset with a ``fingerprint``, of documents or packs.
-        key: name -> JSON value; everything else that the log-probs depend on.
+        data: dataset of documents or packs, with a ``fingerprint``.
+        key: everything besides the data that the log-probs depend on, as JSON values by name.
         k: number of tokens per position.
 
     Raises:
-        CacheError: the data have no fingerprint, the cache is of other data or has another key, or a file is
-            damaged.
+        CacheError: the dataset has no fingerprint, the cache has other data or another key, or a file is damaged.
     """
 
     def __init__(self, folder: Path, data: Any, key: Mapping[str, Any], k: int) -> None:
@@ -101,7 +100,7 @@ class TeacherCache:
 
         Raises:
             DataError: an example has changed.
-            CacheError: its cached values are damaged.
+            CacheError: the cached values of an example are damaged.
         """
         for row, example in zip(rows, examples, strict=True):
             count, found = _count_and_checksum(example)
@@ -117,7 +116,7 @@ class TeacherCache:
                 )
 
     def _checksum_of(self, row: int) -> int:
-        """Return a checksum of a row's cached values; 0 if there are none."""
+        """Return a checksum of a row's cached values; 0 for a row without values."""
         if self.offsets[row] == self.offsets[row + 1]:
             return 0
         tokens, log_probs = self.read(slice(*self.offsets[row : row + 2]))
@@ -125,10 +124,10 @@ class TeacherCache:
 
     @contextmanager
     def writing(self, rows: np.ndarray) -> Iterator[Callable[[np.ndarray, tuple[np.ndarray, np.ndarray]], None]]:
-        """Context manager that yields a function to write positions [n] with their tokens [n, k] and log-probs [n, k +
-        1].
+        """Context manager that yields a function to write cached values.
 
-        The rows become valid when the block ends, so a killed run starts over.
+        The function takes positions ``[n]`` with their tokens ``[n, k]`` and log-probs ``[n, k + 1]``. The rows become
+        valid when the context ends, so a killed run computes them again.
         """
         create_folder(self.folder, "teacher_cache")
         names = [self.folder / name for name in (_TOKENS, _LOG_PROBS)]
@@ -166,7 +165,7 @@ class TeacherCache:
         self._read_rows()
 
     def read(self, at: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens, int32 [n, k], and log-probs, float32 [n, k + 1], of positions [n]."""
+        """Return tokens, int32 ``[n, k]``, and log-probs, float32 ``[n, k + 1]``, at positions ``[n]``."""
         if self._files is None:
             kinds = ((_TOKENS, np.int32, self._k), (_LOG_PROBS, np.float32, self._k + 1))
             self._files = tuple(
@@ -176,7 +175,7 @@ class TeacherCache:
 
 
 def _split_row_numbers(examples: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """Return the row numbers, and the examples without them."""
+    """Return the row numbers, and the examples without row numbers."""
     rows = [(one if isinstance(one, Mapping) else one[0])["row"] for one in examples]
 
     def plain(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,15 +193,15 @@ def use_cache(
     epochs: int,
     dims: ParallelDims,
 ) -> BatchLoader:
-    """Return a loader with cache positions in its batches; missing rows are computed first.
+    """Compute the missing rows, and return a loader that adds cache positions to its batches.
 
     Args:
         loader: loader of the data.
         cache: cache of the loader's dataset.
-        likeliest: function of a batch that returns the teacher's most likely tokens at its labels.
-        start: added to the positions, to make them unique among several caches.
-        epochs: number of epochs of the run; rows that it does not visit are skipped.
-        dims: parallel dims; all ranks must call this.
+        likeliest: function that returns the teacher's most likely tokens at the labels of a batch.
+        start: offset of the positions, which makes them unique among several caches.
+        epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
+        dims: parallel dims; all ranks must call this function.
     """
     collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
 
@@ -238,7 +237,7 @@ def _compute_missing(
     start: int,
     dims: ParallelDims,
 ) -> None:
-    """Compute and write some rows, which are split among the ranks."""
+    """Compute and write ``rows``, which are split among the ranks."""
     with cache.writing(rows) if dims.is_main else nullcontext() as write:
         for batch in uncached_batches(loader, rows, collate, "Teacher", dims):
             at = (
@@ -249,7 +248,7 @@ def _compute_missing(
             for part in dims.gather((at, (tokens.astype(np.int32), log_probs.astype(np.float32)))):
                 if dims.is_main:
                     write(*part)
-    dims.any(False)  # barrier: read only after everything is written
+    dims.any(False)  # barrier: all ranks must have written before one reads
     cache.reload()
 
 
@@ -268,7 +267,7 @@ class CachedOutputs:
 
     Args:
         caches: ``(first position, cache)``, ascending.
-        at: positions, int64 [b, s].
+        at: positions, int64 ``[b, s]``.
         vocab_size: number of tokens in the normalization of the distributions.
         temperature: temperature of the distributions.
     """
@@ -281,7 +280,7 @@ class CachedOutputs:
         self._caches, self._at, self.vocab_size, self._temperature = caches, at, vocab_size, temperature
 
     def select(self, index: Tensor, vocab_size: int) -> LikeliestTokens:
-        """Read some positions, int64 [n]. Raises ``CacheError`` if the batch does not match the cache."""
+        """Read some positions, int64 ``[n]``. Raises :class:`CacheError` if the batch does not match the cache."""
         at = self._at.flatten()[index].cpu().numpy()
         if vocab_size != self.vocab_size or (at < 0).any():
             raise CacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")

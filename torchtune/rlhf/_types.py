@@ -8,16 +8,16 @@ import torch
 
 @dataclass
 class ChosenRejectedOutputs:
-    """A model's scores of the two answers of ``p`` pairs.
+    """Scores of a model for the two answers of ``p`` pairs.
 
     Attributes:
-        chosen_logps: log-probs of the chosen answers ``[p]``: sums over tokens if the lengths are set, otherwise in the
-            form that the loss compares (for some losses a mean).
+        chosen_logps: log-probs of the chosen answers ``[p]``: sums over tokens if the lengths are set, otherwise the
+            quantity that the loss compares (for some losses a mean).
         rejected_logps: log-probs of the rejected answers ``[p]``.
         chosen_logits: logits of the chosen answers, for metrics; losses do not use them.
         rejected_logits: logits of the rejected answers.
-        chosen_lengths: number of labeled tokens of the chosen answers ``[p]``.
-        rejected_lengths: number of labeled tokens of the rejected answers ``[p]``.
+        chosen_lengths: number of labeled tokens in the chosen answers ``[p]``.
+        rejected_lengths: number of labeled tokens in the rejected answers ``[p]``.
 
     Example:
         >>> lengths = torch.tensor([2])
@@ -87,10 +87,10 @@ class Trajectory(NamedTuple):
 
 
 class PPOStats(NamedTuple):
-    """Metrics of a PPO step, scalars each.
+    """Metrics of a PPO step; each is a scalar.
 
     Attributes:
-        loss: policy loss and weighted value loss.
+        loss: sum of the policy loss and the weighted value loss.
         policy_loss: clipped policy loss.
         value_loss: clipped value loss.
         ratios: mean probability ratio.

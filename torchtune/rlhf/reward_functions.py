@@ -1,4 +1,4 @@
-"""Reward functions of rows and answer texts."""
+"""Reward functions, called with dataset rows and answer texts."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from torchtune.rlhf._rollouts import RolloutError
 from torchtune.utils import require
 
 Row = Mapping[str, Any]
-# (rows, answer texts) -> one reward each; None if an answer cannot be scored.
+# (rows, answer texts) -> one reward per answer; None if an answer cannot be scored.
 RewardFunction = Callable[[Sequence[Row], Sequence[str]], Sequence[float | None]]
 
 
@@ -31,11 +31,11 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
-        """Return a reward for every text; ``None`` if it cannot be scored, which drops the answer."""
+        """Return a reward for every text; None for a text that cannot be scored, which drops the answer."""
 
 
 class FunctionReward(Reward):
-    """Reward by a user function, ``(rows, texts) -> list[float | None]``.
+    """Reward that calls a user function ``(rows, texts) -> list[float | None]``.
 
     Args:
         function: the function, its dotted path, or its name in the recipe's file.
@@ -103,7 +103,7 @@ def _column(row: Row, column: str) -> Any:
 
 
 class ExactMatch(_ColumnReward):
-    """Reward 1 if the stripped answer equals a column, else 0.
+    """Reward 1 if the stripped answer equals a column, otherwise 0.
 
     Args:
         column: column of the reference answer.
@@ -127,11 +127,11 @@ class ExactMatch(_ColumnReward):
         return float(_last_match(self.pattern, text.strip()) == str(self.reference(row)).strip())
 
 
-_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # "3-5" ends in 5
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # the last number of "3-5" is 5
 
 
 class NumberMatch(_ColumnReward):
-    """Reward 1 if the last number of the answer equals the last one in a column, else 0; ``1,200.0`` equals ``1.2e3``.
+    """Reward 1 if the last numbers in the answer and in a column are equal (``1,200.0`` equals ``1.2e3``), otherwise 0.
 
     Args:
         column: column of the reference answer; its last number is compared (for example after ``####``).
@@ -153,11 +153,11 @@ def _last_number(text: str) -> float | None:
 
 
 class RegexMatch(_RowReward):
-    """Reward 1 if a regular expression matches, else 0.
+    """Reward 1 if a regular expression matches the answer, otherwise 0.
 
     Args:
         pattern: the regular expression; ``.`` also matches line breaks.
-        whole: match the whole stripped answer, to check its format.
+        whole: whether the expression must match the whole stripped answer, which checks its format.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -172,9 +172,9 @@ class RegexMatch(_RowReward):
 
 
 class JSONFields(_ColumnReward):
-    """Share of fields with equal values in the answer and the reference, both JSON objects.
+    """Reward by the fraction of fields with equal values in the answer and the reference, both JSON objects.
 
-    An answer that is not a JSON object gets 0; an extra field counts as a wrong one.
+    An answer that is not a JSON object gets 0; an extra field counts as a wrong field.
 
     Args:
         column: column of the reference answer, a JSON text or a mapping.
@@ -183,7 +183,7 @@ class JSONFields(_ColumnReward):
     """
 
     def score(self, row: Row, text: str) -> float:
-        """Return the share, from 0 to 1."""
+        """Return the fraction, from 0 to 1."""
         right = self.reference(row)
         right = right if isinstance(right, Mapping) else _parse_json_object(str(right))
         if right is None:
@@ -197,11 +197,11 @@ class JSONFields(_ColumnReward):
 
 
 class LengthReward(_RowReward):
-    """Reward 1 for answers up to a number of characters, decreasing linearly to 0 at the limit.
+    """Reward 1 for answers of up to ``target`` characters, decreasing linearly to 0 at ``limit``.
 
     Args:
         target: maximum length with reward 1, in characters.
-        limit: length from which the reward is 0.
+        limit: minimum length with reward 0, in characters.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -218,9 +218,9 @@ class LengthReward(_RowReward):
 
 
 class MathReward(_ColumnReward):
-    """Reward 1 if the answer's last mathematical expression equals the reference (extra ``math``), else 0.
+    """Reward 1 if the answer's last mathematical expression equals the reference, otherwise 0 (extra ``math``).
 
-    ``None``, which drops the answer, if the reference cannot be parsed.
+    The answer is dropped if the reference cannot be parsed.
 
     Args:
         column: column of the reference answer.
@@ -239,14 +239,14 @@ class MathReward(_ColumnReward):
 
 
 class ReasoningGymReward(_RowReward):
-    """Reward by the row's ``reasoning-gym`` environment (extra of the same name), from 0 to 1.
+    """Reward from 0 to 1 by the row's ``reasoning-gym`` environment (extra ``reasoning-gym``).
 
-    It supports problems with several right answers. Many environments give partial credit to texts that merely
+    The reward supports problems with several right answers. Many environments give partial credit to texts that merely
     contain the answer, which a model learns to exploit: extract the answer with ``pattern``.
 
     Args:
-        pattern: regular expression; its last match in the answer is scored, the first group if there is one, and an
-            answer without a match gets 0. By default the whole stripped answer.
+        pattern: regular expression; its last match in the answer is scored (its first group if it has groups). An
+            answer without a match gets 0. By default the whole stripped answer is scored.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -266,7 +266,7 @@ class ReasoningGymReward(_RowReward):
 
 
 def _last_match(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Return the last match of a pattern, its first group if it has one; ``None`` without a match."""
+    """Return the last match of a pattern (its first group if it has groups); None without a match."""
     if pattern is None:
         return text
     found = list(pattern.finditer(text))
@@ -274,7 +274,7 @@ def _last_match(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 class JudgeReward(_RowReward):
-    """Reward by a judge, a language model behind an OpenAI-compatible endpoint.
+    """Reward by a judge: a language model on a server with an OpenAI-compatible API.
 
     Args:
         url: URL of the server, ending with ``/v1``.
@@ -282,7 +282,7 @@ class JudgeReward(_RowReward):
         prompt: prompt of the judge; ``{text}`` stands for the answer, and ``{column}`` for a column of the row.
         pattern: regular expression; its first group is the score. Answers without a match are dropped.
         scale: divides the score.
-        timeout: seconds for one answer.
+        timeout: maximum seconds to score one answer.
         weight: see :class:`Reward`.
         name: see :class:`Reward`.
     """
@@ -324,11 +324,11 @@ class JudgeReward(_RowReward):
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of some answers.
+    """Rewards of answers.
 
     Attributes:
-        total: weighted sum for every answer, NaN if it could not be scored.
-        parts: reward name -> unweighted reward of every answer, NaN if it could not be scored.
+        total: weighted sum of rewards for every answer; NaN if the answer could not be scored.
+        parts: unweighted rewards of every answer, by name of the reward; NaN if the answer could not be scored.
     """
 
     total: list[float]
@@ -339,8 +339,8 @@ class RewardSum:
     """Weighted sum of rewards.
 
     Args:
-        rewards: each a :class:`Reward`, or a function ``(rows, texts) -> list[float | None]``.
-        setting: name of the setting in messages.
+        rewards: list of :class:`Reward` instances and functions ``(rows, texts) -> list[float | None]``.
+        setting: name of the setting, for error messages.
 
     Example:
         >>> def is_short(rows, answers, **others):
@@ -365,7 +365,7 @@ class RewardSum:
         Args:
             rows: dataset rows, one per text.
             texts: the answers.
-            numbers: row numbers, for messages.
+            numbers: row numbers, for error messages.
 
         Raises:
             RolloutError: a reward raises, or returns a wrong number of values or a value that is neither a finite
@@ -391,7 +391,7 @@ def _call_reward(
         if isinstance(values, Mapping | Set):
             raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
         values = list(values)
-    except NoReplyError as error:  # not retried row by row, which would take one timeout per row
+    except NoReplyError as error:  # do not retry row by row: every row could take a timeout
         raise NoReplyError(f"{name} fails for {_format_rows(numbers)}: {error}") from error
     except (Exception, SystemExit) as error:  # a user function may raise anything
         where = [
@@ -452,5 +452,5 @@ def _parse_json_object(text: str) -> dict[str, Any] | None:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, where True does not equal 1."""
+    """Return whether two values are equal; True does not equal 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)

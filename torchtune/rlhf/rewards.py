@@ -9,16 +9,16 @@ def get_reward_penalty_mask(
     penalise_no_eos: bool = True,
     min_response_length: int | None = None,
 ) -> torch.Tensor:
-    """Select the responses that get a penalty instead of their reward.
+    """Select the responses that get a penalty instead of a reward.
 
     Args:
         padding_masks: bool ``[b, r]``, True after the end of the response.
         seq_lens: length of every response ``[b]``.
-        penalise_no_eos: penalize a response without padding, which is unfinished.
-        min_response_length: penalize shorter responses.
+        penalise_no_eos: whether to penalize responses without padding, which are unfinished.
+        min_response_length: minimum length; shorter responses are penalized.
 
     Returns:
-        bool ``[b]``.
+        Bool ``[b]``, True for responses that get a penalty.
 
     Example:
         >>> padding = torch.tensor([[False, False, True], [False, False, False]])
@@ -50,7 +50,7 @@ def get_rewards_ppo(
         valid_score_idxs: position of the score ``[b]``; by default the last one.
 
     Returns:
-        Total rewards, log-ratios, and the log-ratios' part of the rewards, ``[b, r]`` each.
+        Total rewards, log-ratios, and the part of the rewards from the log-ratios, ``[b, r]`` each.
 
     Example:
         >>> log_probs = torch.zeros(1, 3)
@@ -76,7 +76,7 @@ def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> t
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Compute the mean of ``x`` where ``mask`` is True; 0 if it is False everywhere.
+    """Compute the mean of ``x`` where ``mask`` is True; return 0 if ``mask`` is False everywhere.
 
     Example:
         >>> torchtune.rlhf.masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -86,7 +86,7 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> 
 
 
 def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Compute the variance of masked values with mean 0; ``unbiased`` divides by their count minus 1.
+    """Compute the variance of masked values with mean 0; ``unbiased`` divides by the number of values minus 1.
 
     Example:
         >>> torchtune.rlhf.masked_var(torch.tensor([1.0, -1.0, 9.0]), torch.tensor([True, True, False]), unbiased=False)
@@ -102,8 +102,8 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
 
     Args:
         x: tensor of any shape.
-        mask: bool, same shape; values at False are ignored.
-        shift_mean: keep the original mean.
+        mask: bool, same shape as ``x``; values where it is False are ignored.
+        shift_mean: whether to keep the original mean.
 
     Example:
         >>> torchtune.rlhf.whiten(torch.tensor([1.0, 2.0, 3.0]), shift_mean=False).std().round().item()
@@ -133,8 +133,8 @@ def estimate_advantages(
         rewards: token rewards ``[b, r]``.
         gamma: discount factor.
         lmbda: GAE λ, from one-step returns (0) to full returns (1).
-        masks: bool ``[b, r]``, True at tokens that count; advantages are 0 elsewhere.
-        shift_mean: see :func:`whiten`; ``False`` centers the advantages, which a policy gradient needs.
+        masks: bool ``[b, r]``, True at tokens that count; advantages are 0 at other tokens.
+        shift_mean: see :func:`whiten`; False centers the advantages, as a policy gradient requires.
 
     Returns:
         Advantages and returns, ``[b, r]`` each.

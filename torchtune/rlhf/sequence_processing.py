@@ -1,4 +1,4 @@
-"""Log-probs from logits, and truncation at stop tokens; for recipes with padding and full logits."""
+"""Log-probs from logits, and truncation at stop tokens, for recipes with padding and full logits."""
 
 import torch
 
@@ -8,12 +8,12 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 def truncate_sequence_at_first_stop_token(
     sequences: torch.Tensor, stop_tokens: torch.Tensor, fill_value: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill every row after its first stop token.
+    """Replace all tokens after the first stop token of each row by a fill value.
 
     Args:
         sequences: int64 ``[b, s]``.
         stop_tokens: int64 ``[n]``.
-        fill_value: token after the stop token.
+        fill_value: replacement of the tokens after the stop token.
 
     Returns:
         Bool ``[b, s]``, True after the first stop token, and the filled sequences ``[b, s]``.
@@ -55,8 +55,7 @@ def batched_logits_to_logprobs(
 
 
 def truncate_sequence_for_logprobs(query_response_logits: torch.Tensor, context_length: int) -> torch.Tensor:
-    """Select the logits ``[b, r, v]`` that predict the response from those of the sequence ``[b, context_length + r,
-    v]``.
+    """Select the logits that predict the response: ``[b, context_length + r, v]`` to ``[b, r, v]``.
 
     Example:
         >>> torchtune.rlhf.truncate_sequence_for_logprobs(torch.zeros(1, 5, 8), context_length=3).shape
@@ -73,8 +72,8 @@ def get_batch_log_probs(
 ) -> torch.Tensor:
     """Compute the log-probs of every row's labels, summed or averaged over labeled positions.
 
-    Labels are shifted here: pass the labels of :func:`torchtune.data.padded_collate_dpo`. For labels that are already
-    shifted, as in this library's datasets, use :func:`torchtune.rlhf.document_log_probs`.
+    This function shifts the labels: pass labels from :func:`torchtune.data.padded_collate_dpo`. For labels that are
+    already shifted, as in this library's datasets, use :func:`torchtune.rlhf.document_log_probs`.
 
     Args:
         logits: ``[b, s, v]``.

@@ -1,4 +1,4 @@
-"""Environments of reinforcement learning: tools, their calls, and conversations of several turns."""
+"""Environments for reinforcement learning: tools, tool calls, and multi-turn conversations."""
 
 from torchtune.rlhf._rollouts import ENDS, Episode
 from torchtune.rlhf.environments._bridge import Bridge

@@ -1,4 +1,4 @@
-"""Tokens between two turns of the assistant; sampled turns are not rendered again."""
+"""Tokens between two assistant turns; sampled turns are not rendered again."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from torchtune.data import DataError, Message
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.rlhf.environments._calls import ToolCall, after_reasoning
 
-# Of rendered conversations.
+# Texts of the short conversations that are rendered.
 _QUESTION = Message(role="user", content="Question", masked=True)
 _THOUGHT = "Thought"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant: sampled tokens, calls (none if it could not be parsed), and the replies to them."""
+    """Assistant turn: sampled tokens, tool calls (none if the turn could not be parsed), and replies to the calls."""
 
     tokens: list[int]
     calls: Sequence[ToolCall]
@@ -27,10 +27,10 @@ class Turn:
 
 
 class Bridge:
-    """Tokens that a chat template puts between the end of an assistant's turn and the start of the next.
+    """Tokens that a chat template writes between the end of an assistant turn and the start of the next.
 
-    The sampled tokens of a conversation stay as they are: decoding and rendering them again could change the tokens.
-    Only the replies are rendered, in a short conversation with a call of the same tools.
+    The sampled tokens of a conversation are kept, because decoding and rendering them again could change them. Only the
+    replies are rendered, in a short conversation with calls of the same tools.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -48,22 +48,22 @@ class Bridge:
         self._options = {"tools": list(tools)} if tools and getattr(tokenizer, "takes_tools", False) else {}
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation up to the assistant's turn, with the tools' definitions."""
+        """Return the tokens of a conversation up to the assistant turn, including the tool definitions."""
         return self._tokenizer.tokenize_messages(messages, add_end_tokens=False, **self._options)[0]
 
     def __call__(
         self, calls: Sequence[ToolCall], replies: Sequence[str], others: Sequence[Message] = (), *, closes: bool = False
     ) -> list[int]:
-        """Return the tokens after an assistant's turn, up to the next one.
+        """Return the tokens after an assistant turn, up to the next assistant turn.
 
         Args:
-            calls: calls of the turn; none for a turn that could not be parsed.
-            replies: a text for each call, or one that answers the whole turn.
+            calls: tool calls of the turn; empty for a turn that could not be parsed.
+            replies: one text for each call, or one text for the whole turn.
             others: masked messages that follow the replies.
-            closes: begin with the token that ends the assistant's turn, for a turn that was truncated.
+            closes: whether to begin with the token that ends the turn, for a turn that was truncated.
 
         Raises:
-            RolloutError: the chat template has no place for the replies.
+            RolloutError: the chat template does not write the replies.
         """
         try:
             *_, turn, after = self._pieces([(calls, replies, False)], others)
@@ -74,10 +74,10 @@ class Bridge:
     def _pieces(
         self, turns: Sequence[tuple[Sequence[ToolCall], Sequence[str], bool]], others: Sequence[Message] = ()
     ) -> list[list[int]]:
-        """Render a question, then turns (calls, replies, and whether there is reasoning), then other messages.
+        """Render a question, assistant turns (calls, replies, whether the turn has reasoning), and other messages.
 
         Returns:
-            the tokens before the first turn, of the turn, between it and the next one, and so on.
+            The tokens before the first turn, of the first turn, between the first and the second turn, and so on.
         """
         errors = []
         for has_calls in (True, False) if any(calls for calls, _, _ in turns) else (False,):
@@ -89,7 +89,7 @@ class Bridge:
         raise errors[0]
 
     def _split(self, messages: list[Message]) -> list[list[int]]:
-        """Return the tokens up to the next turn, split at the start and the end of each turn with labels."""
+        """Return the tokens up to the next assistant turn, split at the start and the end of each labeled turn."""
         tokens, mask = self._tokenizer.tokenize_messages(messages, **self._options)
         end = max(place for place, masked in enumerate(mask) if not masked) + 1
         whole = self.prompt([*messages, Message(role="assistant", content="")])
@@ -99,14 +99,14 @@ class Bridge:
         return [whole[start:stop] for start, stop in zip(edges, [*edges[1:], len(whole)], strict=True)]
 
     def context(self, prompt: Sequence[int], turns: Sequence[Turn]) -> list[int] | None:
-        """Return a conversation up to the next turn, with the reasoning that the chat template leaves in earlier turns.
+        """Return a conversation up to the next turn, without the reasoning that the chat template omits.
 
         Args:
             prompt: tokens before the first turn.
-            turns: the turns.
+            turns: assistant turns of the conversation.
 
         Returns:
-            ``None`` if there is no reasoning to omit.
+            The tokens, or None if the chat template omits no reasoning.
         """
         if not self._may_omit_reasoning:
             return None
@@ -133,7 +133,7 @@ class Bridge:
 
     @cached_property
     def _may_omit_reasoning(self) -> bool:
-        """Whether the chat template writes reasoning, in an answer or before a call, and need not keep it."""
+        """Whether the chat template writes the reasoning of a turn, but may omit it from earlier turns."""
         if getattr(self._tokenizer, "reasoning", "keep") == "keep":
             return False
         for calls, replies in (([], []), ([ToolCall("f")], ["Result"])):
@@ -144,7 +144,7 @@ class Bridge:
         return False
 
     def _last(self, tokens: list[int], text: str) -> list[int]:
-        """Return the last tokens, which decode to a text."""
+        """Return the last tokens, which decode to ``text``."""
 
         def length(count: int) -> int:
             return len(self._tokenizer.decode(tokens[:count], skip_special_tokens=False))
@@ -153,9 +153,9 @@ class Bridge:
 
 
 def _turns(calls: Sequence[ToolCall], replies: Sequence[str], has_calls: bool, thinks: bool = False) -> list[Message]:
-    """Return a question, an assistant's turn, the only one with labels, and replies to it.
+    """Return a question, an assistant turn, and the replies to the turn; only the assistant turn has labels.
 
-    Without ``has_calls``, the turn is a text, for templates that know no calls.
+    Without ``has_calls``, the turn is a text, for chat templates that do not support tool calls.
     """
     thought = {"reasoning_content": _THOUGHT} if thinks else {}
     if not calls:

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an assistant's turn, by the format that the model writes."""
+"""Parsers of tool calls in the text of an assistant turn, one per format."""
 
 import json
 import re
@@ -11,16 +11,16 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class CallError(ValueError):
-    """Tool call that cannot be parsed; the message is the reply to the model."""
+    """Raised for a tool call that cannot be parsed; the message is the reply to the model."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool.
+    """Tool call of a model.
 
     Attributes:
         name: name of the tool.
-        arguments: argument name -> value.
+        arguments: values by argument name.
 
     Example:
         >>> from torchtune.rlhf.environments import parse_calls
@@ -34,18 +34,18 @@ class ToolCall:
 
 
 def parse_calls(text: str, tool_format: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse the tool calls of a turn; calls inside the reasoning are ignored.
+    """Parse the tool calls in a turn; calls inside the reasoning are ignored.
 
     Args:
-        text: text of the turn, with special tokens.
+        text: text of the turn, including special tokens.
         tool_format: one of :data:`FORMATS`.
-        schemas: tool name -> JSON schema of its parameters, which types arguments that are written as plain text.
+        schemas: JSON schema of each tool's parameters, by tool name; determines the types of plain-text arguments.
 
     Returns:
-        the calls; none if the turn is an answer.
+        The calls; empty if the turn is an answer.
 
     Raises:
-        CallError: a call is not complete, or not valid in the format.
+        CallError: a call is incomplete, or invalid in the format.
 
     Example:
         >>> text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -64,7 +64,7 @@ def after_reasoning(text: str) -> str:
 
 
 def _call(found: Any, arguments: str = "arguments") -> ToolCall:
-    """Build a call from a JSON object with ``name`` and arguments, which may be a JSON text."""
+    """Build a call from a JSON object with ``name`` and arguments; the arguments may be a string of JSON."""
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise CallError("a tool call must be a JSON object with 'name' and 'arguments'")
     values = found.get(arguments, {})
@@ -82,7 +82,7 @@ def _json(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
 
 
 def _blocks(text: str, begin: str, end: str) -> Iterator[str]:
-    """Yield the texts between two marks."""
+    """Yield the texts between the marks ``begin`` and ``end``."""
     for block in text.split(begin)[1:]:
         inside, mark, _ = block.partition(end)
         if not mark:
@@ -112,7 +112,7 @@ def _qwen_xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of a plain text, which is JSON unless the parameter is a string."""
+    """Convert a plain-text argument: a string if the schema says so, otherwise JSON."""
     if schema.get("type", "string") == "string":
         return value
     try:
@@ -142,7 +142,7 @@ def _mistral(text: str, schemas: Schemas) -> Iterator[ToolCall]:
             yield _call(call)
 
 
-# The recipient is in the header of a message, which may name it before or after the channel.
+# The header of a message names the recipient, before or after the channel.
 _RECIPIENT = re.compile(
     r"to=(?:functions\.)?([\w.\-]+)(?:(?!<\|message\|>|<\|end\|>).)*<\|message\|>(.*?)(?:<\|call\|>|\Z)", re.DOTALL
 )
@@ -168,7 +168,7 @@ def _gemma4(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         yield _call({"name": called[1], "arguments": arguments})
 
 
-# Format -> parser of a turn's text.
+# Format -> parser of the text of a turn.
 FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,
@@ -177,7 +177,7 @@ FORMATS: dict[str, Callable[[str, Schemas], Iterator[ToolCall]]] = {
     "harmony": _harmony,
     "gemma4": _gemma4,
 }
-# Text of a chat template -> format that it writes; the first that occurs.
+# Text in a chat template -> format that the template writes; the first text that occurs decides.
 _MARKS = {
     "<|tool_call>": "gemma4",
     "<|call|>": "harmony",
@@ -190,7 +190,7 @@ _MARKS = {
 
 
 def detect_format(template: str) -> str | None:
-    """Return the format of tool calls that a chat template writes, or ``None``.
+    """Return the format of the tool calls that a chat template writes, or None if the format is unknown.
 
     Example:
         >>> torchtune.rlhf.environments.detect_format("<tool_call>{{ call | tojson }}</tool_call>")

@@ -22,7 +22,7 @@ from torchtune.rlhf.environments._tools import reply_text
 
 @dataclass(eq=False)
 class Kind:
-    """An environment: how to build it, its tools, and the tokens of their replies."""
+    """Kind of environment: its builder, its tools, and the bridge that renders tool replies."""
 
     name: str
     build: Callable[[], Any]
@@ -37,16 +37,17 @@ class Conversation:
 
     Attributes:
         number: index of the episode.
-        prompt: its prompt.
-        kind: its kind of environment.
-        tokens: prompt, turns and replies.
-        prompt_len: number of tokens of the prompt.
+        prompt: prompt of the episode.
+        kind: kind of environment.
+        tokens: tokens of the prompt, the turns and the replies.
+        prompt_len: number of prompt tokens.
         turn_start: number of tokens before the current turn.
-        limit: maximum number of tokens of the current turn.
-        past: keys and values of the tokens, while tools run.
-        earlier: turns before the chat template omitted their reasoning.
-        history: turns since the prompt of the episode, whose tokens are ``start``.
-        images: the ``encoder_input`` of the prompt's images; empty without.
+        limit: maximum number of tokens in the current turn.
+        past: cached keys and values of the tokens, while tools run.
+        earlier: samples of turns from before the chat template omitted their reasoning.
+        history: all turns of the episode.
+        start: prompt tokens of the episode.
+        images: the ``encoder_input`` of the prompt's images; empty without images.
     """
 
     number: int
@@ -71,7 +72,7 @@ class Conversation:
     failure: str | None = None
 
     def append(self, tokens: list[int], log_probs: list[float], *, is_sampled: bool) -> None:
-        """Append tokens; a turn starts after tokens that are not sampled."""
+        """Append tokens; after tokens that are not sampled, a new turn starts."""
         self.tokens += tokens
         self.log_probs += log_probs
         self.mask += [is_sampled] * len(tokens)
@@ -79,7 +80,7 @@ class Conversation:
             self.turn_start = len(self.tokens)
 
     def restart(self, context: list[int]) -> None:
-        """Keep the turns as a sample, and continue from a context without the reasoning of earlier turns."""
+        """Store the turns as a sample, and continue from a context without the reasoning of earlier turns."""
         self.earlier.append(Rollout(*self._sampled(), True, torch.tensor(self.mask), self.images))
         self.tokens, self.log_probs, self.mask, self.past = context, [], [], None
         self.prompt_len = self.turn_start = len(context)
@@ -95,7 +96,7 @@ class Conversation:
         return self.images.get("encoder_input") is other.images.get("encoder_input")
 
     def fail(self, end: str, failure: str) -> None:
-        """End the episode as an invalid one."""
+        """End the episode and mark it as invalid."""
         self.end, self.failure, self.reward = end, failure, math.nan
 
     def episode(self) -> Episode:
@@ -116,7 +117,7 @@ class Conversation:
 
 
 class Task:
-    """User function that runs in a separate thread, with a time limit."""
+    """Call of a user function in a separate thread, with a time limit."""
 
     def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
         self._future: concurrent.futures.Future = concurrent.futures.Future()
@@ -134,7 +135,7 @@ class Task:
         threading.Thread(target=run, daemon=True).start()
 
     def result(self, *, wait: bool = True) -> tuple[Any, tuple[str, str] | None]:
-        """Wait; return the result, or ``None`` and (end of the episode, message)."""
+        """Wait, and return (result, None), or (None, (end of the episode, error message)) for a failure."""
         concurrent.futures.wait([self._future], wait * max(self._deadline - time.monotonic(), 0.0))
         if not self._future.done():
             return None, ("timeout", f"no result within {self._timeout:g} s")
@@ -144,13 +145,13 @@ class Task:
 
 
 def _call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Call a function; run a coroutine to its end."""
+    """Call a function; if it returns a coroutine, run the coroutine."""
     found = function(*arguments, **named)
     return asyncio.run(found) if inspect.iscoroutine(found) else found
 
 
 def reset(conversation: Conversation, seed: int) -> Any:
-    """Build and reset an environment; return its observation."""
+    """Build and reset an environment; return the observation."""
     environment = conversation.kind.build()
     conversation.environment = environment
     known = inspect.signature(environment.reset).parameters
@@ -166,14 +167,14 @@ def reset(conversation: Conversation, seed: int) -> Any:
 
 
 def run_tools(environment: Any, calls: list[ToolCall]) -> tuple[list[str], bool]:
-    """Call tools one after another; return their results as texts, and whether the episode is done."""
+    """Call tools sequentially; return their results as texts, and whether the episode is done."""
     replies = [reply_text(_call(getattr(environment, call.name), **call.arguments)) for call in calls]
     done = getattr(environment, "done", False)
     return replies, bool(done() if callable(done) else done)
 
 
 def score(environment: Any) -> float:
-    """Return the reward, NaN for None."""
+    """Return the reward of an environment; NaN if it is None."""
     reward = _call(environment.get_reward)
     if reward is None:
         return math.nan
@@ -192,7 +193,7 @@ def close(environment: Any) -> Any:
 
 
 def with_observation(prompt: Prompt, observation: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Append an observation to the last message of the user."""
+    """Return the messages of a prompt with an observation appended to the last user message."""
     messages = list(prompt.messages)
     if not messages:
         raise RolloutError(

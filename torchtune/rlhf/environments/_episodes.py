@@ -1,4 +1,4 @@
-"""Episodes: conversations of a model with environments, in one continuous batch."""
+"""Sampler of episodes: conversations of a model with environments, in one continuous batch."""
 
 import logging
 import time
@@ -30,39 +30,39 @@ from torchtune.rlhf.environments._conversation import (
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
 from torchtune.utils import get_logger, log_once
 
-# Steps of the batch between the end of a turn and the next turn of the episode. Its tools run meanwhile. A number of
-# steps, and not the time that they need, decides when an episode goes on, so that a resumed run computes the same.
+# Number of decoding steps between two turns of an episode, while tools run. An episode continues after a fixed number
+# of steps, not after the time that its tools need, so that a resumed run computes the same results.
 _STEPS_FOR_TOOLS = 8
 
 
 class Environments:
-    """Sampler of episodes: the policy answers a prompt, its tool calls run, and it reads their results.
+    """Sampler of episodes: the policy answers a prompt, its tool calls run, and it reads the results.
 
-    Every episode has its own environment. ``reset(**row)`` begins it, with the columns of the row that it takes
-    (and a ``seed``, the same in a group), and returns ``None`` or an observation, which is appended to the last message
-    of the user: a text, or a list of parts such as ``{"type": "image", "image": "a.png"}``. Public methods are the
-    tools, see :func:`tools_of`. ``get_reward()`` is optional and returns the reward. ``done`` is optional and True
-    after a call that ends the episode; ``close()`` is optional, too. Methods may be coroutines. An environment that
-    raises, or exceeds the time limit, makes its episode invalid.
+    Every episode has its own environment. ``reset(**row)`` begins the episode; it receives the columns of the row that
+    it has parameters for, and a ``seed``, the same for all episodes of a group. It returns None or an observation: a
+    text, or a list of content parts such as ``{"type": "image", "image": "a.png"}``, which is appended to the last user
+    message. Public methods are the tools, see :func:`tools_of`. Optional members are ``get_reward()``, which returns
+    the reward; ``done``, which is True after a call that ends the episode; and ``close()``. Methods may be coroutines.
+    If an environment raises an error or exceeds the time limit, its episode is invalid.
 
-    All episodes share the slots of one continuous batch: tools of an episode run while others decode. Sampled tokens
-    are never decoded and rendered again, see :class:`Bridge`.
+    All episodes share the slots of one continuous batch: the tools of an episode run while other episodes decode.
+    Sampled tokens are never decoded and rendered again, see :class:`Bridge`.
 
     Args:
-        factories: builder of an environment; or name -> builder, selected by the column ``environment``.
+        factories: builder of an environment; or builders by name, selected by the column ``environment``.
         sampler: sampler of the turns.
         tokenizer: the model's tokenizer.
-        max_turns: maximum number of turns of the policy.
-        timeout: seconds for ``reset``, for the calls of a turn, and for ``get_reward``.
-        tool_format: format of tool calls; ``None`` detects it in the chat template.
+        max_turns: maximum number of policy turns per episode.
+        timeout: maximum seconds for ``reset``, for the tool calls of a turn, and for ``get_reward``.
+        tool_format: format of tool calls; None detects the format in the chat template.
 
     Attributes:
         give_rewards: whether every environment has ``get_reward``.
-        seconds: seconds of the last call: ``generate``, ``tools``, ``idle`` (waiting for them) and ``score``.
+        seconds: seconds in the last call, for ``generate``, ``tools``, ``idle`` (waiting for tools) and ``score``.
 
     Raises:
-        RolloutError: the sampler is not local, the format of calls is unknown, the chat template takes no replies, or
-            an environment is incomplete.
+        RolloutError: the sampler is not local, the format of tool calls is unknown, the chat template does not write
+            replies, or an environment lacks a required method.
 
     Example:
         >>> environments = torchtune.rlhf.environments.Environments(
@@ -110,7 +110,7 @@ class Environments:
         self._num_unclosed = 0
 
     def _kind(self, build: Callable[[], Any]) -> Kind:
-        """Build an environment once, to read and check its tools."""
+        """Build an environment once to read and check its tools."""
         try:
             sample = build()
         except Exception as error:
@@ -131,9 +131,10 @@ class Environments:
         return kind
 
     def figures(self) -> dict[str, tuple[float, int]]:
-        """Return metrics of the last call: seconds of decoding, tools, waiting for them, and rewards.
+        """Return metrics of the last call: the attribute ``seconds``, and ``tools/unclosed``.
 
-        ``tools/unclosed`` counts environments of the call before whose ``close()`` failed or has not ended.
+        ``tools/unclosed`` is the number of environments of the previous call for which ``close()`` failed or has not
+        ended.
         """
         seconds = {f"seconds/{name}": (value, 1) for name, value in self.seconds.items()}
         return {**seconds, "tools/unclosed": (self._num_unclosed, 1)}
@@ -141,7 +142,7 @@ class Environments:
     def __call__(
         self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Episode]:
-        """Sample ``num_samples`` episodes per prompt, sorted by prompt; without seeds decoding is greedy."""
+        """Sample ``num_samples`` episodes per prompt, sorted by prompt; without seeds, decoding is greedy."""
         started = time.monotonic()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         failures = [failure[1] for _, failure in (task.result(wait=False) for task in self._closing) if failure]
@@ -172,14 +173,14 @@ class Environments:
         return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
 
     def _begin(self, conversations: list[Conversation], seeds: Sequence[int | None], num_samples: int) -> None:
-        """Reset an environment for each conversation, at the same time, and render the prompts."""
+        """Reset the environments of all conversations concurrently, and render the prompts."""
         tasks = []
         for one in conversations:
             if one.prompt.is_blank:
                 one.end = "completed"
             else:
                 tasks.append((one, Task(self._timeout, reset, one, seeds[one.number // num_samples] or 0)))
-        rendered: dict[Any, tuple[list[int], Mapping[str, Any], str]] = {}  # a group shares its images
+        rendered: dict[Any, tuple[list[int], Mapping[str, Any], str]] = {}  # by prompt and observation: a group shares images
         for one, task in tasks:
             observation = self._wait(one, task)
             if one.end is None:
@@ -196,7 +197,7 @@ class Environments:
             one.prompt_len = one.turn_start = len(one.tokens)
 
     def _render(self, one: Conversation, messages: list[Message]) -> tuple[list[int], Mapping[str, Any], str]:
-        """Return the tokens of a prompt and its images, or why an image that the environment gave cannot be read."""
+        """Return the tokens of a prompt, its images, and an error message if an observed image cannot be read."""
         if not getattr(self._tokenizer, "gives_patches", False):
             return one.kind.bridge.prompt(messages), {}, ""
         try:
@@ -206,14 +207,14 @@ class Environments:
             return one.prompt.tokens, {}, str(error)
 
     def _limit(self, conversation: Conversation, context: list[int]) -> None:
-        """Set the maximum length of a turn after a context; without room, the episode ends."""
+        """Set the maximum length of the turn after ``context``; if no token fits, end the episode."""
         room = self._sampler.model.max_seq_len + 1 - len(context)
         conversation.limit = min(self._sampler.max_new_tokens, room)
         if room < 1:
             conversation.end, conversation.limit = "context", 1
 
     def _wait(self, conversation: Conversation, task: Task) -> Any:
-        """Return the result of a task; a failure ends the episode."""
+        """Return the result of a task; end the episode if the task fails."""
         found, failure = task.result()
         self.seconds["tools"] += task.seconds
         if failure is not None:
@@ -226,7 +227,7 @@ class Environments:
         device = sampler.model.tok_embeddings.weight.device
         draws = None
         if seeds is not None:
-            # The first turn draws the numbers of a single answer.
+            # The first turn uses the same random numbers as an answer without an environment.
             keys = [
                 (seed, (turn << 32) + j)
                 for turn in range(self._max_turns)
@@ -239,7 +240,7 @@ class Environments:
         step = 0
 
         def more(batch: Batch) -> list[Request]:
-            """Return the next turns of episodes whose tools have had their steps; if all wait, time goes on."""
+            """Return requests for the episodes that are due; if no episode decodes, skip to the next due step."""
             nonlocal step
             for due, one, *_ in pending:
                 if due == step + _STEPS_FOR_TOOLS:
@@ -281,7 +282,7 @@ class Environments:
             rows = zip(found.rows.tolist(), found.tokens.tolist(), found.log_probs.tolist(), strict=True)
             for row, token, log_prob in rows:
                 one = conversations[row % count]
-                if one.end is not None:  # it ended before its first turn, and has a slot for one token
+                if one.end is not None:  # the episode ended before its first turn, but has a slot for one token
                     continue
                 one.append([token], [log_prob], is_sampled=True)
                 is_at_end = token in stop or len(one.tokens) - one.turn_start == one.limit
@@ -292,7 +293,7 @@ class Environments:
         """Start the tools that a turn calls.
 
         Returns:
-            the calls, and the task of their results; ``None`` if the episode has ended.
+            The calls, and the task that runs them; None if the episode has ended.
         """
         turn = one.tokens[one.turn_start :]
         one.history.append(Turn(turn, [], []))
@@ -320,7 +321,7 @@ class Environments:
         return calls, Task(self._timeout, run_tools, one.environment, calls)
 
     def _next_turn(self, one: Conversation, calls: list[ToolCall], task: Task) -> bool:
-        """Wait for the results; append the tokens before the next turn; return False if the episode has ended."""
+        """Wait for tool results, and append the tokens before the next turn; return False if the episode has ended."""
         found = self._wait(one, task)
         if one.end is not None:
             return False
@@ -342,7 +343,7 @@ class Environments:
         return True
 
     def _score(self, conversations: list[Conversation]) -> None:
-        """Ask the environments for rewards, at the same time, and close them."""
+        """Get the rewards of all environments concurrently, and close the environments."""
         tasks = []
         for one in conversations:
             if one.end not in INVALID_ENDS and callable(getattr(one.environment, "get_reward", None)):
@@ -358,17 +359,17 @@ class Environments:
 def setup_environments(
     component: Any, sampler: Any, tokenizer: Any, rewards: Sequence[Any], **settings: Any
 ) -> Environments | None:
-    """Build the environments of a config; ``None`` without a component.
+    """Build the environments of a config; return None without a component.
 
     Args:
-        component: a component, or name -> component.
+        component: an environment component, or components by name.
         sampler: the recipe's sampler.
         tokenizer: the model's tokenizer.
         rewards: the recipe's rewards.
         **settings: see :class:`Environments`.
 
     Raises:
-        RolloutError: see :class:`Environments`; or there is no reward.
+        RolloutError: there is no reward; further cases in :class:`Environments`.
     """
     if component is None:
         return None

@@ -1,4 +1,4 @@
-"""Environments of other libraries; each needs a package or a server."""
+"""Environments from other libraries; each requires a package or a server."""
 
 import json
 import re
@@ -12,13 +12,14 @@ from torchtune.utils import require
 
 
 class OpenEnv:
-    """Environment of an OpenEnv server with MCP tools, over HTTP, so that its packages stay in its own process.
+    """Environment on an OpenEnv server with MCP tools, over HTTP; its packages stay in the server's process.
 
-    Every episode has a session of the server. There is no reward: name one in ``rewards``. Tried with OpenEnv 0.10.
+    Every episode has its session on the server. The environment gives no reward: set ``rewards``. Tested with OpenEnv
+    0.10.
 
     Args:
         url: URL of the server.
-        timeout: seconds for a request.
+        timeout: maximum seconds for a request.
 
     Raises:
         RolloutError: the server is unreachable, or replies with an error.
@@ -73,14 +74,14 @@ class OpenEnv:
 
 
 class OpenEnvGym:
-    """Environment of an OpenEnv server with Gym steps, over a WebSocket (extra ``openenv``), with the tool ``act``.
+    """Environment on an OpenEnv server with Gym steps, over a WebSocket (extra ``openenv``), with the tool ``act``.
 
     The arguments of ``act`` are the fields of the server's actions. ``reset`` sends a seed and the columns of the row;
-    the server ignores columns that its environment does not know. Tried with OpenEnv 0.10.
+    the server ignores columns that its environment does not know. Tested with OpenEnv 0.10.
 
     Args:
         url: URL of the server.
-        timeout: seconds for a request.
+        timeout: maximum seconds for a request.
 
     Raises:
         UserError: the package is not installed.
@@ -139,8 +140,8 @@ class Gymnasium:
 
     Args:
         id: id of the environment, such as ``"FrozenLake-v1"``.
-        **options: arguments of ``gymnasium.make``. With the default ``render_mode="ansi"``, the model reads what the
-            environment renders, otherwise its observation.
+        **options: arguments of ``gymnasium.make``. With ``render_mode="ansi"``, the default, the model reads the
+            rendered environment, otherwise the observation.
 
     Raises:
         UserError: the package is not installed.
@@ -161,7 +162,7 @@ class Gymnasium:
         """Take an action.
 
         Args:
-            action: its text or its number.
+            action: the action as a text, or its number.
         """
         space = self._env.action_space
         value = int(action) if action.strip().isdecimal() and hasattr(space, "n") else action
@@ -174,7 +175,7 @@ class Gymnasium:
 
     def _text(self, observation: Any) -> str:
         text = str(self._env.render() if self._env.render_mode == "ansi" else observation)
-        return re.sub("\x1b\\[[1-9]\\d*m", "[", text.replace("\x1b[0m", "]"))  # colors mark a place
+        return re.sub("\x1b\\[[1-9]\\d*m", "[", text.replace("\x1b[0m", "]"))  # terminal colors mark a position
 
     def get_reward(self) -> float:
         """Return the sum of the rewards."""
@@ -221,5 +222,5 @@ class TextArena:
         return "\n".join(message for _, message, _ in self._env.get_observation()[1])
 
     def get_reward(self) -> float:
-        """Return the reward of the game, 0 if it has not ended."""
+        """Return the reward of the game; 0 if the game has not ended."""
         return float((self._env.close()[0] or {}).get(0, 0.0))

@@ -1,4 +1,4 @@
-"""Conversations that a client continues by messages, kept as the tokens that were sampled."""
+"""Conversations of clients that send messages, stored as sampled tokens for training."""
 
 import hashlib
 import json
@@ -18,15 +18,15 @@ from torchtune.rlhf.environments._calls import ToolCall
 
 @dataclass(eq=False)
 class Sample:
-    """Prompt and turns of a conversation, as tokens.
+    """Prompt and assistant turns of a conversation, as tokens.
 
     Attributes:
         model: name of the model.
-        tokens: prompt, sampled turns, and the tokens between them.
-        prompt_len: number of tokens of the prompt.
-        mask: True at sampled tokens, for all tokens after the prompt.
-        log_probs: log-probs of the sampled tokens, 0 at the others.
-        sampling: temperature and top_k of each turn.
+        tokens: tokens of the prompt, the sampled turns, and the messages between turns.
+        prompt_len: number of prompt tokens.
+        mask: for all tokens after the prompt, True at sampled tokens.
+        log_probs: for all tokens after the prompt, log-probs of sampled tokens and 0 for other tokens.
+        sampling: ``temperature`` and ``top_k`` of each turn.
         finished: whether the last turn ended with a stop token.
 
     Example:
@@ -45,13 +45,13 @@ class Sample:
 
 @dataclass(eq=False)
 class _Turn:
-    """A turn of the assistant, in its sample.
+    """Assistant turn in a sample.
 
     Attributes:
-        sample: the sample.
-        length: number of the sample's tokens up to the end of the turn.
+        sample: sample that contains the turn.
+        length: number of tokens in the sample up to the end of the turn.
         finished: whether the turn ended with a stop token.
-        calls: call id -> call.
+        calls: tool calls by id.
     """
 
     sample: Sample
@@ -62,7 +62,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class _Session:
-    """Samples of a session, and its turns by the hash of the conversation up to their ends."""
+    """Samples of a session, and turns by the hash of the conversation up to the end of the turn."""
 
     samples: list[Sample] = field(default_factory=list)
     turns: dict[bytes, _Turn] = field(default_factory=dict)
@@ -70,14 +70,14 @@ class _Session:
 
 @dataclass(eq=False)
 class Continuation:
-    """A conversation up to the turn to sample.
+    """Conversation up to the turn to sample.
 
     Attributes:
         tokens: tokens of the conversation.
-        between: the tokens after the last turn that was sampled.
+        between: tokens after the last sampled turn.
         model: name of the model.
-        hash: hash of the model, the tools and the messages, to update with the turn.
-        after: the last turn that was sampled.
+        hash: hash of the model, the tools and the messages, to be updated with the turn.
+        after: last sampled turn; None if the conversation begins a sample.
     """
 
     tokens: list[int]
@@ -88,20 +88,20 @@ class Continuation:
 
 
 class Sessions:
-    """Samples of each session of a server, for training.
+    """Samples for training, from each session of a server.
 
-    A request whose messages repeat a conversation of its session, with the assistant's turn as it was answered,
-    continues the sample: its tokens stay as they were sampled, and only the new messages are rendered, see
-    :class:`Bridge`. Every other request begins a sample, for example after the client has summarized the conversation.
-    So does a second request that continues the same turn: the earlier turns are its prompt.
+    A request continues a sample if its messages repeat a conversation of the session, including the unchanged assistant
+    turns. The sampled tokens are kept, and only the new messages are rendered, see :class:`Bridge`. Every other request
+    begins a new sample, for example after the client has summarized the conversation. A second request that continues
+    the same turn also begins a new sample, with the earlier turns as its prompt.
 
     Args:
         tokenizer: the model's tokenizer.
-        max_tokens: maximum number of tokens of all sessions together; beyond it, the sessions that were not used for
-            longest are forgotten. A token takes about 100 bytes.
+        max_tokens: maximum total number of tokens in all sessions; beyond it, the least recently used sessions are
+            deleted. A token takes about 100 bytes.
 
     Attributes:
-        num_forgotten: number of sessions that were forgotten for this reason.
+        num_forgotten: number of sessions that were deleted because of ``max_tokens``.
 
     Example:
         >>> sessions = torchtune.rlhf.environments.Sessions(tokenizer)
@@ -114,7 +114,7 @@ class Sessions:
 
     def __init__(self, tokenizer: Any, max_tokens: int = 2**23) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self._sessions: dict[str, _Session] = {}  # the one that was used last is the last
+        self._sessions: dict[str, _Session] = {}  # ordered from least to most recently used
         self._max_tokens, self.num_forgotten = max_tokens, 0
 
     def begin(
@@ -124,17 +124,17 @@ class Sessions:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Continuation:
-        """Return a conversation's tokens, up to the next turn of the assistant.
+        """Return the tokens of a conversation, up to the next assistant turn.
 
         Args:
-            session: name of the session; with ``None``, all messages are rendered.
+            session: name of the session; None renders all messages.
             model: name of the model.
             messages: the conversation, in the format of chat APIs.
             tools: tool definitions.
 
         Raises:
-            DataError: a message is invalid or has an image, or the chat template does not take the messages.
-            RolloutError: the chat template has no place for replies of tools.
+            DataError: a message is invalid or has an image, or the chat template rejects the messages.
+            RolloutError: the chat template does not write replies of tools.
         """
         bridge = Bridge(self._tokenizer, tools)
         turns = as_messages([_rendered(message) for message in messages])
@@ -172,12 +172,12 @@ class Sessions:
 
         Args:
             session: name of the session.
-            begun: from :meth:`begin`.
+            begun: conversation from :meth:`begin`.
             answer: the message to the client.
-            tokens: sampled tokens, with the stop token.
-            log_probs: their log-probs.
+            tokens: sampled tokens, including the stop token.
+            log_probs: log-probs of the sampled tokens.
             finished: whether the turn ended with a stop token.
-            calls: call id -> tool call of the turn.
+            calls: tool calls of the turn, by id.
             **sampling: settings to record.
         """
         with self._lock:
@@ -187,7 +187,7 @@ class Sessions:
                 sample, between = after.sample, begun.between
             else:
                 sample, between = Sample(begun.model, list(begun.tokens), len(begun.tokens)), []
-            if sample not in kept.samples:  # new, or of a session that was forgotten meanwhile
+            if sample not in kept.samples:  # a new sample, or a sample of a session that was deleted meanwhile
                 kept.samples.append(sample)
             sample.tokens += [*between, *tokens]
             sample.mask += [False] * len(between) + [True] * len(tokens)
@@ -201,7 +201,7 @@ class Sessions:
                 self.num_forgotten += 1
 
     def samples(self, session: str, *, forget: bool = False) -> list[Sample]:
-        """Return the samples of a session, in the order of their beginnings; none for an unknown one."""
+        """Return the samples of a session, oldest first; empty for an unknown session."""
         with self._lock:
             find = self._sessions.pop if forget else self._sessions.get
             return deepcopy(find(session, _Session()).samples)
@@ -211,7 +211,7 @@ class Sessions:
 
 
 def _rendered(message: Any) -> Any:
-    """Return a message for the chat template: without nulls, and with the arguments of calls as objects."""
+    """Return a message for the chat template, without nulls and with the arguments of tool calls as objects."""
     if not isinstance(message, Mapping):
         return message
     message = {name: value for name, value in message.items() if value is not None}
@@ -229,7 +229,7 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 
 
 def _add(conversation: Any, message: Mapping[str, Any]) -> bytes:
-    """Update the hash of a conversation with the parts of a client's message that identify it; return its digest."""
+    """Update the hash of a conversation with the identifying fields of a message, and return the digest."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", part)) for part in content)
@@ -240,14 +240,14 @@ def _add(conversation: Any, message: Mapping[str, Any]) -> bytes:
 
 
 def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
-    """Convert the samples of a session, as the server gives them, to episodes for training.
+    """Convert the samples of a session, in the format of the server's reply, to episodes for training.
 
     Args:
         samples: ``samples`` of the reply to ``GET /v1/sessions/NAME``.
 
     Raises:
-        RolloutError: a turn was sampled with ``top_k``, or turns have different temperatures, so that log-probs are not
-            those of the sampling distribution.
+        RolloutError: a turn was sampled with ``top_k`` or temperature 0, or turns have different temperatures; the
+            log-probs are then not from the sampling distribution.
 
     Example:
         >>> sample = {"tokens": [5, 6, 7], "prompt_len": 1, "mask": [True, True], "log_probs": [-0.1, -0.2]}

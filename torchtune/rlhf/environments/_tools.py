@@ -1,4 +1,4 @@
-"""Tools of an environment: its public methods, described by their type hints and docstrings."""
+"""Tools of an environment: public methods, described by type hints and docstrings."""
 
 import inspect
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.rlhf.environments._calls import ToolCall
 
-# Methods of an environment that are no tools.
+# Methods of an environment that are not tools.
 _OTHERS = {"reset", "get_reward", "close", "tools", "done"}
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 _TYPES |= {tuple: "array", list: "array"}
@@ -21,11 +21,12 @@ def tools_of(environment: Any) -> list[dict[str, Any]]:
     """Return the tool definitions of an environment, in the format of chat templates.
 
     Args:
-        environment: its ``tools()`` returns the definitions; without it, every public method is a tool, with type hints
-            and a docstring: a description, and ``Args:`` with a line ``name: description`` per argument.
+        environment: the environment. If it has a method ``tools()``, this method returns the definitions. Otherwise
+            every public method is a tool and needs type hints and a docstring: a description, then ``Args:`` with a
+            line ``name: description`` per argument.
 
     Raises:
-        RolloutError: a method has no docstring, or an argument no type hint.
+        RolloutError: a method has no docstring, or an argument has no type hint.
 
     Example:
         >>> from torchtune.rlhf.environments import tools_of
@@ -69,7 +70,7 @@ def _definition(method: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type hint; that of any value for a type that JSON lacks."""
+    """Return the JSON schema of a type hint; for a type that JSON lacks, a schema that accepts any value."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         kept = [one for one in arguments if one is not type(None)]
@@ -83,7 +84,7 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 def parameters_of(tools: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return tool name -> JSON schema of its parameters.
+    """Return the JSON schema of each tool's parameters, by tool name.
 
     Example:
         >>> schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -96,7 +97,7 @@ def parameters_of(tools: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
 
 
 def check_call(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the mistake in a call as a sentence for the model, or ``None``.
+    """Check a tool call; return the mistake as a sentence for the model, or None for a valid call.
 
     Example:
         >>> from torchtune.rlhf.environments import ToolCall, check_call
@@ -130,11 +131,11 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def reply_text(value: Any) -> str:
-    """Return a tool's result as a text: JSON unless it is a text.
+    """Convert the result of a tool to a text: a string is returned unchanged, other values become JSON.
 
     Raises:
-        TypeError: it is not representable in JSON.
-        UnicodeEncodeError: the text is no Unicode.
+        TypeError: the value is not representable in JSON.
+        UnicodeEncodeError: the text contains lone surrogates.
     """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text.encode()

@@ -10,17 +10,17 @@ from torchtune.data import Batch, DataError
 from torchtune.modules.loss import LossError, Projection, token_log_probs
 from torchtune.modules.moe.balance import Balance, balance_of
 
-# Name -> (sum over terms, number of terms).
+# Metric name -> (sum over terms, number of terms).
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class AnswerLoss(nn.Module, ABC):
-    """Loss over answers, one per document of a batch, by their log-probs or by a score.
+    """Base class of losses over answers, one answer per document of a batch, by log-probs or by a score.
 
     Attributes:
         trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labeled good or bad
             (``answers``), or prompts that the model answers (``prompts``). A simulated run generates such rows.
-        needs_reference: whether it uses a reference model.
+        needs_reference: whether the loss uses a reference model.
         min_examples: minimum number of examples per micro-batch.
 
     Example:
@@ -34,7 +34,7 @@ class AnswerLoss(nn.Module, ABC):
     balance: Balance | None = None  # balancing loss of the model's experts, set by setup_loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the loss uncompiled: the fused projection is a single kernel, so compilation gains nothing."""
+        """Return the loss without compiling it; compilation gains nothing, because the projection is fused."""
         return self
 
     def check_model(self, model: nn.Module) -> None:
@@ -58,7 +58,7 @@ class AnswerLoss(nn.Module, ABC):
             projection: ``model.output``.
 
         Returns:
-            ``[n]``, float32 or wider. For a batch split over context-parallel ranks, this rank's partial sums.
+            Scores ``[n]``, float32 or wider. For a batch split over context-parallel ranks, this rank's partial sums.
         """
         return document_log_probs(hidden, batch, projection)
 
@@ -75,18 +75,18 @@ class AnswerLoss(nn.Module, ABC):
             baseline: scalar, mean log-ratio of the :meth:`mismatched_batch` documents.
 
         Returns:
-            Scalar, and metrics: name -> (sum, number of terms).
+            The sum as a scalar, and metrics by name: (sum, number of terms).
         """
 
     def mismatched_batch(self, batch: Batch) -> Batch | None:
-        """Return additional documents, to compute ``baseline`` from their mean log-ratio, or ``None``."""
+        """Return additional documents for ``baseline``, their mean log-ratio; None if the loss needs no baseline."""
         return None
 
     def total(self, losses: Tensor, counts: Tensor) -> Tensor:
         """Sum the losses of the terms that count, and add the balancing loss of the model's experts.
 
         Args:
-            losses: ``[p]``.
+            losses: losses of the terms ``[p]``.
             counts: bool ``[p]``; False for the filler example of a rank without data.
         """
         total = torch.where(counts, losses, 0.0 * losses).sum()
@@ -94,10 +94,10 @@ class AnswerLoss(nn.Module, ABC):
 
 
 class TokenLoss(AnswerLoss):
-    """Loss of sampled answers by the log-probs of their tokens.
+    """Base class of losses of sampled answers, by the log-probs of their tokens.
 
     Attributes:
-        temperature: divides the logits, as in sampling; set by the recipe.
+        temperature: divides the logits, as in sampling; the recipe sets it.
     """
 
     trains_on = "prompts"
@@ -109,7 +109,7 @@ class TokenLoss(AnswerLoss):
 
     @staticmethod
     def clip(ratios: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-        """Return −min(ρA, clip(ρ, 1 − low, 1 + high) A), and whether it is clipped."""
+        """Return −min(ρA, clip(ρ, 1 − low, 1 + high) A), and whether the ratio is clipped."""
         unclipped, clipped = -advantages * ratios, -advantages * ratios.clamp(1.0 - low, 1.0 + high)
         return torch.maximum(clipped, unclipped), clipped > unclipped
 
@@ -138,11 +138,11 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
 
 
 def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
-    """Check a loss for a preference recipe, and prepare it for the model.
+    """Check a loss of a preference recipe, and prepare it for the model.
 
     Args:
         loss: an :class:`AnswerLoss`.
-        model: has ``output`` and ``tok_embeddings``.
+        model: model with ``output`` and ``tok_embeddings``.
 
     Raises:
         LossError: the loss is not an :class:`AnswerLoss`, or the model's output does not fit it.
@@ -169,9 +169,9 @@ def total_and_metrics(
 
     Args:
         loss: loss with :meth:`AnswerLoss.total`.
-        losses: ``[p]``.
-        counts: bool ``[p]``.
-        terms: name -> ``[p]``.
+        losses: losses of the terms ``[p]``.
+        counts: bool ``[p]``, True for terms that count.
+        terms: metrics of the terms by name, ``[p]`` each.
     """
     number = counts.sum()
     sums = {name: torch.where(counts, values.detach().float(), 0.0).sum() for name, values in terms.items()}
@@ -179,7 +179,7 @@ def total_and_metrics(
 
 
 def labelled(batch: Batch) -> Tensor:
-    """Return the labeled tokens per document ``[n]``. Raises :class:`DataError` if collation did not count them."""
+    """Return the number of labeled tokens per document ``[n]``. Raises :class:`DataError` if the batch lacks it."""
     if "label_counts" not in batch.per_document:
         raise DataError("collate_fn: the batch has no 'label_counts' per document: use collate_preference.")
     return batch.per_document["label_counts"]

@@ -1,4 +1,4 @@
-"""Preference losses of pairs of answers."""
+"""Preference losses for pairs of answers."""
 
 import math
 from abc import abstractmethod
@@ -18,12 +18,12 @@ LossesAndRewards = tuple[Tensor, Tensor, Tensor]
 
 
 class PreferenceLoss(AnswerLoss):
-    """Loss of pairs of a chosen and a rejected answer.
+    """Base class of losses for pairs of a chosen and a rejected answer.
 
-    It is called with the policy's outputs for the answers and, unless :attr:`is_reference_free`, the reference's: two
-    :class:`~torchtune.rlhf.ChosenRejectedOutputs`, or their log-probs as four tensors ``[p]`` (chosen and rejected of
-    the policy, chosen and rejected of the reference). It returns the losses of the pairs and the rewards of the chosen
-    and of the rejected answers, ``[p]`` each; rewards are detached.
+    The arguments of a call are the outputs of the policy and, unless :attr:`is_reference_free`, of the reference: two
+    :class:`~torchtune.rlhf.ChosenRejectedOutputs`, or log-probs as four tensors ``[p]`` (policy chosen, policy
+    rejected, reference chosen, reference rejected). A call returns the losses of the pairs, the rewards of the chosen
+    answers and the rewards of the rejected answers, ``[p]`` each; rewards are detached.
 
     Subclasses implement :meth:`compare`.
 
@@ -51,10 +51,10 @@ class PreferenceLoss(AnswerLoss):
 
         Args:
             policy: outputs of the trained model.
-            reference: outputs of the reference; ``None`` for a loss without one.
+            reference: outputs of the reference; None for a loss without a reference.
 
         Returns:
-            The losses, the rewards of the chosen answers, and the rewards of the rejected ones, ``[p]`` each.
+            The losses, the rewards of the chosen answers, and the rewards of the rejected answers, ``[p]`` each.
         """
 
     def forward(self, *outputs: ChosenRejectedOutputs | Tensor | None) -> LossesAndRewards:
@@ -121,10 +121,10 @@ class PreferenceLoss(AnswerLoss):
 
 
 class _MarginLoss(PreferenceLoss):
-    """Loss of m, the log-ratio of policy and reference on the chosen answer minus that on the rejected one.
+    """Base class of losses of the margin m: the log-ratio log π − log π_ref of the chosen minus the rejected answer.
 
     Args:
-        beta: scale of the implicit reward β·(log π − log π_ref): higher stays closer to the reference.
+        beta: scale β of the implicit reward β·(log π − log π_ref); a higher value stays closer to the reference.
     """
 
     by_token: ClassVar[bool] = False
@@ -163,10 +163,10 @@ def _check_smoothing(value: float) -> float:
 class DPOLoss(_MarginLoss):
     """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290).
 
-    With ε > 0 it is conservative DPO (Mitchell 2023), with its minimum at a finite margin.
+    With ε > 0, the loss is conservative DPO (Mitchell 2023), which has its minimum at a finite margin.
 
     Args:
-        beta: higher stays closer to the reference.
+        beta: scale β; a higher value stays closer to the reference.
         label_smoothing: ε, the fraction of pairs with swapped labels.
 
     Example:
@@ -192,7 +192,7 @@ class RobustDPOLoss(_MarginLoss):
     """[−(1−ε) log σ(βm) + ε log σ(−βm)] / (1−2ε): unbiased under flipped labels (arXiv:2403.00409).
 
     Args:
-        beta: higher stays closer to the reference.
+        beta: scale β; a higher value stays closer to the reference.
         label_smoothing: ε, the fraction of pairs with swapped labels.
 
     Example:
@@ -214,7 +214,7 @@ class HingeLoss(_MarginLoss):
     """relu(1 − βm): statistical rejection sampling optimization (Liu et al. 2023, arXiv:2309.06657).
 
     Args:
-        beta: higher stays closer to the reference.
+        beta: scale β; a higher value stays closer to the reference.
 
     Example:
         >>> torchtune.rlhf.loss.HingeLoss(beta=0.1).needs_reference
@@ -246,7 +246,7 @@ class IPOLoss(_MarginLoss):
     """(m − 1/(2β))² with log-ratios averaged by token: identity preference optimization (arXiv:2310.12036).
 
     Args:
-        beta: higher stays closer to the reference.
+        beta: scale β; a higher value stays closer to the reference.
 
     Example:
         >>> torchtune.rlhf.loss.IPOLoss(beta=0.1).needs_reference
@@ -261,10 +261,11 @@ class IPOLoss(_MarginLoss):
 
 
 class SigmoidNormLoss(_MarginLoss):
-    """−log σ(βm) with per-token log-ratios, so that long answers weigh no more than short ones.
+    """−log σ(βm) with per-token log-ratios, so that long answers do not weigh more than short answers.
 
     Args:
-        beta: higher stays closer to the reference; larger than for DPO, because means are smaller than sums.
+        beta: scale β; a higher value stays closer to the reference. Use larger values than for DPO, because per-token
+            means are smaller than sums.
 
     Example:
         >>> torchtune.rlhf.loss.SigmoidNormLoss(beta=0.1).needs_reference
@@ -281,7 +282,7 @@ class SigmoidNormLoss(_MarginLoss):
 class SimPOLoss(PreferenceLoss):
     """−log σ(β(mean log π_c − mean log π_r) − γ), without a reference (Meng et al. 2024, arXiv:2405.14734).
 
-    Called with tensors, it takes two, of per-token mean log-probs.
+    If called with tensors, it takes two: the per-token mean log-probs of the chosen and the rejected answers.
 
     Args:
         beta: scale of the rewards; 2 to 2.5 in the paper.
@@ -307,9 +308,9 @@ class SimPOLoss(PreferenceLoss):
 
 
 class ORPOLoss(PreferenceLoss):
-    """NLL_c − λ log σ(log-odds ratio), both of mean log-probs, without a reference (arXiv:2403.07691).
+    """NLL_c − λ log σ(log-odds ratio), both from mean log-probs, without a reference (arXiv:2403.07691).
 
-    The first term is supervised fine-tuning, so none is needed before.
+    The first term is the loss of supervised fine-tuning, so no prior fine-tuning is needed.
 
     Args:
         beta: λ, weight of the odds ratio.
@@ -343,7 +344,7 @@ class CPOLoss(PreferenceLoss):
 
     Args:
         beta: scale of the log-probs.
-        alpha: weight of the chosen answer's negative log-likelihood, a mean over its tokens.
+        alpha: weight of the chosen answer's negative log-likelihood, which is a mean over tokens.
         label_smoothing: fraction of pairs with swapped labels.
 
     Example:

@@ -1,4 +1,4 @@
-"""Policy-gradient losses of sampled answers with advantages."""
+"""Policy-gradient losses for sampled answers with advantages."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -11,39 +11,40 @@ from torchtune.rlhf.loss._base import Metrics, TokenLoss
 
 
 class GRPOLoss(TokenLoss):
-    """Sum of three parts over sampled tokens: policy gradient, cross-entropy, and divergence to a reference.
+    """GRPO loss: the sum of a policy gradient, a cross-entropy, and a divergence to a reference over sampled tokens.
 
     * ``rl`` is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon_high)A), with advantage A and the probability ratio
-      ρ = π / π_old of the current policy and the policy at sampling (GRPO, arXiv:2402.03300). The defaults are DAPO's
-      (arXiv:2503.14476).
-    * ``ce`` is −log π of good answers, those with an advantage above 0: fine-tuning on them, with a mean over their
-      tokens.
-    * ``ref_kl`` is the divergence to the reference.
+      ρ = π / π_old of the current policy and the policy at sampling (GRPO, arXiv:2402.03300). The default clip values
+      are from DAPO (arXiv:2503.14476).
+    * ``ce`` is −log π of good answers, which have an advantage above 0: supervised fine-tuning on good answers, as a
+      mean over their tokens.
+    * ``ref_kl`` is the KL divergence to the reference.
 
-    Entries ``rl``, ``ce`` and ``ref_kl`` of ``per_token`` in a batch are weights of each token in a part.
+    The entries ``rl``, ``ce`` and ``ref_kl`` in ``per_token`` of a batch weight each token in the respective part.
 
     Args:
         epsilon: lower clip: the ratio is at least ``1 - epsilon``.
         epsilon_high: upper clip: the ratio is at most ``1 + epsilon_high``.
-        kind: ``ppo`` as above; ``cispo`` (arXiv:2506.13585) is −min(ρ, 1 + epsilon_high) A log π, with the weight
-            detached, so that every token has a gradient.
-        ratio: per ``token``, or per ``sequence``: the geometric mean over its tokens (GSPO, arXiv:2507.18071).
-        normalize: divide by all ``tokens`` of the step; by its ``sequences``, after the mean over each; or by
-            sequences times a ``constant`` (Dr. GRPO, arXiv:2503.20783).
-        constant: for ``normalize: constant``, usually the maximum number of new tokens.
+        kind: ``ppo``, the formula above; or ``cispo`` (arXiv:2506.13585), −min(ρ, 1 + epsilon_high) A log π with a
+            detached weight, so that every token has a gradient.
+        ratio: ratio per ``token``, or per ``sequence``, the geometric mean over its tokens (GSPO, arXiv:2507.18071).
+        normalize: mean over all ``tokens`` of the step; mean over ``sequences`` of the mean over each sequence's
+            tokens; or sum divided by the number of sequences times ``constant`` (Dr. GRPO, arXiv:2503.20783).
+        constant: divisor for ``normalize: constant``, usually the maximum number of new tokens.
         kl_coeff: weight of the KL divergence to the reference; 0 needs no reference.
-        kl: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), with the gradient of the divergence; ``k1`` subtracts
-            log(π_old / π_ref) of a token from its advantage.
-        rl_coeff: weight of the policy gradient; 0 trains on good answers alone, with ``ce_coeff``.
+        kl: estimator of the divergence: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), which has the gradient of the
+            divergence; ``k1`` subtracts log(π_old / π_ref) of a token from its advantage.
+        rl_coeff: weight of the policy gradient; 0 trains only on good answers, with ``ce_coeff``.
         ce_coeff: weight of the cross-entropy.
-        importance_cap: correct differences between sampler and trainer: weight each token by min(π_old / π_sampler,
-            cap), with the trainer's π_old. ``None`` uses the sampler's log-probs as π_old.
+        importance_cap: cap of the importance weight that corrects differences between sampler and trainer: each token
+            is weighted by min(π_old / π_sampler, cap), with π_old from the trainer. None uses the sampler's log-probs
+            as π_old, without weights.
 
     Attributes:
-        needs_rewards: whether the advantages are used.
+        needs_rewards: whether the loss uses the advantages.
 
     Raises:
-        ValueError: a number is out of range, or ``constant`` does not fit ``normalize``.
+        ValueError: a number is out of range, or ``constant`` does not match ``normalize``.
 
     Example:
         >>> loss = torchtune.rlhf.loss.GRPOLoss(epsilon=0.2, epsilon_high=0.28, kl_coeff=0.04)
@@ -90,7 +91,7 @@ class GRPOLoss(TokenLoss):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it uses a reference model."""
+        """Whether the loss uses a reference model."""
         return self.kl_coeff > 0
 
     def check_batch(self, batch: Batch) -> None:
@@ -102,7 +103,7 @@ class GRPOLoss(TokenLoss):
             )
 
     def num_terms(self, num_tokens: int, num_sequences: int) -> int:
-        """Return the number of terms, which normalizes the loss."""
+        """Return the number of terms, by which the summed loss is divided."""
         return num_tokens if self.normalize == "tokens" else num_sequences
 
     def forward(
@@ -124,10 +125,10 @@ class GRPOLoss(TokenLoss):
             sequences: index of each token's answer, int64 ``[t]``.
             reference: log-probs of the reference ``[t]``.
             sampled: log-probs from the sampler ``[t]``, for ``importance_cap``.
-            weights: part -> weight of each token ``[t]``.
+            weights: weights of each token ``[t]``, by part (``rl``, ``ce``, ``ref_kl``).
 
         Returns:
-            Losses ``[t]``, and detached metrics by name ``[t]``.
+            Losses ``[t]``, and detached metrics by name, ``[t]`` each.
         """
         lengths, weights = torch.bincount(sequences), weights or {}
         advantages = advantages if self.needs_rewards else torch.zeros_like(advantages)
@@ -167,8 +168,8 @@ class GRPOLoss(TokenLoss):
         """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`; scores are per token ``[b, s]``.
 
         Args:
-            batch: from :func:`torchtune.rlhf.collate_rollouts`. The first pass stores the log-probs in the entry
-                ``old``, for later passes.
+            batch: batch from :func:`torchtune.rlhf.collate_rollouts`. The first pass over the batch stores the
+                log-probs in the entry ``old`` for later passes.
             scores: see :meth:`score`.
             reference: scores of the reference model.
             baseline: not used.
@@ -211,7 +212,7 @@ def _sequence_of_token(batch: Batch) -> Tensor:
 
 
 class DAPOLoss(GRPOLoss):
-    """DAPO's loss (arXiv:2503.14476): a higher upper clip, and one mean over all tokens of the step.
+    """Loss of DAPO (arXiv:2503.14476): a higher upper clip, and a mean over all tokens of the step.
 
     Example:
         >>> torchtune.rlhf.loss.DAPOLoss().epsilon_high
@@ -223,11 +224,11 @@ class DAPOLoss(GRPOLoss):
 
 
 class DrGRPOLoss(GRPOLoss):
-    """Loss of Dr. GRPO (arXiv:2503.20783): no division by the answer's length, so no length is preferred.
+    """Loss of Dr. GRPO (arXiv:2503.20783): no division by the length of the answer, which would prefer some lengths.
 
     Args:
-        constant: divides the sum of every answer; usually the sampler's ``max_new_tokens``.
-        epsilon: clip on both sides.
+        constant: divisor of the sum over an answer, usually the sampler's ``max_new_tokens``.
+        epsilon: clip on both sides: the ratio is within ``1 ± epsilon``.
 
     Example:
         >>> torchtune.rlhf.loss.DrGRPOLoss(constant=512).normalize
@@ -239,7 +240,7 @@ class DrGRPOLoss(GRPOLoss):
 
 
 class GSPOLoss(GRPOLoss):
-    """Loss of GSPO (arXiv:2507.18071): one ratio per answer, which suits mixtures of experts.
+    """Loss of GSPO (arXiv:2507.18071): one ratio per answer, which is more stable for mixtures of experts.
 
     Example:
         >>> torchtune.rlhf.loss.GSPOLoss().ratio
@@ -251,10 +252,10 @@ class GSPOLoss(GRPOLoss):
 
 
 class CISPOLoss(GRPOLoss):
-    """Loss of CISPO (arXiv:2506.13585): importance weights are capped, and every token has a gradient.
+    """Loss of CISPO (arXiv:2506.13585): capped importance weights, so that every token has a gradient.
 
     Args:
-        epsilon_high: the weight is at most ``1 + epsilon_high``.
+        epsilon_high: maximum importance weight minus 1.
 
     Example:
         >>> torchtune.rlhf.loss.CISPOLoss(epsilon_high=4.0).kind
@@ -280,8 +281,8 @@ class RLOOLoss(GRPOLoss):
 class OnPolicyDistillationLoss(GRPOLoss):
     """On-policy distillation: a token's advantage is the negative log-ratio of student and teacher.
 
-    It minimizes KL(student ‖ teacher) token by token on the student's samples. The teacher is the recipe's
-    ``ref_checkpointer``. Rewards are recorded, but not used.
+    The loss minimizes KL(student ‖ teacher) per token on the student's samples. The teacher is the model of
+    ``ref_checkpointer`` in the recipe. Rewards are recorded, but not used.
 
     Args:
         coeff: weight of the log-ratio.

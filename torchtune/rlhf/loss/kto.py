@@ -1,4 +1,4 @@
-"""Loss of single answers labeled good or bad (KTO)."""
+"""KTO loss for single answers labeled good or bad."""
 
 from itertools import pairwise
 from typing import ClassVar
@@ -11,16 +11,17 @@ from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_m
 
 
 class KTOLoss(AnswerLoss):
-    """w_d (1 − σ(β(r − z))) of good answers and w_u (1 − σ(β(z − r))) of bad ones (arXiv:2402.01306).
+    """w_d (1 − σ(β(r − z))) for good answers and w_u (1 − σ(β(z − r))) for bad answers (arXiv:2402.01306).
 
-    r is the log-ratio of policy and reference. z = max(0, mean r) over mismatched pairs, each a prompt with the answer
-    of the next example, estimates the KL divergence; it is detached. No other loss of this library depends on the
-    composition of micro-batches.
+    r is the log-ratio of policy and reference. z estimates the KL divergence and is detached: z = max(0, mean r) over
+    mismatched pairs, which combine a prompt with the answer of the next example. So, unlike other losses of this
+    library, KTO depends on the composition of micro-batches.
 
     Args:
-        beta: higher stays closer to the reference.
-        desirable_weight: w_d; with few good answers, raise it until w_d · good and w_u · bad are about equal.
-        undesirable_weight: w_u.
+        beta: scale β of the log-ratio; a higher value stays closer to the reference.
+        desirable_weight: weight w_d of good answers; with few good answers, raise it until w_d · good and w_u · bad are
+            about equal.
+        undesirable_weight: weight w_u of bad answers.
 
     Example:
         >>> torchtune.rlhf.loss.KTOLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.5).needs_reference
@@ -54,8 +55,8 @@ class KTOLoss(AnswerLoss):
         Args:
             policy: log-probs of the answers from the policy, summed over tokens ``[n]``.
             reference: log-probs from the reference ``[n]``.
-            is_chosen: bool ``[n]``, whether an answer is good.
-            baseline: mean r over mismatched pairs; z is its maximum with 0.
+            is_chosen: bool ``[n]``, True for good answers.
+            baseline: mean r over mismatched pairs; z is ``max(0, baseline)``.
         """
         ratios = policy - reference
         sign = torch.where(is_chosen, 1.0, -1.0).to(ratios.dtype)
@@ -76,12 +77,12 @@ class KTOLoss(AnswerLoss):
         return total, metrics
 
     def mismatched_batch(self, batch: Batch) -> Batch | None:
-        """Pair every prompt with the answer of the next example, truncated to the longest document of the batch.
+        """Pair every prompt with the answer of the next example, truncated to the longest document in the batch.
 
-        The prompt is the tokens before the first labeled one.
+        The prompt consists of the tokens before the first labeled token.
 
         Raises:
-            DataError: the batch has one example, or is split over context-parallel ranks.
+            DataError: the batch has only one example, or is split over context-parallel ranks.
         """
         _is_good(batch)
         count = batch.num_documents
@@ -107,7 +108,7 @@ class KTOLoss(AnswerLoss):
             targets = torch.cat([ignored, labels[first[j] : end]])
             if len(row) > longest:
                 row, targets = row[:longest], targets[:longest]
-                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # its target is truncated
+                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # the target of the last token is truncated
             new_tokens.append(row)
             new_labels.append(targets)
         documents = Documents.from_lengths([len(row) for row in new_tokens], tokens.device)

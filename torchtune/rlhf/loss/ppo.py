@@ -1,4 +1,4 @@
-"""PPO's loss."""
+"""PPO loss."""
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ class PPOLoss(TokenLoss):
     ½(V' + clip(V − V', ± value_clip_range) − R)².
 
     Args:
-        epsilon: the ratio of new and old probability is clipped to ``1 ± epsilon``.
-        value_clip_range: maximum change of the value from V'.
+        epsilon: clip of the probability ratio to ``1 ± epsilon``.
+        value_clip_range: maximum change of the value V from V'.
         value_coeff: weight of the value loss.
 
     Example:
@@ -70,7 +70,7 @@ class PPOLoss(TokenLoss):
             batch: batch with the per-token entries ``sampled``, ``advantages``, ``returns`` and ``values``.
             scores: log-probs and values of the trained models, ``[2, b, s]``; see :meth:`score` and
                 :func:`torchtune.rlhf.token_values`.
-            reference: not used: the log-ratio to the reference is part of the rewards.
+            reference: not used, because the log-ratio to the reference is part of the rewards.
             baseline: not used.
         """
         if missing := set(_ENTRIES) - batch.per_token.keys():
@@ -103,7 +103,7 @@ class PPOLoss(TokenLoss):
         padding_masks: torch.Tensor | None = None,
         value_padding_masks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute the loss of some responses.
+        """Compute the loss of padded responses.
 
         Args:
             pi_old_logprobs: log-probs of the policy at sampling ``[b, r]``.
@@ -116,8 +116,8 @@ class PPOLoss(TokenLoss):
             value_padding_masks: bool ``[b, r]``, True at tokens that count for the value model.
 
         Returns:
-            Loss, policy loss, value loss, mean ratio and fraction of clipped tokens, scalars; all but the first are
-            detached.
+            Loss, policy loss, value loss, mean ratio and fraction of clipped tokens, as scalars; all except the loss
+            are detached.
         """
         ratios = torch.exp(pi_logprobs - pi_old_logprobs)
         losses, clipped = self.clip(ratios, advantages, self.epsilon, self.epsilon)

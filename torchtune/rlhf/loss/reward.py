@@ -13,14 +13,14 @@ from torchtune.rlhf.loss.dpo import LossesAndRewards, PreferenceLoss
 
 
 class RewardLoss(PreferenceLoss):
-    """−log σ(s_c − s_r − margin) + c (s_c + s_r)², for the scores of both answers (Bradley-Terry).
+    """−log σ(s_c − s_r − margin) + c (s_c + s_r)², with the scores s_c and s_r of the two answers (Bradley-Terry).
 
     The model has one output (:func:`torchtune.modules.classifier_model`), which is read at the last token of an answer.
-    The second term keeps scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244). The margin is the example's
-    ``margin``, by default 0.
+    The second term keeps scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244). The margin is the entry ``margin``
+    of the example, by default 0.
 
     Args:
-        center_coefficient: c; with 0 the scores can drift.
+        center_coefficient: coefficient c of the second term; with 0, the scores can drift.
 
     Example:
         >>> torchtune.rlhf.loss.RewardLoss().needs_reference
@@ -73,16 +73,16 @@ class RewardLoss(PreferenceLoss):
 
 
 def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
-    """Return the output of a model with one output, at the last token of every document.
+    """Return the score at the last token of every document, for a model with one output.
 
     Args:
         hidden: ``[b, s, d]``.
-        batch: batch with documents, which define the end of an answer; padding and token ids are not used.
+        batch: batch with documents, which define the ends of answers; token ids are not used.
         projection: ``model.output``, ``[..., d]`` -> ``[..., 1]``.
 
     Returns:
-        ``[n]``, float32 or wider; for a batch split over context-parallel ranks, 0 if the last token is on another
-        rank.
+        Scores ``[n]``, float32 or wider; for a batch split over context-parallel ranks, 0 for documents with the last
+        token on another rank.
 
     Raises:
         DataError: the batch has no documents.

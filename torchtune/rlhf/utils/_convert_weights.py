@@ -12,7 +12,7 @@ def reward_hf_to_tune(
     dim: int = 4096,
     head_dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """Convert weights of a Hugging Face ``…ForSequenceClassification`` to torchtune's names; drop ``score.bias``."""
+    """Convert weights of a Hugging Face ``…ForSequenceClassification`` to torchtune names; drop ``score.bias``."""
     weights = {name: tensor for name, tensor in state_dict.items() if name != "score.bias"}
     if "score.weight" in weights:
         weights["lm_head.weight"] = weights.pop("score.weight")
@@ -22,7 +22,7 @@ def reward_hf_to_tune(
 def reward_tune_to_hf(
     state_dict: dict[str, Tensor], num_heads: int = 32, num_kv_heads: int = 32, dim: int = 4096
 ) -> dict[str, Tensor]:
-    """Convert weights back, the inverse of :func:`reward_hf_to_tune`."""
+    """Convert weights from torchtune names to Hugging Face names; the inverse of :func:`reward_hf_to_tune`."""
     weights = tune_to_hf(state_dict, num_heads, num_kv_heads, dim)
     if "lm_head.weight" in weights:
         weights["score.weight"] = weights.pop("lm_head.weight")
