@@ -184,8 +184,7 @@ class LegacyInterface(CheckpointStore):
             write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
 
     def _latest(self) -> Path:
-        """Return the newest complete checkpoint or, if an earlier release wrote them, the one with the largest
-        number."""
+        """Return the newest complete checkpoint; for earlier releases, the one with the largest number."""
         output_dir = self.require_output_dir()
         complete = complete_directories(output_dir)
         names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]

@@ -33,7 +33,7 @@ def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
 
     Args:
         models: the model, or several by name (``torch.nn.ModuleDict``).
-        merge: also save models with adapters with the adapters merged into the base weights.
+        merge: for models with adapters, also save all weights with the adapters merged.
 
     Returns:
         The argument ``contents`` of :meth:`CheckpointStore.save`.
@@ -68,12 +68,12 @@ def contents_of(contents: Contents, name: str) -> frozenset[str]:
 
 
 class SaveView(ModelWeights):
-    """The weights of one model as a save writes them; built once per save and handed down.
+    """View of the weights of one model for one save.
 
     Args:
-        model: the model, on any device to :meth:`check`, real to write it.
+        model: the model; on any device for :meth:`check`, materialized for all other methods.
         contents: from :func:`contents_of`.
-        ranks: all ranks; every rank makes its own shard. Not needed to :meth:`check`.
+        ranks: all ranks; not needed for :meth:`check`.
 
     Attributes:
         contents: see Args.
@@ -96,7 +96,7 @@ class SaveView(ModelWeights):
         return [name for name, parameter in self.parameters.items() if parameter.requires_grad or name in moved]
 
     def _in_adapter(self, *, merge: bool = False) -> set[str]:
-        """Names of the owned parameters that a save preserves in the adapter or, to ``merge``, in the weights too."""
+        """Return owned parameters that an adapter file preserves; with ``merge``, only of mergeable conversions."""
         pairs = zip(self.conversions, self._owned_by, strict=True)
         kept = set().union(*(owned for conversion, owned in pairs if conversion.can_merge or not merge))
         rows = (rows for rows, _ in self.new_rows.values())
@@ -147,9 +147,9 @@ class SaveView(ModelWeights):
         raise CheckpointError(f"model: '{lost[0]}'{more} is trained, but checkpoints would hold {what}: {advice}.")
 
     def entry(self, group: Group, turn: int) -> Entry:
-        """The tensors of one group, under their external names.
+        """Return the tensors of one group, under their external names.
 
-        Making them needs memory for one tensor. To merge into a sharded model, all ranks make an entry together.
+        Computing them needs memory for one full tensor. If the entry merges into a sharded model, it is a collective.
 
         Args:
             group: group of a weight map.
@@ -171,13 +171,13 @@ class SaveView(ModelWeights):
         return Entry(dict(zip(group.external, specs, strict=True)), make, specs[0].itemsize)
 
     def entry_of(self, name: str, external: str, turn: int) -> Entry:
-        """A parameter as it is, under another name; see :meth:`entry`."""
+        """Return an unchanged parameter under the name ``external``; see :meth:`entry`."""
         return self.entry(Group((external,), (name,), Identity(), self.identity[1]), turn)
 
     def shard(self, name: str, turn: int) -> LocalShard:
-        """This rank's shard of a full weight, to be saved; see :meth:`entry`.
+        """Return this rank's shard of a full weight to save; see :meth:`entry`.
 
-        All ranks call it: conversions, and merging, need an all-gather.
+        A collective: conversions and merging need an all-gather.
         """
         weight = parameter = self.parameters.get(name)
         if self.merges and name in self.base and (inside := self._merged_into(name)):
@@ -198,7 +198,7 @@ class SaveView(ModelWeights):
         return {name for name in self.owned if not layers.intersection(_parents(name))}
 
     def _merged_into(self, name: str) -> set[str]:
-        """The parameters that make a weight with owned ones merged into it; empty if no owned one is among them."""
+        """Return the parameters from which a merged weight is computed; empty if no conversion owns any of them."""
         path = name.rpartition(".")[0]
         inside = {f"{path}.{leaf}" for leaf, _ in self.model.get_submodule(path).named_parameters()} | self._apart
         return inside if inside & self.owned else set()

@@ -58,7 +58,7 @@ class Document:
     name: str = ""
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    count: int = 0  # all mistakes, also those over the limit of ``mistakes``
+    count: int = 0  # all mistakes, including mistakes beyond the limit of ``mistakes``
     # Values that depend on ${oc.env:…}, directly or through references: the text as written, and the value
     environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 

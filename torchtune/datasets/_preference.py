@@ -99,7 +99,7 @@ class PreferenceDataset(TokenizedDataset):
         return tuple(store.fingerprint for store in self.stores.values())
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``*_input_ids``, pre-shifted ``*_labels`` and, for images, ``*_encoder_input`` (*: chosen, rejected)."""
+        """Return ``*_input_ids``, shifted ``*_labels`` and, for images, ``*_encoder_input`` (*: chosen, rejected)."""
         item = {}
         for side, store in self.stores.items():
             row = store.lists(index)

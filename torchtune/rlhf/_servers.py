@@ -125,7 +125,7 @@ class VLLMServer(Server):
     _start_hint = ""
 
     def contents(self, model: nn.Module) -> str:
-        """Return ``"adapter"``, or ``"merged"`` for adapters that PEFT cannot represent; without adapters ``"model"``."""
+        """Return ``"adapter"``, ``"merged"`` for adapters that PEFT lacks, or ``"model"`` without adapters."""
         if any(one.owned_parameters(model) and not one.peft_config(model) for one in get_conversions(model)):
             self._start_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
             return "merged"

@@ -180,7 +180,8 @@ class Environments:
                 one.end = "completed"
             else:
                 tasks.append((one, Task(self._timeout, reset, one, seeds[one.number // num_samples] or 0)))
-        rendered: dict[Any, tuple[list[int], Mapping[str, Any], str]] = {}  # by prompt and observation: a group shares images
+        # By prompt and observation: the rows of a group share their images.
+        rendered: dict[Any, tuple[list[int], Mapping[str, Any], str]] = {}
         for one, task in tasks:
             observation = self._wait(one, task)
             if one.end is None:
