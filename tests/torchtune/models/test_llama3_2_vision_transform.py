@@ -41,6 +41,7 @@ ROWS = [
     turns(PHOTOS[0], "What is it?"),
     turns("one", PHOTOS[1], PHOTOS[2], "two three", answer="red green blue"),
     turns("Where is the cat?"),
+    turns(*PHOTOS[::-1], "one", PHOTOS[1]),
 ]
 
 
@@ -58,6 +59,7 @@ def test_text_is_that_of_llama3_and_images_those_of_transformers(ranks):
     assert (row["id"], transform.vocab_size, transform.image_seq_len) == (3, IMAGE + 1, 4 * POSITIONS)
     assert transform.decode(row["tokens"]) == "onetwo threered green blue"
     assert [ratio.tolist() for ratio in row["encoder_input"]["aspect_ratio"]] == [[2, 1], [1, 1]]
+    assert {mask.untyped_storage().nbytes() for mask in row["encoder_mask"]} == {len(row["tokens"])}
     open_row = transform(ROWS[0], inference=True)
     assert row["mask"][-1]
     assert open_row["tokens"][-1] != row["tokens"][-1]
@@ -115,7 +117,7 @@ def test_a_batch_is_that_of_transformers(ranks, direction):
     transform = transform_of(ranks)
     rows = [labelled(transform(row)) for row in ROWS]
     out = padded_collate_tiled_images_and_mask(
-        rows, padding_idx=7, pad_direction=direction, pad_max_tiles=4, pad_max_images=3, pad_to_multiple_of=8
+        rows, padding_idx=7, pad_direction=direction, pad_max_tiles=4, pad_max_images=4, pad_to_multiple_of=8
     )
     length = -(-max(len(row["tokens"]) for row in rows) // 8) * 8
     processor = MllamaImageProcessorPil(
@@ -123,10 +125,11 @@ def test_a_batch_is_that_of_transformers(ranks, direction):
     )
     theirs = processor(images=[[PHOTOS[0]], PHOTOS[1:]], return_tensors="pt")
     pixels = out["encoder_input"]["images"]
-    assert pixels.shape == (3, 3, 4, 3, TILE, TILE)
+    assert pixels.shape == (4, 4, 4, 3, TILE, TILE)
     torch.testing.assert_close(pixels[:2, :2], theirs["pixel_values"], rtol=0, atol=1 / 255 / min(CLIP_STD) + 1e-5)
     assert not pixels[2].any()
-    assert out["encoder_input"]["aspect_ratio"][:, :2].tolist() == [[[1, 3], [1, 1]], [[2, 1], [1, 1]], [[1, 1]] * 2]
+    ratios = out["encoder_input"]["aspect_ratio"][:, :2].tolist()
+    assert ratios == [[[1, 3], [1, 1]], [[2, 1], [1, 1]], [[1, 1]] * 2, [[1, 1], [2, 1]]]
     # The text padded as transformers pads it, with its masks.
     texts = [
         row["tokens"] + [7] * (length - len(row["tokens"]))
@@ -137,10 +140,10 @@ def test_a_batch_is_that_of_transformers(ranks, direction):
     assert out["tokens"].tolist() == texts
     assert (out["labels"] != -100).sum() == sum(len(row["tokens"]) - 1 for row in rows)
     sparse = [get_cross_attention_token_mask(row["tokens"], IMAGE) for row in rows]
-    tiles = [[3], [2, 1], []]
+    tiles = [[3], [2, 1], [], [1, 2, 3, 2]]
     for i, row in enumerate(rows):
         dense = convert_sparse_cross_attention_mask_to_dense([sparse[i] or [[0, 0]]], [tiles[i] or [0]], 4, length)[0]
-        ours = out["encoder_mask"][i].view(length, 3, 4, POSITIONS)
+        ours = out["encoder_mask"][i].view(length, 4, 4, POSITIONS)
         kept = slice(len(row["tokens"])) if direction == "right" else slice(length - len(row["tokens"]), length)
         expected = torch.tensor(dense[: len(row["tokens"]), :, :, None]).bool().expand(-1, -1, -1, POSITIONS)
         assert torch.equal(ours[kept, : expected.shape[1]], expected)

@@ -16,10 +16,6 @@ from transformers.models.mllama.image_processing_pil_mllama import (
     get_image_size_fit_to_canvas,
     get_optimal_tiled_canvas,
 )
-from transformers.models.mllama.processing_mllama import (
-    convert_sparse_cross_attention_mask_to_dense,
-    get_cross_attention_token_mask,
-)
 
 from torchtune.data import DataError, load_image
 from torchtune.data._images import check_image, open_image, read_pixels
@@ -105,30 +101,10 @@ def test_wrong_settings_and_images():
         lambda: CLIPImageTransform()({"image": torch.zeros(4, 2, 2)}),
         lambda: CLIPImageTransform()({"image": torch.zeros(3, 2, 2, dtype=torch.int64)}),
         lambda: VisionCrossAttentionMask(28, 13, 9),
+        lambda: VisionCrossAttentionMask(28, 14, 9)({"tokens": [9], "encoder_input": {"images": []}}),
     ):
         with pytest.raises(DataError):
             broken()
-
-
-@pytest.mark.parametrize("tokens", [[5, 9, 1, 2], [9, 1, 9, 9, 2, 3], [1, 9, 9], [9, 9, 9, 1, 9, 2], [1, 2]])
-def test_the_mask_is_that_of_transformers(tokens):
-    images = [torch.empty(1 + i % 3, 3, TILE, TILE) for i in range(tokens.count(9))]
-    masks = VisionCrossAttentionMask(TILE, 14, 9)({"tokens": tokens, "encoder_input": {"images": images}})[
-        "encoder_mask"
-    ]
-    sparse = get_cross_attention_token_mask(tokens, 9)
-    tiles = [len(image) for image in images]
-    theirs = convert_sparse_cross_attention_mask_to_dense([sparse], [tiles], 4, len(tokens))[0]
-    for i, mask in enumerate(masks):
-        assert mask.shape == (len(tokens), tiles[i] * 5)
-        assert torch.equal(
-            mask.view(len(tokens), tiles[i], 5), torch.tensor(theirs[:, i, : tiles[i], None]).bool().expand(-1, -1, 5)
-        )
-        assert mask.untyped_storage().nbytes() == len(tokens)
-    with pytest.raises(DataError, match=f"{len(images)} tokens of images, but there are {len(images) + 1} images"):
-        VisionCrossAttentionMask(TILE, 14, 9)(
-            {"tokens": tokens, "encoder_input": {"images": [*images, torch.empty(1, 3, TILE, TILE)]}}
-        )
 
 
 def test_images_are_read_upright_and_on_white(tmp_path):
