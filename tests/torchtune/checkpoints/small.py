@@ -247,8 +247,10 @@ def randomize_adapter(model: torch.nn.Module, seed: int = 3) -> None:
 
 
 def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a rank's own elements: for each shape, a DTensor would derive placements anew."""
     if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
+        parameter = parameter.to_local()
     parameter.copy_(value)
 
 
