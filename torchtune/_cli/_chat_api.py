@@ -254,7 +254,7 @@ class _Answer:
 
 
 class _Held:
-    """Buffer of text that may begin a mark, or follows one.
+    """Buffer of text that may begin a mark, or follows a mark.
 
     Attributes:
         text: buffered text.

@@ -67,7 +67,7 @@ def find_trained(model: str) -> Trained:
     """Find the checkpoint, its adapter and its base.
 
     Raises:
-        UserError: there is no checkpoint, the run is going on, or the adapter's base is missing.
+        UserError: there is no checkpoint, the run is still in progress, or the adapter's base is missing.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -123,7 +123,6 @@ def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
 
 
 def _write_modelfile(files: Path, context: int) -> None:
-    """Write the ``Modelfile`` of a GGUF file."""
     (file,), tokenizer = files.glob("*.gguf"), hf_tokenizer(str(files))
     stops = [text for text, token_id in tokenizer.special_tokens.items() if token_id in tokenizer.stop_tokens]
     lines = [

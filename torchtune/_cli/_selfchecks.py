@@ -228,7 +228,7 @@ class _Checks:
 
     def _compare_loss(self, trained: Trained, rows: list[dict[str, Any]], expected: float) -> str:
         """Compare the loss of a checkpoint, loaded alone, with the loss of the next step."""
-        # Other libraries read the merged model, if there is one, rather than the base and the adapter.
+        # Other libraries read the merged model, if it exists, rather than the base and the adapter.
         saved = trained.checkpoint if trained.has_weights else trained.path
         model, _ = torchtune.load(saved, dtype=self._data["dtype"], device=self._data.get("device"))
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)

@@ -8,7 +8,7 @@ from torchtune._cli.subcommand import Subcommand
 
 
 class Doctor(Subcommand):
-    """Subcommand that reports devices, packages and disks of this machine, and names slow ones."""
+    """Subcommand that reports devices, packages and disks of this machine, and reasons for slow runs."""
 
     name = "doctor"
     help = "Check devices, packages, disks and the hub, and name what will be slow"

@@ -112,7 +112,7 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         file: adapter file with this library's names or PEFT's (for the text model or for a composite model that
             contains it). For one of :attr:`ModelWeights.owned_files`, all of them are read from its folder.
         device: device for parameters on the meta device.
-        dtype: dtype for parameters on the meta device; by default they keep theirs.
+        dtype: dtype for parameters on the meta device; unchanged by default.
 
     Raises:
         CheckpointError: the adapter has other target modules, another rank or another alpha.
@@ -152,7 +152,7 @@ def _load_owned(
         weights: weights of a model with conversions.
         folder: folder of the files.
         device: device for parameters on the meta device.
-        dtype: dtype for parameters on the meta device; by default they keep theirs.
+        dtype: dtype for parameters on the meta device; unchanged by default.
 
     Raises:
         CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.

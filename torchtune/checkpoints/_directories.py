@@ -170,7 +170,7 @@ def damage(path: Path, names: list[str], progress: Callable[[int], object] = lam
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return ``[folder]`` if it is a checkpoint, else the checkpoints in it, oldest first.
+    """Return ``[folder]`` if ``folder`` is a checkpoint, otherwise the checkpoints in it, oldest first.
 
     Raises:
         CheckpointError: there are no checkpoints.

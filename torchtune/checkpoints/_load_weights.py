@@ -77,7 +77,7 @@ def load_base(
         weights: the model's weights.
         source: weights in any format of the model's spec.
         device: device for parameters on the meta device.
-        dtype: dtype for parameters on the meta device; by default they keep theirs.
+        dtype: dtype for parameters on the meta device; unchanged by default.
         starts: adapted layers with weights that are split into the initial adapter and the rest, by name of the weight.
 
     Returns:

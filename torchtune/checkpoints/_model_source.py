@@ -234,7 +234,7 @@ class ModelSource:
             write_json(folder / "config.json", {**read_json(folder / "config.json"), **self._token_ids})
 
     def base_name(self) -> str:
-        """Return the repository of the weights if it is known and they are not fine-tuned, else the folder."""
+        """Return the known repository of weights that are not fine-tuned, otherwise the folder."""
         if self.repo_id is not None:
             return self.repo_id
         path = self.checkpoint_dir / "original_repo_id.json"
@@ -259,7 +259,7 @@ def _sample(path: Path) -> list[int]:
 
 
 def _stays_behind(relative: Path) -> bool:
-    """Whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
+    """Return whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
     name = relative.name
     return (
         any(part.startswith(".") for part in relative.parts)

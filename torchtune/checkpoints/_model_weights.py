@@ -215,8 +215,8 @@ class ModelWeights:
             name: name of the full weight.
             read: fills a tensor with a slice of the full weight; called at most once, for the slice of this rank.
             device: device for parameters on the meta device.
-            dtype: dtype for parameters on the meta device, unless a conversion stores the weight in another form; by
-                default they keep theirs.
+            dtype: dtype for parameters on the meta device, unless a conversion stores the weight in another form;
+                unchanged by default.
 
         Raises:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.

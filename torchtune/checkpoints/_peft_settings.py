@@ -100,12 +100,12 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
 
 
 def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
-    """``trainable_token_indices`` of the model's adapter."""
+    """Return the ``trainable_token_indices`` of the model's adapter."""
     return {_module(weights, name).rpartition(".")[2]: ids for name, (_, ids) in weights.new_rows.items()} or None
 
 
 def token_tensors(weights: ModelWeights) -> dict[str, str]:
-    """Name of the trained rows in an adapter file -> name of the parameter."""
+    """Map the name of trained rows in an adapter file to the name of the parameter."""
     return {
         f"base_model.model.{_module(weights, name)}.token_adapter.trainable_tokens_delta": parameter
         for name, (parameter, _) in weights.new_rows.items()
@@ -113,7 +113,7 @@ def token_tensors(weights: ModelWeights) -> dict[str, str]:
 
 
 def _module(weights: ModelWeights, name: str) -> str:
-    """Path in ``transformers`` of the module with the weight ``name``."""
+    """Return the path in ``transformers`` of the module with the weight ``name``."""
     return weights.groups[name].external[0].removesuffix(".weight")
 
 

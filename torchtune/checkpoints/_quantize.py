@@ -203,7 +203,6 @@ def _pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
-    """Return the field ``quantization_config`` of a ``config.json``."""
     group_size, activations = quantizer.group_size, quantizer.activations
     floating = quantizer.quantized(torch.zeros(1, group_size or 32))[0].dtype.is_floating_point
     storage = ("naive-quantized", "float-quantized") if floating else ("pack-quantized", "int-quantized")

@@ -61,7 +61,7 @@ _EXACT = {
 
 
 def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
-    """Check the settings of a run against those saved in a checkpoint, and log the changes.
+    """Compare the settings of a run with the settings in a checkpoint, and log the changes.
 
     Args:
         cfg: settings of a recipe.

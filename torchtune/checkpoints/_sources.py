@@ -87,7 +87,6 @@ class _Shards(Source):
         return self._paths[name]
 
     def _file(self, name: str) -> Any:
-        """Return the open file of a tensor."""
         path = self._paths[name]
         if self._open is None or self._open[0] != path:
             self._open = None  # close it before opening the next one

@@ -135,7 +135,7 @@ def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
         shard = LocalShard.of(tensor, ranks, turn, parameter)
         node |= {"shape": list(shard.spec.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         if isinstance(parameter, DTensor) and isinstance(tensor, DTensor) and tensor.shape != parameter.shape:
-            node["shards"] = list(ShardGrid.of(parameter).sizes)  # one row per shard, useless to others
+            node["shards"] = list(ShardGrid.of(parameter).sizes)  # one row per shard: only the same shards can load it
         if shard.data.shape == shard.spec.shape:
             node["rank"] = turn % ranks.size
         if shard.is_writer and shard.data.numel():
@@ -364,7 +364,7 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
 
 
 def _own_row(parameter: torch.Tensor, node: dict[str, Any], shape: tuple[int, ...], folder: Path) -> Slices:
-    """Return the row of this rank's shard in stacked states, such as those of low-bit optimizers."""
+    """Return the row of this rank's shard in stacked states, such as states of low-bit optimizers."""
     grid, saved = ShardGrid.of(parameter), tuple(node.get("shards", ()))
     if grid.sizes != saved:
         raise CheckpointError(

@@ -22,7 +22,7 @@ def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
 def explain_wrong_recipe(
     data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]
 ) -> str | None:
-    """Return a sentence that names the right recipe if the config is for another one, else ``None``.
+    """Return a sentence that names the right recipe if the config is for another recipe, otherwise ``None``.
 
     A shipped recipe compares the config's ``recipe:`` with its own name. Otherwise the keys decide: if this recipe
     lacks some keys, the sentence names shipped recipes that have all of them, preferably with the same method.

@@ -30,7 +30,7 @@ def instantiate(
             except for parameters annotated with :class:`Component`, which receive the nodes.
         *args: positional arguments of the outermost component.
         caller_globals: namespace for a path without dots, searched before the recipe's; by default the caller's module.
-        **kwargs: arguments that override those in ``config``; any objects, passed without a copy.
+        **kwargs: arguments that override arguments in ``config``; any objects, passed without a copy.
 
     Returns:
         The object, or ``None`` if ``config`` is ``None``.

@@ -63,7 +63,7 @@ class Document:
     environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> Place:
-        """Return the position of ``path``, or of the nearest enclosing section that has one."""
+        """Return the position of ``path``, or of the nearest enclosing section with a position."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]

@@ -58,7 +58,7 @@ class Range:
 
 @dataclass(frozen=True, init=False)
 class RuntimeArgs:
-    """Arguments that the recipe passes in addition to those in YAML: positional (named for messages) and keyword.
+    """Arguments that the recipe passes besides the YAML's: positional (named for messages) and keyword.
 
     ``rules`` are bounds on arguments in YAML that the component's signature cannot express.
 

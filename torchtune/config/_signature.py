@@ -24,7 +24,7 @@ class Argument:
 
 @dataclass
 class Accepts:
-    """Arguments of a callable: ``order`` lists the positional ones; with ``open``, any name is accepted.
+    """Arguments of a callable: ``order`` lists positional arguments; with ``open``, any name is accepted.
 
     ``ignores_unknown``: the callable has ``**kwargs``, which it may ignore. Names in the YAML must have an effect, but
     runtime arguments of the recipe may be ignored. ``partial``: a package that is slow to import was not inspected.

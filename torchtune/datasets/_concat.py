@@ -17,7 +17,7 @@ class ConcatDataset(Dataset):
         datasets: either all packed or none.
 
     Raises:
-        DataError: the list is empty, packed and unpacked datasets are mixed, or one is streamed.
+        DataError: the list is empty, packed and unpacked datasets are mixed, or a dataset is streamed.
 
     Example:
         >>> short = [{"tokens": [1], "labels": [1]}]

@@ -53,7 +53,7 @@ class FileFacts:
 
 
 def _conversation(value: Any) -> str | None:
-    """Return ``openai`` or ``sharegpt`` if ``value`` is a list of messages, else None."""
+    """Return ``openai`` or ``sharegpt`` if ``value`` is a list of messages, otherwise None."""
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         return None
     return next((style for style, (field, _, _) in _STYLES.items() if field in value[0]), None)

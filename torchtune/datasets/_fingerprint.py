@@ -173,7 +173,7 @@ def _content(path: Path, is_whole: bool) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Return a digest of the code that makes rows: this library's data folders, and versions of other packages."""
+    """Return a digest of the code that prepares rows: this library's data folders, and versions of other packages."""
     digest = hashlib.sha256()
     root = Path(str(torchtune.__file__)).parent
     for room in _ROOMS:

@@ -49,9 +49,9 @@ def _checked(dataset: Any, tokenizer: Any) -> Any:
 
 
 def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:
-    """Return the collate function of a dotted path, with the tokenizer's ``pad_id`` as ``padding_idx`` if it takes one.
+    """Return the collate function of a dotted path; its ``padding_idx``, if any, is the tokenizer's ``pad_id``.
 
-    Dicts that it returns are checked and converted to batches (:meth:`Batch.from_dict
+    If the function returns dicts, they are checked and converted to batches (:meth:`Batch.from_dict
     <torchtune.data.Batch.from_dict>`).
 
     Raises:

@@ -51,7 +51,7 @@ class LineRows:
         return next(iter(self.select(range(index, index + 1))))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "LineRows":
-        """Return the rows with these indices."""
+        """Return the rows at ``indices``."""
         part = object.__new__(LineRows)
         part.__dict__ |= vars(self)
         chosen = self._chosen
@@ -128,7 +128,7 @@ def parsed(row: Any, *, is_text: bool = False) -> Any:
 
 
 def unparsed(rows: Any) -> Iterable[Any]:
-    """Return an iterable of rows; lines are undecoded, so that a broken one does not end the iteration."""
+    """Return an iterable of rows; lines are undecoded, so that a broken line does not end the iteration."""
     return rows.lines() if isinstance(rows, LineRows) else rows
 
 

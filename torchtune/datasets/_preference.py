@@ -28,8 +28,8 @@ _SIDES = ("chosen", "rejected")
 class PreferenceDataset(TokenizedDataset):
     """Dataset of answer pairs, tokenized at construction.
 
-    A pair cannot be trained on if its answers are equal, one is empty, or one has no label within the tokenizer's
-    ``max_seq_len``.
+    A pair cannot be trained on if its answers are equal, or if an answer is empty or has no label within the
+    tokenizer's ``max_seq_len``.
 
     Args:
         source: Hub dataset, folder, file, loader name, or rows in memory.

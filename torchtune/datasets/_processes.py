@@ -53,7 +53,7 @@ def processes() -> int:
 def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Iterator[Part]:
     """Yield ``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` on.
 
-    Few rows are processed in this process, many in forked ones.
+    A small number of rows is processed in this process, larger numbers in forked processes.
 
     Raises:
         ProcessKilled: a process was killed.

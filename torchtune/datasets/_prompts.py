@@ -73,7 +73,7 @@ class PromptDataset(TokenizedDataset):
         return {"rows": {"tokens": tokens, "labels": tokens, **({"note": note} if note else {})}}
 
     def _split(self, row: Mapping[str, Any]) -> tuple[list[Message], str | None]:
-        """Return the messages of the prompt, and the reference answer if the last message is one."""
+        """Return the messages of the prompt, and the reference answer if the last message is the assistant's."""
         if not isinstance(row, Mapping) or self._column not in row:
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             raise DataError(f"there is no column '{self._column}' among {found or 'none'}")

@@ -27,7 +27,7 @@ def reasoning_gym_dataset(
         tokenizer: tokenizer of the model.
         environment: name of the environment, for example ``chain_sum`` or ``spell_backward``.
         size: number of problems.
-        seed: seed of the problems; use another one for validation.
+        seed: seed of the problems; use another seed for validation.
         new_system_prompt: system prompt to add, with the answer format.
         **settings: settings of the environment, for example ``max_terms``.
 

@@ -15,7 +15,7 @@ from torchtune.tokenizers import arrays_of
 
 
 class EncodedRows:
-    """Rows of a ``datasets.Dataset`` with encoded images, ``{"bytes", "path"}``, instead of decoded ones.
+    """Rows of a ``datasets.Dataset`` in which images stay encoded, as ``{"bytes", "path"}``.
 
     Args:
         rows: a ``datasets.Dataset``.
@@ -89,7 +89,7 @@ def tokenize_text(
         tokens, mask, and a note for the row, which is empty without images.
 
     Raises:
-        DataError: the conversation cannot be tokenized, an image cannot be opened, or the tokenizer makes no patches.
+        DataError: the conversation cannot be tokenized, an image cannot be opened, or the tokenizer returns no patches.
     """
     if not any(message.contains_media for message in messages):
         sample = {"messages": messages}
@@ -102,7 +102,7 @@ def tokenize_text(
 
 
 def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
-    """Replace image paths and bytes by Pillow images; raise :class:`DataError` if one cannot be read."""
+    """Replace image paths and bytes by Pillow images; raise :class:`DataError` if an image cannot be read."""
     opened = iter(each_image(lambda one: one if isinstance(one, torch.Tensor) else open_image(one), images_of(sample)))
     for message in sample.get("messages") or ():
         if isinstance(message, Message) and message.contains_media:

@@ -56,7 +56,7 @@ def _files(data_files: Any) -> list[str]:
 
 
 def _looks_local(name: str) -> bool:
-    """Return whether a name can only be a path: a Hub dataset has at most one slash, and none at an end."""
+    """Return whether a name can only be a path: a Hub dataset has at most one slash, and never at an end."""
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
 
 

@@ -245,7 +245,7 @@ class StreamedDataset(Dataset):
         return window, index - start.example
 
     def _extend(self) -> None:
-        """Complete the next window, and request the tokens of the one after it."""
+        """Complete the next window, and request the tokens of the window after it."""
         start = self._starts[-1]
         window, self._next = self._next or self._read(start), None
         self._finished(window)
@@ -277,7 +277,7 @@ class StreamedDataset(Dataset):
         return window
 
     def _leave_out(self, rows: Sequence[tuple[Row, str]]) -> None:
-        """List rows that cannot be trained on; raise :class:`DataError` for the first one unless they are skipped."""
+        """List rows that cannot be trained on; unless they are skipped, raise :class:`DataError` for the first row."""
         if not rows:
             return
         row, reason = rows[0]

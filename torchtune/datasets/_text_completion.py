@@ -34,7 +34,7 @@ class TextTransform:
 class TextCompletionDataset(TokenizedDataset):
     """Dataset of plain text, tokenized at construction.
 
-    A text starts with the BOS token if the tokenizer adds one, and ends with the EOS token. Control tokens in a text,
+    A text starts with the BOS token if the tokenizer adds it, and ends with the EOS token. Control tokens in a text,
     such as ``<|im_end|>``, are plain text, unless the tokenizer has ``parse_special_tokens=True``.
 
     Args:

@@ -70,7 +70,7 @@ def _checksum(batch: pa.RecordBatch, facts: Mapping[str, Any]) -> int:
 
 
 def _read_batches(path: Path) -> Iterator[tuple[pa.RecordBatch, dict[str, Any]]]:
-    """Yield the batches of a file with their facts, up to the first damaged or incomplete one."""
+    """Yield the batches of a file with their facts, up to the first damaged or incomplete batch."""
     try:
         mapped = pa.ipc.open_stream(pa.memory_map(str(path)))
         copied = pa.ipc.open_stream(pa.OSFile(str(path)))  # copies for the checksums do not stay in memory

@@ -182,7 +182,7 @@ class TokenizedDataset(Dataset):
         Args:
             found: the source.
             depends_on: name -> value of everything that determines the rows, except the source and the class.
-            work: makes token rows.
+            work: tokenizes the rows.
             limit: maximum row length in tokens, to report truncated rows.
             load: loads the rows; by default from the source.
             skips: skip rows that cannot be trained on.

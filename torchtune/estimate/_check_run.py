@@ -67,7 +67,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         settings: see :func:`check_run`.
         processes: number of processes.
         thorough: also run checks that the run repeats before it tokenizes: build the tokenizer and compare it with the
-            embedding, and compare the settings with those of the checkpoint to resume.
+            embedding, and compare the settings with the settings in the checkpoint to resume.
     """
     cfg, problems = SettingsView.of(settings), []
 

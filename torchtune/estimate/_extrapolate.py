@@ -40,7 +40,7 @@ class Estimate:
         dims: parallel dimensions.
         length: tokens per row.
         length_is_assumed: whether ``length`` is a default, because the settings have no row length.
-        layers: number of layers of the model, including those of a vision tower.
+        layers: number of layers of the model, including its vision tower.
         simulated: number of layers in each simulation.
         parameters: numbers of (all, trained) parameters.
         moments: peak memory of a device in each moment, in the order of the step.

@@ -87,7 +87,7 @@ class Observer(TorchDispatchMode):
     """Dispatch mode that counts the work of a run; enter it inside a fake tensor mode, or with real tensors.
 
     Values read from fake data are placeholders: a float is 0, an integer 1, a bool False, all() is True, every element
-    is nonzero, and a boolean index selects every row. Integers computed from real ones are real.
+    is nonzero, and a boolean index selects every row. Integers computed from real integers are real.
 
     Attributes:
         ledger: record of memory.

@@ -112,7 +112,7 @@ def check_simulated(settings: Any) -> str:
     """Return the kind of rows that the loss trains on: "texts", "answers" or "pairs".
 
     Raises:
-        SimulationError: a run with these settings cannot be simulated.
+        SimulationError: a run with ``settings`` cannot be simulated.
     """
     cfg = SettingsView.of(settings)
     if "images" in str(cfg.collate_fn):

@@ -31,7 +31,7 @@ _windows = require("lm_eval.utils", extra="eval", purpose="An evaluation by task
 _LOGITS_CHUNK = 1024
 _NAN_MESSAGE = "A log-likelihood is NaN: load the model in fp32, or it diverged."
 _GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")
-# Tokens decoded before the newest one to find a stop text, in addition to those of the stop text.
+# Number of tokens decoded to find a stop text, in addition to the tokens of the stop text.
 _BEFORE = 8
 _Tokens = tuple[Any, list[int], list[int]]
 
@@ -39,7 +39,7 @@ _Tokens = tuple[Any, list[int], list[int]]
 class HarnessModel(_harness.TemplateLM):
     """Model for ``lm_eval.simple_evaluate``, which computes log-likelihoods and generates answers.
 
-    Sequences are padding-free and sorted by length, longest first; continuations of one context that differ only in the
+    Sequences are padding-free and sorted by length, longest first; continuations of a context that differ only in their
     last token share a forward pass. Logits are computed only for continuations, 1,024 positions at a time. A question
     with images is evaluated as a user turn, one at a time.
 
@@ -321,7 +321,6 @@ class HarnessModel(_harness.TemplateLM):
     def _generate_image_answer(
         self, row: dict[str, Any], is_over: Callable[[list[int]], bool], sampling: dict[str, Any]
     ) -> list[int]:
-        """Generate the answer to a question with images."""
         found: list[int] = []
         prompt = torch.tensor(row["tokens"], device=self.device)
         with closing(stream(self.model, prompt, **sampling, **images_of_row(row, self.device))) as steps:

@@ -32,7 +32,7 @@ class EvalRow(Prompt):
         line: line in the file, from 1.
         given: the conversation, as in prompt files.
         messages: the conversation without the answer.
-        row: the columns; ``answer`` is the reference answer, if there is one.
+        row: the columns; ``answer`` is the reference answer, if any.
 
     Example:
         >>> path = folder / "rows.jsonl"

@@ -223,7 +223,7 @@ def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_token
     """Return the maximum number of new tokens after ``tokens``, within the model's context.
 
     Raises:
-        GenerationError: there is no room for one; the message begins with ``where``.
+        GenerationError: there is no room for a token; the message begins with ``where``.
 
     Example:
         >>> torchtune.generation.answer_limit(model, [1, 2, 3], max_new_tokens=8, where="prompt")

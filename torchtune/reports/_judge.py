@@ -76,7 +76,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
 
     The differences of rows are resampled, not the two samples (Efron and Tibshirani, An Introduction to the Bootstrap,
     1993). The percentiles are expanded to Φ(±t √(n / (n − 1))), with Student's t of n − 1 degrees of freedom: plain
-    ones are too narrow for few rows (Hesterberg, "What Teachers Should Know About the Bootstrap", The American
+    percentiles are too narrow for few rows (Hesterberg, "What Teachers Should Know About the Bootstrap", The American
     Statistician 69, 2015). t is the expansion 26.7.5 of Abramowitz and Stegun, within 1 % here. The seed is fixed, and
     the global generators are not used. Fewer than five differences have an infinite interval.
 

@@ -101,7 +101,6 @@ def _plain(value: Any) -> str:
 
 
 def _charts(run: RunFolder, names: list[str], estimated_gib: float | None) -> Iterator[dict[str, Any]]:
-    """Yield the charts of these metrics."""
     limits = {
         "Gradient norm before clipping": ("clipped above", run.settings.get("clip_grad_norm")),
         "Peak memory, GiB": ("estimate", estimated_gib),

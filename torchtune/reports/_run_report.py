@@ -235,7 +235,6 @@ class RunReport:
         yield "ask it", self._prompt_command(saved[-1] if kept is None else kept[0], base)
 
     def _prompt_command(self, folder: Path, base: Any) -> str:
-        """Return the command that prompts a checkpoint."""
         dtype = self._cfg.resolved_dtype()
         if (folder / ADAPTER_FILE).is_file():
             return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder), "--dtype", dtype])

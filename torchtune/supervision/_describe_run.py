@@ -59,7 +59,7 @@ def describe_global_batch(cfg: SettingsView, data_size: int, examples: int | Non
 
 
 def explain_short_epoch(cfg: SettingsView, data_size: int, examples: int | None) -> str | None:
-    """Return a sentence if an epoch has too few examples for one step, else None; see :func:`describe_global_batch`."""
+    """Return a sentence if an epoch has too few examples for a step; see :func:`describe_global_batch`."""
     if examples is None or examples >= rows_per_step(cfg, data_size):
         return None
     most = examples // (cfg.gradient_accumulation_steps * data_size)

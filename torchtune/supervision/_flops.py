@@ -2,12 +2,12 @@
 
 A matrix of n elements costs 2 n FLOPs per token in the forward pass (one multiplication and one addition per element),
 2 n for the gradient of its input, and 2 n for its own gradient (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
-That is 6 n for a trained matrix; 4 n for a frozen one that gradients flow through, such as the base of LoRA; 2 n below
-the first trained layer. Attention costs 4 FLOPs per query channel and visible query-key pair (scores and values), and
-8 in the backward pass (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; they count all pairs of a row, this module
-only pairs within the causal mask, the document and the layer's window). Linear attention costs 6 FLOPs per element of
-its state and token (read by the key, corrected, read by the query), and 12 in the backward pass. The output projection
-counts only where the loss computes it: at labels.
+The total is 6 n for a trained matrix, 4 n for a frozen matrix through which gradients flow (such as the base of LoRA),
+and 2 n below the first trained layer. Attention costs 4 FLOPs per query channel and visible query-key pair (scores and
+values), and 8 in the backward pass (Chowdhery et al. 2022, arXiv:2204.02311, appendix B; they count all pairs of a row,
+this module only pairs within the causal mask, the document and the layer's window). Linear attention costs 6 FLOPs per
+element of its state and token (read by the key, corrected, read by the query), and 12 in the backward pass. The output
+projection counts only where the loss computes it: at labels.
 
 Recomputation (activation checkpointing) does not count: these are FLOPs of the model, not of the hardware. Norms, RoPE,
 activations, the softmax and the optimizer are omitted, as is usual.
@@ -88,7 +88,7 @@ class FlopCount:
     chunked: Mapping[int, float] = field(default_factory=dict)
 
     def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
-        """Return the attention FLOPs of documents of these lengths that continue from ``before`` earlier positions."""
+        """Return the attention FLOPs of documents with ``lengths`` that continue from ``before`` earlier positions."""
         lengths = list(lengths)
         spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
         spans = [(start, start + length) for start, length in spans]
@@ -184,7 +184,7 @@ def _matrices(
 
 
 def document_spans(batch: Any) -> list[tuple[int, int]]:
-    """Return (length, earlier positions) of the documents of a batch; without documents, every row is one."""
+    """Return (length, earlier positions) of each document of a batch; without documents, of each row."""
     documents = batch.get("documents")
     if documents is not None:
         return list(zip(documents.lengths, documents.before, strict=True))

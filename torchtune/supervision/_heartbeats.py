@@ -228,7 +228,7 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     do; if there are none either, ranks that do not wait in a collective.
 
     Args:
-        beats: beats of all ranks that have one.
+        beats: beats of all ranks that have published a beat.
         silent: ranks without a recent heartbeat.
         now: seconds since the epoch.
     """

@@ -60,7 +60,7 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
     if beat.failed:
         reason = beat.words or f"see {log or 'its output'}."
         error = LostRankError(f"{who} ended with {beat.left}, {spot}: {reason}", 2 if beat.words else 1)
-        error.is_reported = all(other.machine == machine_name() for other in lost.values())  # those ranks log the error
+        error.is_reported = all(other.machine == machine_name() for other in lost.values())  # lost ranks log the error
         return error
     verb = "is" if len(lost) == 1 else "are"
     return LostRankError(

@@ -149,7 +149,7 @@ class Throughput:
 
     @contextmanager
     def paused(self, phase: str | None = None) -> Iterator[None]:
-        """Exclude the time inside the block.
+        """Context manager that excludes the time inside it.
 
         Args:
             phase: name under which the time counts as lost, ``"saving"`` or ``"validation"``; None omits it from the

@@ -43,7 +43,7 @@ from torchtune.utils import (
 T = TypeVar("T")
 # Exit code of a stalled rank; neither torch nor Python uses it.
 HANG_EXIT_CODE = 76
-# Seconds without progress after which a rank ends if another one has failed.
+# Seconds without progress after which a rank ends if another rank has failed.
 _QUIET_SECONDS = 10.0
 # Minimum share of a CPU core that counts as progress outside the loop; code that polls uses less.
 _MIN_CPU_SHARE = 0.002
@@ -71,8 +71,7 @@ def watched(recipe_main: Callable[[Any], T]) -> Callable[[Any], T]:
 def watch_run(
     cfg: Any, dims: ParallelDims, throughput: Throughput, hang_timeout_minutes: float | None
 ) -> Iterator[None]:
-    """Run the training loop with :func:`explain_out_of_memory`, and with a :class:`Watchdog` unless :func:`watched`
-    has started one.
+    """Context manager for the training loop: :func:`explain_out_of_memory`, and a :class:`Watchdog` if none is active.
 
     Args:
         cfg: settings of the recipe.
@@ -95,12 +94,12 @@ def _to_seconds(minutes: float | None) -> float | None:
 
 
 class Watchdog:
-    """Context manager that ends this process if no rank shows a sign of life for ``timeout`` seconds, or if the process
-    that started it dies.
+    """Context manager that ends this process if all ranks stall for ``timeout`` seconds, or if its parent dies.
 
-    The first rank of a machine to find out logs one sentence that names the stalled ranks and their place in the code;
-    it is also in every log file. Every rank writes its stacks to its log file and exits with code 76. The timeout of
-    torch's collectives is set to more than twice ``timeout``, so that this message comes first.
+    A run stalls if no rank shows a sign of life. The first rank of a machine that detects a stall logs one sentence
+    with the stalled ranks and their place in the code, which is also written to every log file. Every rank writes its
+    stacks to its log file and exits with code 76. The timeout of torch's collectives is set to more than twice
+    ``timeout``, so that this message comes first.
 
     A thread reads ``activity`` once a second; a step needs no additional work and no additional collective. Ranks
     exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward passes,
@@ -227,7 +226,7 @@ class Watchdog:
                 self._exit_stalled(now)
 
     def _check_for_progress(self, elapsed: float) -> None:
-        """Outside the loop, count CPU time of the watched thread and written tensors as signs of life, except in a row.
+        """Count CPU time of the watched thread and written tensors as signs of life, outside the loop and rows of data.
 
         Stacks would tell more, but CPython 3.11 crashes now and then if they are read while their threads run.
         """
@@ -263,7 +262,7 @@ class Watchdog:
         _exit_process(HANG_EXIT_CODE)
 
     def _exit_lost_peer(self, loss: LostRankError) -> None:
-        """Exit because another rank, for which this one waits, has ended."""
+        """Exit because another rank, for which this rank waits, has ended."""
         first = first_to_say(LOST)  # the failed rank may not get to log it
         _run_with_timeout(5.0, lambda: get_logger().error(str(loss)) if first else note_in_run_log(str(loss)))
         _run_with_timeout(5.0, lambda: self._publish_exit(PEER_LOST))

@@ -89,7 +89,7 @@ class ByteLevelBPE:
         return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Decode token ids into text; invalid UTF-8 gives the replacement character."""
+        """Decode token ids into text; invalid UTF-8 becomes the replacement character."""
         return decode_around(
             token_ids,
             self._special_texts,

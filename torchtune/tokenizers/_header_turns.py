@@ -83,7 +83,7 @@ class HeaderTurns(TurnsTokenizer):
 
     @property
     def base_vocab_size(self) -> int:
-        """Number of tokens without the special ones."""
+        """Number of tokens without special tokens."""
         return self.tt_model.base_vocab_size
 
     @property

@@ -311,7 +311,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         return sorted(spans)
 
     def _with_stop(self, text: str, span: Span) -> Span:
-        """Extend a generation block to the end-of-turn token that follows it, if it does not include one."""
+        """Extend a generation block without end-of-turn token to the end-of-turn token that follows."""
         start, end = span
         stripped = start + len(text[start:end].rstrip())
         if text.endswith(tuple(self._stops), start, stripped):

@@ -140,8 +140,8 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
 
         Args:
             text: text to encode.
-            add_bos: add the BOS token first, if this tokenizer adds one.
-            add_eos: add the EOS token last, if there is one.
+            add_bos: begin with the BOS token, if this tokenizer adds it.
+            add_eos: end with the EOS token, if the tokenizer has one.
 
         Raises:
             DataError: ``text`` is not a string.

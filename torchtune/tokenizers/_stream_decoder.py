@@ -35,7 +35,7 @@ class StreamDecoder:
         return self._added(before, after)
 
     def end(self) -> str:
-        """Return the remaining text; an incomplete character gives the replacement character."""
+        """Return the remaining text; an incomplete character becomes the replacement character."""
         before = self.tokenizer.decode(self._context)
         after = self.tokenizer.decode(self._context + self._pending)
         self._context, self._pending = [], []

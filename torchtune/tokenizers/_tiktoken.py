@@ -11,7 +11,7 @@ from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
 from torchtune.tokenizers._tokenizer_files import existing_file
 
-# Longer inputs make tiktoken's regular expressions take quadratic time or overflow the stack.
+# With longer inputs, tiktoken's regular expressions take quadratic time or overflow the stack.
 MAX_ENCODE_CHARS = 400_000
 MAX_NO_WHITESPACE_CHARS = 25_000
 _LONG_RUN = re.compile(rf"\S{{{MAX_NO_WHITESPACE_CHARS}}}|\s{{{MAX_NO_WHITESPACE_CHARS}}}")
@@ -90,7 +90,7 @@ class TikTokenBaseTokenizer(BaseTokenizer):
         return self.tt_model.n_vocab
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Encode ``text`` into token ids; an empty text gives none, not even BOS or EOS."""
+        """Encode ``text`` into token ids; an empty text has no ids, not even BOS or EOS."""
         check_text(text)
         if not text:
             return []

@@ -2,7 +2,7 @@
 
 from torchtune._lazy import attach
 
-# Names of other packages that users import from here.
+# Names of other packages that users import from this package.
 _CHECKPOINTS = (
     "ADAPTER_CONFIG",
     "ADAPTER_KEY",

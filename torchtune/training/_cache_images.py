@@ -14,7 +14,7 @@ from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero
 
 
 def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
-    """Read features of images from a folder, and add missing ones.
+    """Read features of images from a folder, and add missing features.
 
     Cached features are the outputs of the projector if it is frozen, too, and otherwise its inputs. Images with cached
     features are not decoded.

@@ -81,7 +81,7 @@ def checkpoint_activations(
 
     Args:
         model: a decoder or a composite model; its layers are changed in place.
-        every_layer: recompute every transformer layer, including those of encoders.
+        every_layer: recompute every transformer layer, including encoder layers.
         ac_mode: see :func:`apply_selective_activation_checkpointing`; excludes ``every_layer``.
         ac_option: see :func:`apply_selective_activation_checkpointing`.
 

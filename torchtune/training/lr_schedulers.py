@@ -23,7 +23,7 @@ class WarmupSchedule(LambdaLR):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Load ``state_dict``, and set the learning rates of the optimizer."""
         super().load_state_dict(state_dict)
         rates = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):

@@ -85,7 +85,7 @@ class Quantizer:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Fields that determine the quantized values: quantizers with equal layouts give equal models."""
+        """Fields that determine the quantized values: quantizers with equal layouts produce equal models."""
         return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:

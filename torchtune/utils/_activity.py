@@ -39,7 +39,7 @@ class Activity:
         self.shape: tuple[int, ...] | None = None
 
     def move(self, phase: str | None = None) -> None:
-        """Count a progress mark, and enter ``phase`` if there is one."""
+        """Count a progress mark, and enter ``phase`` unless it is None."""
         if phase is not None:
             self.phase = phase
         self.moves += 1
@@ -47,7 +47,7 @@ class Activity:
         self.moved = time.monotonic()
 
     def sign(self, row: str = "") -> None:
-        """Count a heartbeat, and note the row that begins, if there is one."""
+        """Count a heartbeat, and note the row that begins, if any."""
         self.signs += 1
         self.row = row
         self.moved = time.monotonic()
@@ -111,7 +111,7 @@ def doing(phase: str) -> Iterator[None]:
 
 
 def sign_of_life(row: str = "") -> None:
-    """Send a heartbeat to the watchdog, if there is one, from inside a long loop.
+    """Send a heartbeat to the watchdog, if any, from inside a long loop.
 
     Args:
         row: name of the row of data that begins; until the next heartbeat, only the end of the row counts as progress.

@@ -33,7 +33,7 @@ class DeviceSupport(Enum):
 
     @staticmethod
     def from_type(device_type: str) -> "DeviceSupport":
-        """Return the member of ``device_type`` (``"cuda"`` …). Raises ``ValueError`` for an unknown one."""
+        """Return the member of ``device_type`` (``"cuda"`` …). Raises ``ValueError`` for an unknown type."""
         for member in DeviceSupport:
             if member.device_type == device_type:
                 return member
@@ -73,7 +73,7 @@ def get_torch_device_namespace() -> Any:
 
 
 def parse_device(device: str | None) -> "torch.device":
-    """Convert a name to a device; ``None`` is the best one.
+    """Convert a name to a device; ``None`` is the best available device.
 
     Raises:
         UserError: the name is not a valid device.
@@ -113,7 +113,7 @@ def find_device(device: str | None = None) -> "torch.device":
 
 
 def get_device(device: str | None = None) -> "torch.device":
-    """Convert a name to a device and make it the current one; ``None`` is the best one.
+    """Convert a name to a device and make it the current device; ``None`` is the best available device.
 
     In a distributed run, a device type without an index gets the local rank as its index.
 

@@ -1,4 +1,4 @@
-"""Read JSON lines written by a user, with messages for invalid ones."""
+"""Read JSON lines written by a user, with messages for invalid lines."""
 
 import gzip
 import json

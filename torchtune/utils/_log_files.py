@@ -121,7 +121,7 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
 
 
 def close_run_logger() -> None:
-    """Close the file of :func:`get_run_logger`, if there is one."""
+    """Close the file of :func:`get_run_logger`, if any."""
     global _file, _last_noted
     if _file is None:
         return
@@ -141,7 +141,7 @@ def run_log_path(rank: int) -> Path | None:
 
 
 def dump_stacks(title: str) -> None:
-    """Write the stack traces of all threads to the log file, or to stderr without one."""
+    """Write the stack traces of all threads to the log file, or to stderr without a log file."""
     if _file is not None:
         _file.handle(_error_record(title))
     faulthandler.dump_traceback(_stacks_file())

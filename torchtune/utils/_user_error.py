@@ -24,7 +24,7 @@ class LostRankError(RuntimeError):
     Args:
         message: one sentence with the lost rank and the remedy.
         exit_code: exit code of this process: 75 if the same command can resume the run, 2 after a user error on the
-            other rank, else 1.
+            other rank, otherwise 1.
 
     Attributes:
         is_reported: whether the lost rank has already printed the error on this machine.

@@ -61,7 +61,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     Attributes:
         precision: ``stochastic_rounding`` or ``fp32_master``.
-        state_format: ``8bit``, ``4bit`` or ``fp8`` if states of large parameters are low-bit, else None.
+        state_format: ``8bit``, ``4bit`` or ``fp8`` if states of large parameters are low-bit; otherwise None.
 
     Args:
         optimizer: new optimizer of 16-bit (and possibly float32) parameters; do not use it elsewhere.

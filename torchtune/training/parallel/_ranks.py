@@ -44,7 +44,6 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of a process group's tensors."""
     on_host = dist.get_backend(group) in ("gloo", "fake")  # fake: a simulation, with tensors on the CPU
     return torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
@@ -76,7 +75,7 @@ class Ranks:
         """Send packets to some ranks; all ranks may send at the same time.
 
         Args:
-            packets: one for each receiving rank other than this one.
+            packets: packet for each receiving rank, except for this rank.
             receives: whether this rank receives a packet from every other rank.
 
         Returns:
@@ -109,13 +108,13 @@ class Ranks:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Raise on all ranks if the block raises on one, so that no rank waits forever.
+        """Context manager that raises on all ranks if the block raises on any, so that no rank waits forever.
 
         The block must not communicate.
 
         Raises:
             UserError: on ranks without an exception, an instance of the class ``error`` with the message of the first
-                rank that has one.
+                rank that raised.
         """
         failure: Exception | None = None
         try:
@@ -159,7 +158,7 @@ class Ranks:
 
     @contextmanager
     def share_rng_state(self) -> Iterator[None]:
-        """Use rank 0's random numbers on all ranks inside the block."""
+        """Context manager in which all ranks use rank 0's random numbers."""
         if self.size == 1:
             yield
             return

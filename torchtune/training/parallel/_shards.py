@@ -44,7 +44,7 @@ class ShardGrid:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> "ShardGrid":
-        """Return the grid of a parameter; without dimensions for an unsharded one."""
+        """Return the grid of a parameter; the grid has no dimensions if the parameter is not sharded."""
         if not hasattr(parameter, "device_mesh"):
             return ShardGrid((), ())
         mesh = parameter.device_mesh
