@@ -196,6 +196,29 @@ def test_sources_are_checked(sources, tmp_path):
             store.add_source(name, source)
 
 
+class Asked(LoRA):
+    """Counts how often it is asked which parameters are its own, and how weights are stored."""
+
+    calls = 0
+
+    def owned_parameters(self, model):
+        self.calls += 1
+        return super().owned_parameters(model)
+
+    def stored_weights(self, model):
+        self.calls += 1
+        return super().stored_weights(model)
+
+
+def test_a_save_asks_a_conversion_once(sources, tmp_path):
+    conversion = Asked(rank=2, alpha=4)
+    store, model = started(sources["policy"], conversion, output=tmp_path / "run")
+    conversion.calls = 0
+    store.save("epoch_0", model, contents=("adapter", "merged"), state={"progress": {}})
+    assert conversion.calls == 2
+    store.close()
+
+
 def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, int]:
     """Number of calls of the library's functions, comprehensions aside, and of the weights that are written."""
     store, model = started(write_folder(folder / "in", "qwen3", num_hidden_layers=layers), *conversions)
