@@ -185,7 +185,7 @@ class Batch(MutableMapping[str, Any]):
         ignore index, ``per_token`` with zeros.
 
         Raises:
-            DataError: :attr:`inputs` is not empty, because their shapes are not known.
+            DataError: :attr:`inputs` is not empty; its values cannot be padded, because their layout is unknown.
         """
         if multiple == 1:
             return self
@@ -269,15 +269,15 @@ class Batch(MutableMapping[str, Any]):
         """Sum per-token values over each document and its shared prefix, without synchronizing with the host.
 
         Args:
-            values: ``[b, s]``, for example log-probs; bools are counted. After :meth:`split`, pass this rank's shard;
-                an all-reduce of the results over the context-parallel group gives the sums.
+            values: ``[b, s]``, for example log-probs; for bools, the result is the number of True values. After
+                :meth:`split`, pass this rank's shard, and all-reduce the results over the context-parallel group.
 
         Returns:
-            ``[n]`` in the dtype of ``values`` (int64 for bools), accumulated in float32 or wider.
+            Sums ``[n]`` in the dtype of ``values`` (int64 for bools), accumulated in float32 or wider.
             ``torch.use_deterministic_algorithms`` makes the order of additions on CUDA deterministic.
 
         Raises:
-            DataError: ``values`` does not have the shape of the tokens.
+            DataError: the shape of ``values`` is not ``[b, s]``.
         """
         if values.shape != self.tokens.shape:
             raise DataError(
@@ -318,7 +318,7 @@ class Batch(MutableMapping[str, Any]):
         ordered = torch.zeros_like(values).index_copy(0, order, values)
         return ordered[:count], ordered[count:]
 
-    # Mapping of the entries, for code written for dicts.
+    # MutableMapping of the entries, for code written for dicts.
 
     def _entries(self) -> dict[str, Any]:
         present = {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}

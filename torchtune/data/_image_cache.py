@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CachedImage(NamedTuple):
-    """Image of a batch whose features are cached or to be cached.
+    """Image of a batch, with its cached features or the file to cache them in.
 
     Attributes:
         path: file with the features.

@@ -23,6 +23,6 @@ def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def __getattr__(name: str) -> Any:
     if name in ("get_dataloader", "get_multi_dataset", "load_hf_dataset"):
-        # torchdata nodes of Hugging Face datasets, in a higher layer of the library
+        # A higher layer of the library defines the torchdata nodes of Hugging Face datasets.
         return getattr(importlib.import_module("torchtune.datasets._torchdata"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

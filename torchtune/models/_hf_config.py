@@ -141,7 +141,7 @@ class HFFormat:
                 self._read({**config, name: other}, ignore_fields)
             except ZeroDivisionError:
                 continue
-            except ModelError:  # another field is invalid, too
+            except ModelError:  # another field is also invalid
                 pass
             return name
         return None

@@ -42,7 +42,7 @@ class DeltaNetMixer:
     )
 
     def problem(self) -> str | None:
-        """Return an error message if the settings are invalid, else None."""
+        """Return an error message if the settings are invalid, otherwise None."""
         if (
             min(vars(self)[name] for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_taps"))
             < 1
@@ -87,7 +87,7 @@ class ShortConvMixer:
     )
 
     def problem(self) -> str | None:
-        """Return an error message if the settings are invalid, else None."""
+        """Return an error message if the settings are invalid, otherwise None."""
         return f"conv_taps must be at least 1, got {self.conv_taps}" if self.conv_taps < 1 else None
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
@@ -136,7 +136,7 @@ class Mamba2Mixer:
     )
 
     def problem(self) -> str | None:
-        """Return an error message if the settings are invalid, else None."""
+        """Return an error message if the settings are invalid, otherwise None."""
         if min(self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_taps) < 1:
             return f"the sizes of Mamba must be at least 1, got {self}"
         if self.num_heads % self.num_groups:

@@ -130,7 +130,7 @@ class ImageTextDescription(Description):
 
     vision: VisionDescription
     image_tokens: tuple[int, ...]  # ids of the placeholder tokens of images and videos
-    pad_token: int | None = None  # token whose embedding replaces the placeholders' embeddings
+    pad_token: int | None = None  # token that is embedded instead of placeholders; None: they are embedded
     image_blocks: bool = False  # tokens of an image attend to each other in both directions in sliding-window layers
 
     def __post_init__(self) -> None:

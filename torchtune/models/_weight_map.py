@@ -219,8 +219,8 @@ class WeightMap:
     def named_like_experts(self, tune_module: str, description: Description) -> bool:
         """Return whether a linear layer has the external name of an expert matrix, for example ``mlp.gate_proj``.
 
-        ``peft`` would adapt the experts if it were a target module, so adapter files list its weight as a target
-        parameter.
+        ``peft`` interprets target modules with such names as experts, so adapter files list the layer's weight as a
+        target parameter.
         """
         matrices = {_leaf(_templates(row.external)[0]) for row in self.rows if isinstance(row.op, Stack)}
         if not matrices:
@@ -392,7 +392,10 @@ def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: t
 
 
 def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
-    """Return the rows of ``X.lora_gate_a`` and ``_b``, the adapters of stacked experts ``X.gate_proj``."""
+    """Return the rows of ``X.lora_gate_a`` and ``_b``, the adapters of stacked experts ``X.gate_proj``.
+
+    Files have one adapter per gated expert, or one fused adapter for experts without a gate.
+    """
     theirs, (path, _, name) = PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
     ours = f"{path}.lora_{name.removesuffix('_proj')}"
     each = [

@@ -64,11 +64,11 @@ class Op(ABC):
 
     @abstractmethod
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Convert external tensors to ours."""
+        """Convert external tensors to our tensors."""
 
     @abstractmethod
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Convert our tensors to external ones."""
+        """Convert our tensors to external tensors."""
 
     def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> "Op":
         """Return the op for external tensors of these shapes, for families with several file layouts."""

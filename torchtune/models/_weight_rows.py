@@ -69,11 +69,11 @@ class Group:
     description: Description
 
     def to_tune(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Convert external tensors, in the order of ``external``, to ours, in the order of ``tune``."""
+        """Convert external tensors, in the order of ``external``, to our tensors, in the order of ``tune``."""
         return self.op.to_tune(tensors, self.description)
 
     def to_external(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Convert our tensors, in the order of ``tune``, to external ones, in the order of ``external``."""
+        """Convert our tensors, in the order of ``tune``, to external tensors, in the order of ``external``."""
         return self.op.to_external(tensors, self.description)
 
     def for_shapes(self, shapes: Sequence[Sequence[int]]) -> "Group":

@@ -102,7 +102,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
 
     Args:
         x: tensor of any shape.
-        mask: bool, same shape as ``x``; values where it is False are ignored.
+        mask: bool, same shape as ``x``; values are ignored at False.
         shift_mean: whether to keep the original mean.
 
     Example:

@@ -162,7 +162,7 @@ class QuantizeBase(Conversion):
         return form.explain_unsupported(module.in_features)
 
     def revert(self, model: nn.Module) -> None:
-        """Replace quantized layers by plain ones on the meta device.
+        """Replace quantized layers by layers that are not quantized, on the meta device.
 
         Raises:
             ConversionError: the weights are not on the meta device.

@@ -94,8 +94,8 @@ class DeepFusionModel(FusionModel):
                 See :meth:`torchtune.modules.TransformerDecoder.forward`.
 
             Raises:
-                ValueError: ``encoder_mask`` has a wrong shape or dtype, or there is no ``encoder_input``; further cases
-                    in :meth:`torchtune.modules.TransformerDecoder.forward`.
+                ValueError: ``encoder_mask`` has a wrong shape or dtype, or is passed without ``encoder_input``; further
+                    cases in :meth:`torchtune.modules.TransformerDecoder.forward`.
         """
         x = tokens if tokens is not None else input_embeds
         if encoder_input is not None and not _has_images(encoder_input):

@@ -24,7 +24,7 @@ class ImageTextModel(FusionModel):
         encoder: vision tower.
         image_tokens: ids of the placeholder tokens.
         grid_positions: whether tokens have positions in time, rows and columns (M-RoPE), instead of one position.
-        pad_token: token whose embedding replaces the placeholders' embeddings; None embeds the placeholders.
+        pad_token: token that is embedded instead of placeholders; None embeds the placeholders.
         image_blocks: whether the tokens of an image attend to each other in both directions in sliding-window layers.
 
     Example:

@@ -207,7 +207,7 @@ class LossFreeBalancing(Conversion):
         return {f"{path}.selection_bias" for path in _routers(model, "LossFreeBalancing")}
 
     def pre_optimizer_hook(self, model: nn.Module) -> None:
-        """Record the step's token counts, replacing those of a skipped step."""
+        """Record the token counts of the step; they replace the counts of a skipped step."""
         totals = _local_counts(model)
         self._step = {path: total - self._before.get(path, 0) for path, total in totals.items()}
         self._before = totals
