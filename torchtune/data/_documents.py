@@ -53,7 +53,7 @@ class Documents:
 
     Documents with the same beginning can share it as a prefix, which is in the batch once, as a separate document.
     Tokens of a document that continues a prefix attend to the prefix and to their own document, and their positions
-    continue those of the prefix.
+    continue the positions of the prefix.
 
     Attributes:
         lengths: length of every document without its prefix, in order, on the host.

@@ -204,8 +204,8 @@ def grid_positions(
         image_tokens: ids of image and video placeholders.
         grids: grids of the document's images and videos, in order.
         merge: rows and columns of patches that become one token.
-        steps: for each grid, the time from one frame to the next (a video, whose frames share row and column
-            positions); 0, the default, treats each frame as an image.
+        steps: for each grid, the time from one frame of a video to the next; the frames then share row and column
+            positions. 0, the default, treats each frame as an image.
 
     Returns:
         int64 ``[3, s]``.

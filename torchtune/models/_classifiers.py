@@ -1,4 +1,4 @@
-"""Compatibility: classifier builders for configs of earlier releases, where they were already deprecated."""
+"""Compatibility: classifier builders for configs of earlier releases, which already deprecated these builders."""
 
 import inspect
 import warnings

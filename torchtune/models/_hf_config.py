@@ -55,7 +55,7 @@ class HFFormat:
         output_bias: whether the flag of ``biases="attention_bias"`` includes the output projection.
         has_mlp_bias: whether there is a flag for biases of the feed-forward.
         bias_fields: names of the flags of attention and of the feed-forward; they may be the same.
-        qk_norm: as in a description.
+        qk_norm: see :class:`Description`.
         mixer_kind: value in ``layer_types`` of layers with a mixer or chunked attention; ``read_more`` reads them.
         windows: condition for sliding windows: ``"sliding_window"`` is set, ``"use_sliding_window"`` must also be true,
             or the architecture has no sliding windows (``"none"``).

@@ -26,8 +26,8 @@ def image_text_model(
     Args:
         checkpoint_dir: folder of the checkpoint.
         vision_tower: ``"full"`` trains the vision tower, ``"frozen"`` does not.
-        projector: the same for the projector of the tower's output, including DeepStack projectors.
-        language_model: the same for the text decoder.
+        projector: as ``vision_tower``, for the projector of the tower's output, including DeepStack projectors.
+        language_model: as ``vision_tower``, for the text decoder.
 
     Raises:
         ModelError: the model is a text model, a part is ``"lora"``, or all parts are frozen; further cases in
@@ -68,8 +68,8 @@ def lora_image_text_model(
         checkpoint_dir: folder of the checkpoint.
         lora_attn_modules: attention projections with an adapter, in the tower and in the text decoder.
         vision_tower: ``"lora"``: the vision tower has adapters; ``"frozen"``: it has none.
-        projector: the same for all linear layers of the projector.
-        language_model: the same for the text decoder.
+        projector: as ``vision_tower``, for all linear layers of the projector.
+        language_model: as ``vision_tower``, for the text decoder.
         apply_lora_to_mlp: whether the feed-forward projections have an adapter.
         apply_lora_to_output: whether the output projection has an adapter; it must not be tied to the embeddings.
         lora_rank: rank of the adapters.

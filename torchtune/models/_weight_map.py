@@ -1,6 +1,6 @@
 """Weight maps: names and layouts of weights in other formats, as tables for both directions.
 
-"Our" names and tensors are torchtune's; "external" names and tensors are those of the other format. A
+"Our" names and tensors are torchtune's; "external" names and tensors belong to the other format. A
 :class:`WeightMap` is a table of :class:`Row`: template of the external names, template of our names, and a reversible
 :class:`Op`. Templates have the placeholder ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a given
 :class:`~torchtune.models.Description`, the rows expand into :class:`Group` objects, the smallest sets of tensors that
@@ -105,8 +105,8 @@ class WeightMap:
         Args:
             external_names: all tensor names of the checkpoint.
             description: the description of the full model.
-            owns: filter of our parameter names, for example those of a pipeline stage; by default all. A group is
-                selected if the filter accepts one of its parameters.
+            owns: filter of our parameter names, for example by pipeline stage; by default all. A group is selected if
+                the filter accepts one of its parameters.
 
         Raises:
             WeightMapError: a name is unknown, or a selected parameter is missing from the checkpoint.

@@ -42,8 +42,8 @@ class QuantizeBase(Conversion):
     the model's dtype; the dequantized weight is not saved for the backward pass. Only adapters can be trained.
 
     By default, the linear layers and experts inside ``layers`` are quantized, except routers. Embeddings and the output
-    projection, tied or not, keep their dtype. Layers whose input width is not a multiple of ``block_size`` also keep
-    their dtype; the conversion report lists them.
+    projection, tied or not, keep their dtype. Layers with an input width that is not a multiple of ``block_size`` also
+    keep their dtype; the conversion report lists them.
 
     Args:
         dtype: ``"nf4"`` (4.1 to 4.3 bits per element), ``"int8"`` or ``"float8"`` (8 bits per element).

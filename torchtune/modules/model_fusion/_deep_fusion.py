@@ -80,15 +80,15 @@ class DeepFusionModel(FusionModel):
 
         Args:
             tokens: see :meth:`torchtune.modules.TransformerDecoder.forward`.
-            mask: see there.
-            documents: see there.
-            input_pos: see there.
+            mask: see :meth:`torchtune.modules.TransformerDecoder.forward`.
+            documents: see :meth:`torchtune.modules.TransformerDecoder.forward`.
+            input_pos: see :meth:`torchtune.modules.TransformerDecoder.forward`.
             encoder_input: arguments of the encoder, for example ``images`` and ``aspect_ratio``. With caches, ``None``
                 reads the cached images.
             encoder_mask: bool ``[b, s, t]``, True where a token attends to a position of the encoder's output; by
                 default, tokens attend to all positions in their row.
-            input_embeds: see there.
-            output: see there.
+            input_embeds: see :meth:`torchtune.modules.TransformerDecoder.forward`.
+            output: see :meth:`torchtune.modules.TransformerDecoder.forward`.
 
             Returns:
                 See :meth:`torchtune.modules.TransformerDecoder.forward`.

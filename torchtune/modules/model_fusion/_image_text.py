@@ -76,12 +76,12 @@ class ImageTextModel(FusionModel):
         Args:
             tokens: int64 ``[b, s]``, with a placeholder for each token of an image.
             mask: see :meth:`torchtune.modules.TransformerDecoder.forward`.
-            documents: see there.
-            input_pos: see there.
+            documents: see :meth:`torchtune.modules.TransformerDecoder.forward`.
+            input_pos: see :meth:`torchtune.modules.TransformerDecoder.forward`.
             encoder_input: ``images``, the :class:`torchtune.data.Images` of all rows in order. With caches, pass images
                 in the first call only; in later calls, ``input_pos`` continues after the images' positions
                 (:attr:`torchtune.data.Images.offset`).
-            output: see there.
+            output: see :meth:`torchtune.modules.TransformerDecoder.forward`.
 
         Returns:
             See :meth:`torchtune.modules.TransformerDecoder.forward`.

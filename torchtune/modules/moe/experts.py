@@ -24,9 +24,9 @@ class GroupedExperts(nn.Module):
     Expert parallelism shards dimension 0.
 
     Args:
-        dim: d, width of input and output.
+        dim: width d of input and output.
         hidden_dim: intermediate width.
-        num_experts: e.
+        num_experts: number e of experts.
         activation: elementwise activation of the gate.
 
     Example:
@@ -96,9 +96,9 @@ class ClampedExperts(GroupedExperts):
     ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``.
 
     Args:
-        dim: d, width of input and output.
+        dim: width d of input and output.
         hidden_dim: intermediate width.
-        num_experts: e.
+        num_experts: number e of experts.
         limit: clamp gate to at most ``limit`` and up to ``±limit``.
 
     Example:
@@ -144,9 +144,9 @@ class UngatedExperts(GroupedExperts):
     """Experts without a gate: ``down(activation(up(x)))``.
 
     Args:
-        dim: d, width of input and output.
+        dim: width d of input and output.
         hidden_dim: intermediate width.
-        num_experts: e.
+        num_experts: number e of experts.
         activation: elementwise activation.
 
     Example:

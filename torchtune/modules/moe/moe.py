@@ -16,9 +16,9 @@ class TokenChoiceTopKRouter(nn.Module):
 
     Args:
         gate: projection ``d -> e``; its outputs become scores in float32.
-        dim: d, width of the tokens.
-        num_experts: e.
-        experts_per_token: k.
+        dim: width d of the tokens.
+        num_experts: number e of experts.
+        experts_per_token: number k of experts that each token selects.
         score_function: softmax over all experts, or sigmoid per expert.
         normalize: divide the scores of the selected experts by their sum.
         sum_eps: added to the sum for ``normalize``.

@@ -112,7 +112,7 @@ def _qwen_xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
-    """Convert a plain-text argument: a string if the schema says so, otherwise JSON."""
+    """Convert a plain-text argument to the type in its schema; types other than strings are parsed as JSON."""
     if schema.get("type", "string") == "string":
         return value
     try:
