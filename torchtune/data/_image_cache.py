@@ -68,7 +68,7 @@ class ImageCache:
         self._made_by = repr(made_by)
 
     def find(self, image: Any, grids: tuple[tuple[int, int, int], ...]) -> CachedImage:
-        """Return the image with its cached features, or with None if there is no file or it is damaged.
+        """Return the image with its cached features; they are None if the file is missing or damaged.
 
         Args:
             image: see :func:`open_image`.

@@ -122,7 +122,7 @@ class Fields:
             self.take(name, None)
 
     def require(self, **values: Any) -> None:
-        """Raise :class:`ModelError` unless each field is absent or has the given value, the only supported one."""
+        """Raise :class:`ModelError` if a field is present and differs from the only supported value."""
         for name, value in values.items():
             if self.take(name, value) != value:
                 raise self.refusal(name, self.peek(name))

@@ -50,7 +50,7 @@ class StateCache(nn.Module):
         """Do nothing: a state has no columns."""
 
     def extend(self, x: Tensor) -> Tensor:
-        """Return the cached inputs and ``x`` ``[b', s, c]``, ``[b', K - 1 + s, c]``, and cache its last inputs."""
+        """Return the cached inputs and ``x`` ``[b', s, c]`` as ``[b', K - 1 + s, c]``; cache the last inputs."""
         rows, length = self.rows(x.shape[0]), self.tail.shape[1]
         x = torch.cat([self.tail[rows].to(x.dtype), x], dim=1)
         self.tail[rows] = x[:, x.shape[1] - length :]
