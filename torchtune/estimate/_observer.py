@@ -29,6 +29,8 @@ from torchtune.utils import is_on_host
 
 _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
+# In-place operators that change only values, which fake tensors lack: they are not run.
+_IN_PLACE = {_aten.add_, _aten.bitwise_and_, _aten.copy_, _aten.masked_fill_, _aten.random_, _aten.zero_}
 _COPIES = (_aten.copy_.default, _aten._to_copy.default)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
@@ -139,7 +141,7 @@ class Observer(TorchDispatchMode):
         if is_real and (func._overloadpacket is _aten.arange or (tensors and _is_small(tensors))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func._overloadpacket is _aten.random_:  # slow with fake tensors, and changes only values
+        if func._overloadpacket in _IN_PLACE and isinstance(first, FakeTensor):
             return first
         if func is _aten._local_scalar_dense.default:
             return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 1
