@@ -40,6 +40,8 @@ def recipe_main(cfg: Settings) -> int:
         return int(cfg.todo)
     if cfg.todo == "all":
         Path(f"{rank} of {os.environ['WORLD_SIZE']}: {neighbour.WORD}").touch()
+        while len(list(Path().glob("* of *"))) < 2:  # the first process that ends takes the other with it
+            time.sleep(0.01)
         raise utils.UserError("every rank lacks it.")
     if cfg.todo == "mistake":
         import torch  # here: most of what is done needs none, and starts at once
