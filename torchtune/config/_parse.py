@@ -189,9 +189,9 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             with file_limits():
                 result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
-            # An error that every rank raises is printed by one rank only.
-            shared = isinstance(error, ConfigError) or getattr(error, "rank0_only", False)
-            if first_to_say(str(error)) if not shared else os.environ.get("LOCAL_RANK", "0") == "0":
+            # An error that every rank raises is printed once, by the first rank: torchrun ends the others.
+            shared = isinstance(error, ConfigError) or getattr(error, "raised_on_all", False)
+            if first_to_say(type(error).__name__ if shared else str(error), shared=shared):
                 print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
             note_in_run_log(redact_secrets(str(error)))
             sys.exit(2)

@@ -29,7 +29,7 @@ from torchtune.utils import UserError, find_device, is_simulated
 class RunError(UserError):
     """Raised if a run cannot start; the message lists all known reasons."""
 
-    rank0_only = True  # one process per machine raises it
+    raised_on_all = True
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems

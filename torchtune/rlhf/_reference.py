@@ -27,7 +27,7 @@ _LOW_PRECISION_TOLERANCE = 0.1
 class ReferenceError(UserError):
     """Raised if the reference does not fit the run."""
 
-    rank0_only = True  # every rank raises the error, but only rank 0 prints it
+    raised_on_all = True
 
 
 class ReferenceScores(NamedTuple):

@@ -16,7 +16,7 @@ from torchtune.utils import UserError, sign_of_life
 class CacheError(UserError):
     """Raised for a cache that does not fit the run, is damaged, or cannot be written."""
 
-    rank0_only = True  # every rank raises the error, but only rank 0 prints it
+    raised_on_all = True
 
 
 def create_folder(folder: Path, setting: str) -> None:

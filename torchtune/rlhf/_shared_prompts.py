@@ -17,7 +17,7 @@ from torchtune.utils import UserError, get_logger, log_once
 class SharingError(UserError):
     """Raised if ``share_prefix`` is True but not possible."""
 
-    rank0_only = True  # every rank raises the error, but only rank 0 prints it
+    raised_on_all = True
 
 
 def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bool:

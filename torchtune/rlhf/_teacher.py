@@ -25,7 +25,7 @@ _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "original/tokenizer
 class TeacherError(UserError):
     """Raised if the teacher does not fit the student."""
 
-    rank0_only = True  # every rank raises the error, but only rank 0 prints it
+    raised_on_all = True
 
 
 class Teacher:

@@ -16,7 +16,7 @@ _MAXIMIZE_PREFIX = "max:"  # prefix of a metric to maximize
 class ValidationMetricError(UserError):
     """The metric for the best checkpoint is not a validation metric."""
 
-    rank0_only = True  # all ranks raise the same error
+    raised_on_all = True
 
 
 class BestValidation:

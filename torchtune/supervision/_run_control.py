@@ -25,7 +25,7 @@ _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
 class DifferentDataError(UserError):
     """Ranks read different training data."""
 
-    rank0_only = True  # all ranks raise the same error
+    raised_on_all = True
 
 
 class Step(NamedTuple):

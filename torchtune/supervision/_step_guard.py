@@ -23,7 +23,7 @@ _WINDOW, _MIN_LOSSES = 128, 32
 class SkippedStepsError(UserError, RuntimeError):
     """Too many consecutive steps were skipped."""
 
-    rank0_only = True  # all ranks raise the same error
+    raised_on_all = True
 
 
 class StepGuard:

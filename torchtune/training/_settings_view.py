@@ -49,7 +49,7 @@ _REQUIRED_TOGETHER = (tuple(_DEFAULTS)[:5], tuple(_DEFAULTS)[5:10])
 class RecipeSettingsError(UserError):
     """A setting that the library reads is missing from a recipe's settings."""
 
-    rank0_only = True  # all ranks raise the same error
+    raised_on_all = True
 
 
 class SettingsView:

@@ -173,15 +173,17 @@ def note_in_run_log(text: str) -> None:
         _file.handle(_error_record(text))
 
 
-def first_to_say(text: str) -> bool:
+def first_to_say(text: str, *, shared: bool = False) -> bool:
     """Return True for the first of this machine's torchrun workers that calls this function with ``text``.
 
-    The workers share torchrun's folder of error files. Without torchrun, the result is always True.
+    The workers share torchrun's folder of error files. Without torchrun, the result is True, or if ``shared`` (all
+    ranks call the function), True on local rank 0.
     """
     folder = _error_folder()
+    if folder is None:
+        return not shared or os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        if folder is not None:
-            (folder / f"{_MARKER_PREFIX}{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
+        (folder / f"{_MARKER_PREFIX}{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

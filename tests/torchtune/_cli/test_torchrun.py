@@ -38,11 +38,15 @@ def recipe_main(cfg: Settings) -> int:
     rank = os.environ["RANK"]
     if cfg.todo.isdigit():
         return int(cfg.todo)
-    if cfg.todo == "all":
+    if cfg.todo.startswith("all"):
         Path(f"{rank} of {os.environ['WORLD_SIZE']}: {neighbour.WORD}").touch()
         while len(list(Path().glob("* of *"))) < 2:  # the first process that ends takes the other with it
             time.sleep(0.01)
-        raise utils.UserError("every rank lacks it.")
+        error = utils.UserError("every rank lacks it.")
+        if cfg.todo == "all, rank 0 late":
+            error.raised_on_all = True
+            time.sleep(0 if rank == "1" else 300)  # torchrun ends this process
+        raise error
     if cfg.todo == "mistake":
         import torch  # here: most of what is done needs none, and starts at once
 
@@ -265,9 +269,10 @@ def test_a_mistake_on_one_process_ends_all(folder):
     assert said[-1].startswith("error: ")
 
 
-def test_processes_import_from_the_folder_and_a_mistake_that_all_find_is_said_once_and_last(folder):
+@pytest.mark.parametrize("todo", ["all", "all, rank 0 late"])
+def test_processes_import_from_the_folder_and_a_mistake_that_all_find_is_said_once_and_last(folder, todo):
     """In a process of its own: nothing else is printed, from its start to its end."""
-    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", *OWN, "todo='all'"]
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", *OWN, f"todo='{todo}'"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stdout == "Running with torchrun...\n"

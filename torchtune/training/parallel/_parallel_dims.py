@@ -32,7 +32,7 @@ _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
 class ParallelDimsError(UserError, ValueError):
     """Sizes of parallel dimensions that do not fit together."""
 
-    rank0_only = True  # all ranks raise the same error
+    raised_on_all = True
 
 
 @dataclass(eq=False)

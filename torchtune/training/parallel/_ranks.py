@@ -145,7 +145,7 @@ class Ranks:
         if rank > 0 and None in failures and is_user_error:
             text = f"Rank {rank}: {text}"
         error = self._error(text) if is_user_error else RuntimeError(f"Rank {rank} failed ({text}).")
-        error.rank0_only = True
+        error.raised_on_all = True
         return error
 
     def run_on_rank_0(self, make: Callable[[], T]) -> T:
