@@ -315,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(error)
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error, and discard what the client still sends, because a client that sends reads no reply."""
+        """Send an error, and read the rest of the request: a client that is still sending does not read the reply."""
         self.close_connection = True
         self._reply(error.status, error.body)
         self.connection.shutdown(socket.SHUT_WR)

@@ -28,7 +28,7 @@ class Checker:
         self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
         self.known: dict[str, list[str]] = {}  # schema name -> dotted paths that accept it
-        self.unknown: list[tuple[KeyPath, list[str], str]] = []  # with the valid names beside it, and the reason
+        self.unknown: list[tuple[KeyPath, list[str], str]] = []  # path, valid names, reason
         self.missing: list[tuple[KeyPath, str]] = []
 
     def check_fields(

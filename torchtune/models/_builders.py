@@ -172,14 +172,14 @@ def model_builders(
     return exported(module, builders)
 
 
-def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_base: bool = False) -> Builder:
+def lora_builder(base: Builder, name: str, module: str, noun: str, *, quantize_base: bool = False) -> Builder:
     """Make the LoRA variant of a builder. The base builder's arguments become keyword-only.
 
     Args:
         base: builder without an adapter.
         name: name of the new function.
         module: ``__name__`` of the module that exports it.
-        what: name of the built model, for the docstring.
+        noun: name of the built model, for the docstring.
         quantize_base: default of the argument ``quantize_base``.
     """
     own = inspect.signature(base).parameters
@@ -197,7 +197,7 @@ def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_b
     _set_signature(builder, signature)
     numbers = _NUMBERS_DOC.format(base=base.__name__) if required else ""
     tie = _TIE_DOC if "tie_word_embeddings" in own and not required else ""
-    return dress(builder, name, module, f"Build {what}.\n{_LORA_DOC.format(numbers=numbers, tie=tie)}")
+    return dress(builder, name, module, f"Build {noun}.\n{_LORA_DOC.format(numbers=numbers, tie=tie)}")
 
 
 def add_lora(

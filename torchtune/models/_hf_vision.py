@@ -38,7 +38,7 @@ class ImageTextFormat:
         own: fields of ``vision_config``: (name in the file, name in the description, default of ``transformers``, which
             also defines the type). A field with a string default is an activation.
         tokens: fields with ids of placeholder tokens, and their defaults.
-        beside: fields outside ``vision_config``, in the format of ``own``.
+        outer_fields: fields outside ``vision_config``, in the format of ``own``.
         fixed: values of the tower's description that are not in the file.
         derived: fields of ``vision_config`` that must equal a field of the tower's description: (name in the file, name
             in the description).
@@ -61,7 +61,7 @@ class ImageTextFormat:
     vision_type: str
     own: tuple[tuple[str, str, Any], ...]
     tokens: tuple[tuple[str, int], ...]
-    beside: tuple[tuple[str, str, Any], ...] = ()
+    outer_fields: tuple[tuple[str, str, Any], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     derived: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class ImageTextFormat:
             "rope_base": float(rope.get("rope_theta", vision.take("rope_theta", self.rope_base))),
             **self.fixed,
         }
-        for where, own in ((vision, self.own), (fields, self.beside)):
+        for where, own in ((vision, self.own), (fields, self.outer_fields)):
             for name, ours, default in own:
                 is_text = isinstance(default, str)
                 values[ours] = where.choice(name, _ACTIVATIONS, default) if is_text else where.typed(name, default)
@@ -154,7 +154,7 @@ class ImageTextFormat:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{name: token for (name, _), token in zip(self.tokens, d.image_tokens, strict=True)},
-            **{name: getattr(d.vision, ours) for name, ours, _ in self.beside},
+            **{name: getattr(d.vision, ours) for name, ours, _ in self.outer_fields},
             "tie_word_embeddings": d.tie_word_embeddings,
             **more,
             "text_config": {**text, **more.get("text_config", {})},

@@ -30,10 +30,10 @@ def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _load(path: str | Path) -> Tokenizer:
-    read_json(path, "tokenizer file")
     try:
         tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
     except Exception as error:  # the tokenizers package raises a plain Exception
+        read_json(path, "tokenizer file")  # raises a clearer error if the file is missing or not JSON
         raise DataError(f"tokenizer file {path} is not one that the tokenizers package reads: {error}.") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -62,14 +62,14 @@ def adapt(
     )
 
 
-def lora_part_builder(base: Callable[..., Model], part: str, name: str, what: str) -> Callable[..., Model]:
+def lora_part_builder(base: Callable[..., Model], part: str, name: str, noun: str) -> Callable[..., Model]:
     """Make the LoRA variant of the builder of a part; its arguments are keyword-only.
 
     Args:
         base: builder of the part without adapters.
-        part: name of the part, beside the fusion.
+        part: name of the part with adapters, in addition to the fusion layers.
         name: name of the new function.
-        what: the built model, for the docstring.
+        noun: name of the built model, for the docstring.
     """
     keyword_only, own = inspect.Parameter.KEYWORD_ONLY, inspect.signature(base).parameters
     flags = {
@@ -92,4 +92,4 @@ def lora_part_builder(base: Callable[..., Model], part: str, name: str, what: st
 
     builder.__signature__ = signature
     doc = f"The other arguments are those of :func:`{base.__name__}` and of the ``lora_*`` builders."
-    return dress(builder, name, base.__module__, f"Build {what}.\n\n    {doc}\n    ")
+    return dress(builder, name, base.__module__, f"Build {noun}.\n\n    {doc}\n    ")

@@ -27,7 +27,7 @@ FORMAT = ImageTextFormat(
         ("layer_norm_eps", "norm_eps", 1e-6),
         ("hidden_act", "activation", "gelu_pytorch_tanh"),
     ),
-    beside=(("scale_factor", "merge", 2),),
+    outer_fields=(("scale_factor", "merge", 2),),
     tokens=(("image_token_id", 128_257),),
     fixed={"last_norm": True, "positions": "interpolated", "projector_bias": False},
     unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
