@@ -115,6 +115,8 @@ def check_simulated(settings: Any) -> str:
         SimulationError: a run with ``settings`` cannot be simulated.
     """
     cfg = SettingsView.of(settings)
+    if cfg.optimizer is None and cfg.dataset is None:
+        raise SimulationError("The recipe has neither 'optimizer' nor 'dataset': only training can be simulated.")
     if "images" in str(cfg.collate_fn):
         raise SimulationError("collate_fn: a run with tiles of images cannot be simulated: use --dry-run.")
     kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")

@@ -67,3 +67,10 @@ def test_sampling_is_refused(tmp_path):
 def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path):
     with pytest.raises(SimulationError, match="reads 'is_chosen', but rows of a simulated run only have tokens, "):
         simulated("full_finetune_single_device", tmp_path, collate_fn=f"{__name__}.answers_of")
+
+
+@pytest.mark.parametrize("name", ["generation", "quantization"])
+def test_what_does_not_train_is_refused(name, tune):
+    done = tune("estimate", "--config", name, "--simulate", "1xH100")
+    assert done.code == 2
+    assert "only training can be simulated" in done.err
