@@ -77,7 +77,7 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
         folder: empty folder of the runs.
 
     Raises:
-        ConfigError: the config has mistakes.
+        UserError: the config has mistakes, or is not of a recipe that trains.
     """
     checks = _Checks(recipe, config, overrides, folder)
     show = f"tune data show {' '.join([str(config), *overrides])} --examples {_ROWS}"
@@ -105,6 +105,9 @@ class _Checks:
         main, document = recipe.load_main(), read_document(config)
         load_and_check(config, overrides, main)
         apply_overrides(document, overrides)
+        for name in ("dataset", "tokenizer", "checkpointer"):
+            if name not in document.data:
+                raise UserError(f"the config has no {name}: name a config of a recipe that trains.")
         self._recipe, self._folder, self._data = recipe, folder, document.data
         settings = settings_of(main)
         fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()

@@ -175,6 +175,12 @@ def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
     assert not result.out
 
 
+def test_what_does_not_train_is_refused(tune):
+    result = tune("selfcheck", "--config", "generation")
+    assert result.code == 2
+    assert "the config has no dataset: name a config of a recipe that trains" in result.err
+
+
 @pytest.mark.parametrize("name", ["dpo", "grpo", "full_finetune_distributed"])
 def test_other_recipes_and_checks_that_do_not_apply(shared, tmp_path, name):
     found = checks(shared, tmp_path, name=name)
