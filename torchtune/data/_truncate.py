@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from torchtune.data._common import DataError
+from torchtune.utils import UserError
 
 
 def truncate(
@@ -51,6 +52,8 @@ def truncate_row(
     """
     if max_seq_len is None or len(tokens) <= max_seq_len:
         return tokens, mask
+    if max_seq_len < 1:
+        raise UserError(f"max_seq_len must be at least 1, not {max_seq_len}.")
     tokens = truncate(tokens, max_seq_len, truncation_type=truncation_type)
     mask = truncate(mask, max_seq_len, truncation_type=truncation_type)
     if truncation_type == "right" and eos_id is not None and tokens[-1] not in stop_ids:

@@ -13,7 +13,7 @@ from torchtune.tokenizers import (
     hf_tokenizer,
     parse_hf_tokenizer_json,
 )
-from torchtune.utils import get_logger, log_once
+from torchtune.utils import UserError, get_logger, log_once
 
 CHAT = [Message("user", "red"), Message("assistant", "blue")]
 mask_messages(CHAT, "train_on_assistant")
@@ -173,6 +173,12 @@ def test_truncation(folder, length):
     tokens, cut = hf_tokenizer(str(folder), max_seq_len=length, truncation_type="left").tokenize_messages(CHAT)
     assert (tokens, cut) == (whole[-length:], mask[-length:])
     assert len(hf_tokenizer(str(folder)).tokenize_messages(CHAT, max_seq_len=length)[0]) == length
+
+
+@pytest.mark.parametrize("length", [0, -5])
+def test_a_length_without_room_is_refused(folder, length):
+    with pytest.raises(UserError, match=f"max_seq_len must be at least 1, not {length}"):
+        hf_tokenizer(str(folder), max_seq_len=length).tokenize_messages(CHAT)
 
 
 @pytest.mark.parametrize("cut", ["left", "right"])
