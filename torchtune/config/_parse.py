@@ -97,7 +97,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     given = dict(document.data)
     try:
         values = checker.check_fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
-        _check_ownership(document)
+        _check_paths(document)
         checker.finish()
     except ConfigError as error:
         raise ConfigError(error.errors, explain_wrong_recipe(given, scope, fields)) from None
@@ -129,10 +129,12 @@ def _check_quantizer(document: Document, settings: Any) -> None:
         document.check()
 
 
-def _check_ownership(document: Document) -> None:
-    """Add a mistake for every path in the config that another user controls."""
+def _check_paths(document: Document) -> None:
+    """Add a mistake for every folder without a name, and for every path in the config that another user controls."""
     for path, value in iter_scalars(document.data):
         names = [key for key in path if isinstance(key, str)]
+        if value == "" and names and names[-1].endswith("_dir"):
+            document.add(path, "is empty: name a folder")
         if isinstance(value, str) and names and names[-1].endswith(("dir", "path", "file")) and os.sep in value:
             try:
                 refuse_foreign(value)
@@ -146,7 +148,7 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     references = interpolate(document, {})
     checker = Checker(document, recipe.__globals__ if recipe else {})
     visit_components((), document.data, checker)
-    _check_ownership(document)
+    _check_paths(document)
     if recipe is not None:
         _unread.check(document, recipe, references, is_typed=False)
     checker.finish()

@@ -34,6 +34,7 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("buckets=[1, b]", "buckets.1: must be int, not 'b' (str)"),
         ("prompt={user: [1]}", "prompt.user: must be str or null, not a list"),
         ("output_dir=null", "output_dir: must be str, not null"),
+        ("output_dir=''", "output_dir: is empty: name a folder"),
         ("model=null", "model: must be component, not null"),
         ("model={width: 3}", "model: needs a _component_ key that names the class or function"),
         ("model_converters=[{_componet_: a.b}]", "model_converters.0: needs a _component_ key that names the class or function; rename '_componet_'"),
