@@ -101,11 +101,11 @@ class ChatServer(ThreadingHTTPServer):
         max_new_tokens: int,
         **limits: int,
     ) -> None:
-        super().__init__(address, _Handler)
         self.models, self.tokenizer = models, tokenizer
         self.tool_format, self.max_new_tokens = tool_format, max_new_tokens
         self.sessions, self.started = Sessions(tokenizer), int(time.time())
         self.batch = BatchServer(models, tokenizer.stop_tokens, **limits)
+        super().__init__(address, _Handler)  # calls server_close if the port cannot be used
 
     def server_close(self) -> None:
         """End the answers and close the port."""

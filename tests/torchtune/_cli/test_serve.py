@@ -128,6 +128,15 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     assert not any("_run" in thread.name for thread in threading.enumerate())
 
 
+def test_a_port_that_cannot_be_used_is_said(tmp_path, tune):
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        for port in (taken.getsockname()[1], 65536):
+            done = tune("serve", checkpoint, "--device=cpu", "--port", port)
+            assert (done.code, done.out) == (2, "")
+            assert f"error: --port {port} cannot be used (" in done.err
+
+
 def test_requests_share_a_batch_and_do_not_change_each_other(server):
     port = server.server_port
     texts = ["the cat", "a dog", "why", "one two", "red"]
