@@ -92,7 +92,7 @@ class LoRA(Conversion):
                 "LoRA: quantize_base is an argument of the lora_* builders; beside this conversion, list "
                 "torchtune.modules.low_precision.QuantizeBase in model_converters."
             )
-        check_adapter_numbers(rank, dropout)
+        check_adapter_numbers(rank, alpha, dropout)
         if target_modules is not None and (attn_modules is not None or apply_to_mlp or apply_to_output):
             raise ConversionError(
                 "LoRA: target_modules replaces attn_modules, apply_to_mlp and apply_to_output: give either the "

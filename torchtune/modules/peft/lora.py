@@ -35,16 +35,18 @@ def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None
         )
 
 
-def check_adapter_numbers(rank: int, dropout: float) -> None:
-    """Check rank and dropout probability.
+def check_adapter_numbers(rank: int, alpha: float, dropout: float) -> None:
+    """Check that an adapter can change the model.
 
     Raises:
-        ConversionError: ``rank`` is below 1 or ``dropout`` is outside [0, 1].
+        ConversionError: ``rank`` is below 1, ``alpha`` is 0, or ``dropout`` is outside [0, 1).
     """
     if rank < 1:
         raise ConversionError(f"rank is {rank}: the rank of an adapter must be at least 1.")
-    if not 0.0 <= dropout <= 1.0:
-        raise ConversionError(f"dropout is {dropout}: it is a probability, give a number from 0 to 1.")
+    if alpha == 0:
+        raise ConversionError("alpha is 0: the adapter would change nothing, give another number, such as 2 * rank.")
+    if not 0.0 <= dropout < 1.0:
+        raise ConversionError(f"dropout is {dropout}: give a probability from 0 to below 1.")
 
 
 AdapterStart = Literal["pissa", "olora"]
@@ -102,7 +104,7 @@ class LoRALinear(nn.Module):
     ) -> None:
         super().__init__()
         _check_quantization(quantize_base, **quantization_kwargs)
-        check_adapter_numbers(rank, dropout)
+        check_adapter_numbers(rank, alpha, dropout)
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
         self._set_up(in_dim, out_dim, rank, alpha, dropout)

@@ -58,7 +58,7 @@ class LoRAGroupedExperts(GroupedExperts):
         self._set_up(rank, alpha, dropout, self.gate_proj.dtype)
 
     def _set_up(self, rank: int, alpha: float, dropout: float, dtype: torch.dtype) -> None:
-        check_adapter_numbers(rank, dropout)
+        check_adapter_numbers(rank, alpha, dropout)
         self.requires_grad_(False)
         self.rank = rank
         self.alpha = alpha

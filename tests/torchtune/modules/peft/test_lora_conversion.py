@@ -98,6 +98,8 @@ def test_parameter_counts_of_the_reference():
         ({"quantize_base": True}, "an argument of the lora_. builders"),
         ({"rank": 0}, "rank is 0"),
         ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"alpha": 0}, "alpha is 0"),
     ],
 )
 def test_refused(options, message):
