@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchtune.training.parallel._ranks import broadcast_object
-from torchtune.utils import UserError, get_world_size_and_rank
+from torchtune.utils import UserError, first_line, get_world_size_and_rank
 
 
 class SeedError(UserError, ValueError):
@@ -27,7 +27,7 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
         The seed without the rank, to log it.
 
     Raises:
-        SeedError: the seed (plus rank) does not fit in 32 bits.
+        SeedError: the seed (plus rank) does not fit in 32 bits, or torch does not know the mode.
 
     Example:
         >>> torchtune.training.set_seed(7)
@@ -46,7 +46,10 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
     random.seed(local_seed)
 
     if debug_mode is not None:
-        torch.set_deterministic_debug_mode(debug_mode)
+        try:
+            torch.set_deterministic_debug_mode(debug_mode)
+        except RuntimeError as error:
+            raise SeedError(f"cudnn_deterministic_mode: {first_line(error)}: choose one of them.") from error
         deterministic = torch.get_deterministic_debug_mode() > 0
         torch.backends.cudnn.deterministic = deterministic
         torch.backends.cudnn.benchmark = not deterministic

@@ -36,6 +36,12 @@ def test_a_seed_out_of_range(seed):
         training.set_seed(seed)
 
 
+@pytest.mark.parametrize("mode", ["loud", 9])
+def test_an_unknown_debug_mode(mode):
+    with pytest.raises(SeedError, match=f"cudnn_deterministic_mode: .* but got {mode}: choose one of them"):
+        training.set_seed(1, debug_mode=mode)
+
+
 def test_debug_mode(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:
