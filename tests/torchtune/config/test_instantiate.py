@@ -42,6 +42,18 @@ def test_a_value_that_a_component_refuses_is_a_mistake_of_the_config_and_no_othe
         instantiate({**node, "value": 1, "text": "{"})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"betas": [2, 3]}, "Invalid beta parameter at index 0: 2"),
+        ({"fused": True, "foreach": True}, "cannot be `True`"),
+    ],
+)
+def test_a_value_that_a_base_class_refuses_is_a_mistake_too(arguments, message):
+    with pytest.raises(UserError, match=rf"AdamW: .*{message}"):
+        instantiate({"_component_": "torch.optim.AdamW", **arguments}, [torch.nn.Parameter(torch.ones(1))])
+
+
 def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path):
     """A copied recipe has a loss of its own, which not only the recipe builds."""
     (tmp_path / "config.yaml").write_text("loss: {_component_: local_component}")
