@@ -38,7 +38,7 @@ def instantiate(
 
     Raises:
         ValueError: ``config`` is not a mapping.
-        InstantiationError: ``_component_`` is missing or cannot be found.
+        InstantiationError: ``_component_`` is missing or cannot be found, or a path given to it cannot be opened.
         ArgumentError: the component raised a ``ValueError`` or ``RuntimeError``; a subclass of ``ValueError``.
 
     Example:
@@ -90,6 +90,12 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
         if isinstance(error, UserError) or not _is_raised_by(component, error):
             raise
         raise ArgumentError(f"{node['_component_']}: {error}") from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise InstantiationError(
+            f"{node['_component_']}: {error.filename}: {error.strerror}: choose another path."
+        ) from error
 
 
 def _is_raised_by(component: Any, error: Exception) -> bool:

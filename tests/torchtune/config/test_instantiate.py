@@ -54,6 +54,13 @@ def test_a_value_that_a_base_class_refuses_is_a_mistake_too(arguments, message):
         instantiate({"_component_": "torch.optim.AdamW", **arguments}, [torch.nn.Parameter(torch.ones(1))])
 
 
+def test_a_path_that_a_component_cannot_open(tmp_path):
+    (tmp_path / "file").touch()
+    node = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path / "file")}
+    with pytest.raises(UserError, match=r"DiskLogger: .*file: File exists: choose another path\.$"):
+        instantiate(node)
+
+
 def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path):
     """A copied recipe has a loss of its own, which not only the recipe builds."""
     (tmp_path / "config.yaml").write_text("loss: {_component_: local_component}")
