@@ -90,7 +90,7 @@ def watch_run(
 
 
 def _to_seconds(minutes: float | None) -> float | None:
-    return None if minutes is None else 60 * minutes
+    return None if minutes is None else min(60 * minutes, 1e9)  # which fits in the clocks of torch and Python
 
 
 class Watchdog:

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,10 @@ def test_no_time_limit_watches_nothing():
         pass
     with pytest.raises(ValueError, match="above 0"):
         training.Watchdog(activity, training.ParallelDims(), 0)
+
+
+def test_a_huge_time_limit_is_one():
+    assert training.watched(lambda cfg: "done")(SimpleNamespace(hang_timeout_minutes=1e300)) == "done"
 
 
 def test_errors_pass_through():
