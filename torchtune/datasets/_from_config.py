@@ -55,7 +55,7 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     <torchtune.data.Batch.from_dict>`).
 
     Raises:
-        DataError: it takes text only while the tokenizer returns images; when called, see
+        DataError: it is no function, or takes text only while the tokenizer returns images; when called, see
             :meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`.
 
     Example:
@@ -64,6 +64,8 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
         1
     """
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
+    if not callable(collate):
+        raise DataError(f"collate_fn: {collate_fn} is a {type(collate).__name__}: name a function.")
     wanted = collate_documents if getattr(tokenizer, "gives_patches", False) else padded_collate_tiled_images_and_mask
     if getattr(tokenizer, "takes_images", False) and collate in {collate_documents, padded_collate_sft} - {wanted}:
         raise DataError(

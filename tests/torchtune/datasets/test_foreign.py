@@ -263,6 +263,8 @@ def test_an_own_collation_that_gives_something_else(gives, said, tokenizer):
 
     with pytest.raises(DataError, match=re.escape(said)):
         instantiate_collate(mine, tokenizer)([GOOD])
+    with pytest.raises(DataError, match="is a module: name a function"):
+        instantiate_collate("os.path", tokenizer)
 
 
 @pytest.mark.parametrize("collate", [collate_documents, padded_collate_sft])
