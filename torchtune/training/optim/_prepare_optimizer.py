@@ -22,7 +22,10 @@ from torchtune.utils import UserError
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
 
 _NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
-_UNSUPPORTED = {torch.optim.LBFGS: "evaluates the loss many times a step", torch.optim.SparseAdam: "is for sparse ones"}
+_UNSUPPORTED = {
+    torch.optim.LBFGS: "evaluates the loss many times a step",
+    torch.optim.SparseAdam: "takes sparse gradients only",
+}
 
 
 def prepare_optimizer(
@@ -73,6 +76,9 @@ def prepare_optimizer(
             f"optimizer: {name} has no {missing[0]}: make it a torch.optim.Optimizer whose __init__ calls "
             "super().__init__(params, defaults)."
         )
+    for kind, reason in _UNSUPPORTED.items():
+        if isinstance(optimizer, kind):
+            raise UserError(f"optimizer: {name} {reason}: use another optimizer.")
     low_bit, cls = low_bit_format(optimizer) or (None, None)
     if low_bit is not None:
         # torchao stores the learning rate as a float32 tensor: recover the decimal with seven digits.
@@ -93,11 +99,6 @@ def prepare_optimizer(
     else:
         optimizer.register_load_state_dict_post_hook(adopt_masters)  # states saved with bf16 weights have masters
         return optimizer
-    for kind, reason in _UNSUPPORTED.items():
-        if isinstance(optimizer, kind):
-            raise UserError(
-                f"optimizer: {name} {reason}: set optimizer_precision=param_dtype, or use another optimizer."
-            )
     names = {parameter: name for name, parameter in model.named_parameters()}
     unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
     if unknown:

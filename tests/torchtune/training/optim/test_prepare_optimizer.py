@@ -241,6 +241,8 @@ def test_closure_hooks_and_added_groups():
     ("make", "precision", "message"),
     [
         (lambda p: torch.optim.LBFGS(p), "stochastic_rounding", "LBFGS evaluates the loss many times"),
+        (lambda p: torch.optim.LBFGS(p), "param_dtype", "many times a step: use another optimizer"),
+        (lambda p: torch.optim.SparseAdam([*p]), "param_dtype", "SparseAdam takes sparse gradients only"),
         (lambda p: torch.optim.SGD(p, lr=1.0), "bfloat", "'bfloat' is not known: use one of stochastic_rounding"),
         (lambda p: nn.Identity(), "param_dtype", "Identity has no param_groups: make it a torch.optim.Optimizer"),
     ],
