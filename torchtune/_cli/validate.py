@@ -34,7 +34,8 @@ class Validate(Subcommand):
         from torchtune.config import load_and_check
 
         config = resolve_config(args.config)
-        # Without a recipe, only components are checked.
         recipe = DictConfig if recipe_of(config) is None else recipe_named_by(config).load_main()
         load_and_check(config, args.overrides, recipe)
         print("Config is well-formed!")
+        if recipe is DictConfig:
+            print("It names no recipe: only components were checked, and no other setting.")

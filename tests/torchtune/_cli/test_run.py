@@ -269,7 +269,9 @@ def test_validate_takes_names_paths_and_overrides(tune, folder):
 def test_validate_checks_components_of_a_config_without_a_recipe(tune, tmp_path):
     config = tmp_path / "parts.yaml"
     config.write_text("optimizer:\n  _component_: torch.optim.AdamW\n  lr: 1e-3\n")
-    assert tune("validate", str(config)).code == 0
+    result = tune("validate", str(config))
+    assert result.code == 0
+    assert "It names no recipe: only components were checked" in result.out
     config.write_text("optimizer:\n  _component_: torch.optim.AdamWW\n  lr: 1e-3\n")
     result = tune("validate", str(config))
     assert result.code == 2
