@@ -45,7 +45,7 @@ class ByteLevelBPE:
         self, vocab_path: str, merges_path: str, *, pattern: str, special_tokens: Mapping[str, int], nfc: bool
     ) -> None:
         vocab: Any = read_json(vocab_path, "vocabulary file")
-        if not isinstance(vocab, dict) or not all(isinstance(token_id, int) for token_id in vocab.values()):
+        if not all(isinstance(token_id, int) for token_id in vocab.values()):
             raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
         merges = _read_merges(merges_path)
         for left, right in merges:

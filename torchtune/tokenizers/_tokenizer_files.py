@@ -28,12 +28,15 @@ def read_text(path: str | Path, what: str) -> str:
         raise DataError(f"{what} {path} is not a text file (byte {error.start}): download it again.") from error
 
 
-def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON file; raise :class:`DataError` if it is missing or broken."""
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """Read a JSON object from a file; raise :class:`DataError` if it is missing or broken."""
     try:
-        return json.loads(read_text(path, what))
+        content = json.loads(read_text(path, what))
     except json.JSONDecodeError as error:
         raise DataError(f"{what} {path} is broken at line {error.lineno} ({error.msg}): download it again.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{what} {path} holds no JSON object: download it again.")
+    return content
 
 
 def parse_hf_tokenizer_json(tokenizer_json_path: str) -> dict[str, int]:
@@ -43,6 +46,6 @@ def parse_hf_tokenizer_json(tokenizer_json_path: str) -> dict[str, int]:
         DataError: the file is missing, broken or has no ``added_tokens``.
     """
     content = read_json(tokenizer_json_path, "tokenizer file")
-    if not isinstance(content, dict) or "added_tokens" not in content:
+    if "added_tokens" not in content:
         raise DataError(f"tokenizer file {tokenizer_json_path} has no 'added_tokens': it is not a tokenizer.json.")
     return {token["content"]: token["id"] for token in content["added_tokens"]}

@@ -60,6 +60,13 @@ def test_without_configs(folder):
         hf_tokenizer(str(folder)).tokenize_messages(CHAT)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_a_config_that_is_no_object(folder, name):
+    (folder / name).write_text("[]")
+    with pytest.raises(DataError, match=f"{name} .*{name} holds no JSON object: download it again"):
+        hf_tokenizer(str(folder))
+
+
 def test_encode_and_decode(folder):
     tokenizer = hf_tokenizer(str(folder))
     ids = tokenizer.encode("red 你好 🙂")
