@@ -53,9 +53,10 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return the dataset node for the perplexity of the rows of a file."""
     if args.prompt or args.answer or args.system:
         raise UserError("--prompt, --answer and --system need --score: --perplexity reads rows as training does.")
-    if not data.is_file() or not data.stat().st_size:
-        raise UserError(f"{data}: there is no such file, or it is empty: correct the path.")
-    _, row = next(read_rows(data))
+    first = next(read_rows(data), None) if data.is_file() and data.stat().st_size else None
+    if first is None:
+        raise UserError(f"{data}: there is no such file, or it has no rows: correct the path.")
+    row = first[1]
     kind, reader = format_of(row) if isinstance(row, dict) else ("no mappings", "")
     if kind == "prompts with answers" and isinstance(row.get("question"), str):
         reader = "instruct_dataset column_map.input=question column_map.output=answer"

@@ -118,6 +118,8 @@ def test_what_cannot_be_evaluated(folder, tmp_path, evaluate):
     tensors = load_file(diverged / "model.safetensors")
     save_file({name: tensor * math.nan for name, tensor in tensors.items()}, diverged / "model.safetensors")
     chats = write_conversations(tmp_path / "chats.jsonl", 2)
+    empty = tmp_path / "empty.json"
+    empty.write_text("[]")
     for args, message in {
         (diverged, "--data", data, "--score", "exact"): "logits are not finite in torch.float32: load it in fp32",
         (diverged, "--data", chats, "--perplexity"): "perplexity: the loss is nan",
@@ -127,6 +129,7 @@ def test_what_cannot_be_evaluated(folder, tmp_path, evaluate):
         (tmp_path / "none", "--data", data, "--score", "exact"): "there is no such folder",
         (model, "--data", tmp_path / "none.jsonl", "--score", "exact"): "there is no file",
         (model, "--data", tmp_path / "none.jsonl", "--perplexity"): "there is no such file",
+        (model, "--data", empty, "--perplexity"): "it has no rows",
         (model, "--data", data, "--perplexity"): "perplexity needs texts or conversations",
         (model, "--data", data, "--perplexity", "--answer", "b"): "need --score",
         (model, "--data", data, "--score", "exact", "--limit", "0"): "--limit is 0",
