@@ -22,7 +22,7 @@ def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None)
     even = -(-rows // num_output_chunks)
     if trained is None:
         return max(_MIN_CHUNK_ROWS, even)
-    if trained.dtype.itemsize < 4 and rows <= 2 * trained.shape[1]:
+    if trained.dtype.itemsize < 4 and 0 < rows <= 2 * trained.shape[1]:
         return rows  # one chunk: less memory than a float32 sum of the weight's gradient
     return max(_MIN_CHUNK_ROWS_TRAINED, even)
 

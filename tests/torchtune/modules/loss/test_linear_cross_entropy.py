@@ -121,10 +121,10 @@ def test_other_projections_are_recomputed_with_the_same_result(kind):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen", "tied", "adapter"])
+@pytest.mark.parametrize("kind", ["plain", "bf16", "frozen", "tied", "adapter"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_no_label_at_all(kind, masked):
-    hidden, weight, labels = inputs(torch.float32)
+    hidden, weight, labels = inputs(torch.bfloat16 if kind == "bf16" else torch.float32)
     head = make_head(weight)
     embedding = nn.Embedding(VOCAB, DIM)
     if kind == "tied":
