@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchtune import config
-from torchtune.data import Batch, BatchLoader
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
 from torchtune.rlhf._teacher_cache import CACHE_POSITIONS, CachedOutputs, TeacherCache, use_cache
 from torchtune.training import ParallelDims, compile_loss, compile_model
@@ -217,12 +217,17 @@ def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
         compile: whether to compile the divergence of the loss.
 
     Raises:
-        LossError: the loss has no ``distill``.
+        LossError: the loss has no ``distill``, or ignores another label than -100.
     """
     if not hasattr(loss, "distill"):
         raise LossError(
             f"kd_loss: {type(loss).__name__} compares no two models: give a divergence of torchtune.modules.loss, such "
             "as ForwardKLWithChunkedOutputLoss, or a subclass of DivergenceLoss."
+        )
+    if (ignored := getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)) != CROSS_ENTROPY_IGNORE_IDX:
+        raise LossError(
+            f"kd_loss: it ignores the label {ignored}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without one: "
+            "leave out ignore_index."
         )
     return compile_loss(loss) if compile else loss
 

@@ -42,7 +42,8 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         A loss with ``sum_and_count(hidden, labels, projection)``.
 
     Raises:
-        LossError: the loss cannot be called with logits and labels, or returns neither their mean nor per-token losses.
+        LossError: the loss cannot be called with logits and labels, returns neither their mean nor per-token losses, or
+            ignores another label than -100.
 
     Example:
         >>> from torchtune.modules.loss import setup_loss
@@ -51,6 +52,11 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         >>> loss.sum_and_count(hidden, torch.tensor([[40, 7, -100]]), model.output)[1].item()
         2
     """
+    if (ignored := getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)) != CROSS_ENTROPY_IGNORE_IDX:
+        raise LossError(
+            f"loss: it ignores the label {ignored}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without one: leave "
+            "out ignore_index."
+        )
     if not isinstance(loss, SFTLoss):
         _check(loss, model.output.weight)
         loss = LogitsLoss(loss)

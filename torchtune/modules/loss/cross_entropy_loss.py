@@ -100,7 +100,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def _losses(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
         """Cross entropies [n] of logits [n, v], which are overwritten; 0 for ignored tokens."""
-        known = target.clamp(min=0)
+        known = target.masked_fill(target == self.ignore_index, 0)
         if projection.group is None:
             losses = cross_entropy(logits, known, self._row_losses)
         else:

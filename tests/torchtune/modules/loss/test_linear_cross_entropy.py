@@ -146,6 +146,14 @@ def test_no_label_at_all(kind, masked):
         assert not tensor.grad.any()
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_label_that_is_no_token_is_not_another_one(masked):
+    hidden, weight, labels = inputs(torch.float32)
+    loss = LinearCrossEntropyLoss(ignore_index=-1, mask_ignored_tokens=masked)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        loss.sum_and_count(hidden, torch.full_like(labels, -100), make_head(weight).output)
+
+
 def test_only_labelled_rows_are_projected_in_chunks():
     """Products of the projection have the labeled rows, at most a chunk of them at a time."""
     hidden, weight, labels = inputs(torch.float32)

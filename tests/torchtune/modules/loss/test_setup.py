@@ -146,6 +146,8 @@ def lambda_loss(function: Callable[..., object]) -> nn.Module:
     [
         (nn.CrossEntropyLoss(reduction="sum"), "returns no mean over the labels"),
         (nn.MSELoss(), "cannot be called with logits"),
+        (LinearCrossEntropyLoss(ignore_index=-1), "ignores the label -1, but -100 marks"),
+        (nn.CrossEntropyLoss(ignore_index=0), "ignores the label 0"),
         (ForwardKLLoss(), "missing 1 required positional argument: 'labels'"),
         (lambda_loss(lambda logits, labels: logits[:, :-1].flatten(0, 2)), "Dimension out of range"),
         (lambda_loss(lambda logits, labels: None), "returns a NoneType: return the mean loss"),
