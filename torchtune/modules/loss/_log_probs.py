@@ -32,7 +32,7 @@ def log_probs_of_rows(
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         columns = columns - group.rank() * logits.shape[1]
-    is_elsewhere = (columns < 0) | (columns >= logits.shape[1])
+    is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
     shifted = logits - top
     exp = shifted.exp()
     chosen = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere, 0.0).squeeze(-1)

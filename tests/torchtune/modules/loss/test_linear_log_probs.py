@@ -115,3 +115,5 @@ def test_what_needs_no_gradient_gets_none_and_no_token_is_no_error():
         linear_log_probs(hidden, weight, targets[None])
     with pytest.raises(ValueError, match="must be positive"):
         linear_log_probs(hidden, weight, targets, temperature=0.0)
+    with pytest.raises(RuntimeError, match="out of bounds"):  # labels with an ignore index
+        linear_log_probs(hidden, weight, torch.full_like(targets, -100))
