@@ -1,6 +1,5 @@
 """Instantiate components from config nodes."""
 
-import linecache
 import sys
 import traceback
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ def instantiate(
     Raises:
         ValueError: ``config`` is not a mapping.
         InstantiationError: ``_component_`` is missing or cannot be found, or a path given to it cannot be opened.
-        ArgumentError: the component raised a ``ValueError`` or ``RuntimeError``; a subclass of ``ValueError``.
+        ArgumentError: the component raised a ``ValueError``; a subclass of ``ValueError``.
 
     Example:
         >>> node = {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
@@ -86,7 +85,7 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
     arguments = {key: _build_argument(component, key, value, caller_globals) for key, value in given.items()}
     try:
         return component(*args, **arguments)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         if isinstance(error, UserError) or not _is_raised_by(component, error):
             raise
         raise ArgumentError(f"{node['_component_']}: {error}") from error
@@ -98,15 +97,11 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
         ) from error
 
 
-def _is_raised_by(component: Any, error: Exception) -> bool:
-    """Return whether the error was raised in the component's module or that of a base class, and not deeper.
-
-    Then it is likely about the arguments. A ``RuntimeError`` counts if a ``raise`` raised it, and no operator of torch.
-    """
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    modules = [getattr(part, "__module__", None) for part in getattr(component, "__mro__", [component])]
-    code = linecache.getline(frame.f_code.co_filename, line).split()
-    return frame.f_globals.get("__name__") in modules and (isinstance(error, ValueError) or code[:1] == ["raise"])
+def _is_raised_by(component: Any, error: ValueError) -> bool:
+    """Return whether the module of the component or of a base class raised the error, so likely about arguments."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    classes = getattr(component, "__mro__", [component])
+    return frame.f_globals.get("__name__") in [getattr(one, "__module__", None) for one in classes]
 
 
 def _build_argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:

@@ -42,16 +42,9 @@ def test_a_value_that_a_component_refuses_is_a_mistake_of_the_config_and_no_othe
         instantiate({**node, "value": 1, "text": "{"})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"betas": [2, 3]}, "Invalid beta parameter at index 0: 2"),
-        ({"fused": True, "foreach": True}, "cannot be `True`"),
-    ],
-)
-def test_a_value_that_a_base_class_refuses_is_a_mistake_too(arguments, message):
-    with pytest.raises(UserError, match=rf"AdamW: .*{message}"):
-        instantiate({"_component_": "torch.optim.AdamW", **arguments}, [torch.nn.Parameter(torch.ones(1))])
+def test_a_value_that_a_base_class_refuses_is_a_mistake_too():
+    with pytest.raises(UserError, match="AdamW: Invalid beta parameter at index 0: 2"):
+        instantiate({"_component_": "torch.optim.AdamW", "betas": [2, 3]}, [torch.nn.Parameter(torch.ones(1))])
 
 
 def test_a_path_that_a_component_cannot_open(tmp_path):
