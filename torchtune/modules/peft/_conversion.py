@@ -98,11 +98,12 @@ class LoRA(Conversion):
                 "LoRA: target_modules replaces attn_modules, apply_to_mlp and apply_to_output: give either the "
                 "patterns or the other three."
             )
-        if isinstance(target_modules, str):
-            raise ConversionError(
-                f"LoRA: target_modules is the text '{target_modules}': give a list of names or patterns, for example "
-                "['attn.*', 'mlp.*'] for all layers."
-            )
+        for name, modules in (("target_modules", target_modules), ("attn_modules", attn_modules)):
+            if isinstance(modules, str):
+                raise ConversionError(
+                    f"LoRA: {name} is the text '{modules}': give a list of names or, in target_modules, patterns, for "
+                    "example ['attn.*', 'mlp.*'] for all layers."
+                )
         known = get_args(LORA_ATTN_MODULES)
         unknown = [name for name in attn_modules or () if name not in known]
         if unknown:

@@ -93,6 +93,7 @@ def test_parameter_counts_of_the_reference():
         ({"target_modules": ["layers.7.attn.q_proj"]}, r"'layers\.7\.attn\.q_proj', the nearest names"),
         ({"target_modules": []}, "no module is chosen"),
         ({"attn_modules": []}, "no module is chosen"),
+        ({"attn_modules": "q_proj"}, "attn_modules is the text 'q_proj': give a list"),
         ({"attn_modules": ["o_proj"]}, "attn_modules has o_proj, choose out of q_proj"),
         ({"target_modules": ["q_proj"], "apply_to_mlp": True}, "give either the patterns or the other three"),
         ({"quantize_base": True}, "an argument of the lora_. builders"),
