@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import Documents
+from torchtune.data import DataError, Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
@@ -424,8 +424,8 @@ class TransformerDecoder(nn.Module):
             raise ValueError(f"Documents share a prefix, but {reason}: give each document its own.")
         longest = h.shape[1] if documents is None else documents.max_length
         if longest > self.max_seq_len:
-            raise ValueError(
-                f"A sequence of {longest} tokens is longer than the model's max_seq_len {self.max_seq_len}."
+            raise DataError(
+                f"A sequence of {longest} tokens is longer than the model's max_seq_len {self.max_seq_len}: shorten it."
             )
         if mask is not None and input_pos is None and documents is None and self.has_states():
             raise ValueError(

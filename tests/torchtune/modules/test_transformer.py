@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune.data import Documents
+from torchtune.data import DataError, Documents
 from torchtune.models import Description, build
 from torchtune.modules import (
     KVCache,
@@ -78,7 +78,7 @@ def test_positions_by_hand(model):
 def test_refusals(model):
     with pytest.raises(ValueError, match=r"tokens have the shape \[3\]: give \[b, s\]"):
         model(torch.tensor([1, 2, 3]))
-    with pytest.raises(ValueError, match=r"33 tokens is longer than the model's max_seq_len 32"):
+    with pytest.raises(DataError, match=r"33 tokens is longer than the model's max_seq_len 32: shorten it"):
         model(_tokens(1, 33))
     model(_tokens(1, 40), documents=Documents.from_lengths((20, 20)))  # each is short enough
     with pytest.raises(ValueError, match="33 tokens"):
