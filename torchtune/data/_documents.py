@@ -7,6 +7,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from torchtune.data._common import DataError
+
 
 @dataclass(frozen=True)
 class SharedPrefixes:
@@ -85,11 +87,12 @@ class Documents:
             prefixes: index of each document's prefix, or -1; by default there are no prefixes.
 
         Raises:
-            ValueError: a length is below 1, an index is out of range, or a prefix has a prefix itself.
+            DataError: there is no document, or a length is below 1.
+            ValueError: an index is out of range, or a prefix has a prefix itself.
         """
         lengths, prefixes = tuple(int(length) for length in lengths), tuple(int(index) for index in prefixes)
         if not lengths or min(lengths) < 1:
-            raise ValueError(f"Every document needs at least one token, got lengths {lengths}.")
+            raise DataError(f"Every document needs at least one token, got lengths {lengths}: leave out empty rows.")
         starts = [0, *accumulate(lengths)]
         shared = None
         if any(index >= 0 for index in prefixes):

@@ -46,6 +46,8 @@ def test_documents_lie_one_after_another():
 def test_documents_take_text_only():
     with pytest.raises(DataError, match="encoder_input"):
         collate_documents([{**ONE, "encoder_input": {}}])
+    with pytest.raises(DataError, match=r"at least one token, got lengths \(0,\): leave out empty rows"):
+        collate_documents([{"tokens": [], "labels": []}])
     with pytest.raises(DataError, match="3 tokens but 2 labels"):
         collate_documents([{"tokens": [1, 2, 3], "labels": [1, 2]}])
 
