@@ -170,7 +170,8 @@ class ModelWeights:
                 files.
 
         Raises:
-            CheckpointError: a conversion removed a weight, or added a parameter that it does not own.
+            CheckpointError: a conversion removed a weight, or added a parameter that it does not own, or the output is
+                tied to an embedding that was replaced.
         """
         known = set(self.groups)
         modules = {path for path, _ in self.model.named_modules()}  # a simulated model lacks whole layers
@@ -182,6 +183,12 @@ class ModelWeights:
             raise CheckpointError(
                 f"model: it has no parameter '{lost[0]}'{where}: a conversion must keep the names of weights, so "
                 "replace a layer by one of a subclass instead of wrapping it."
+            )
+        tied = getattr(getattr(self.model, "output", None), "tied_module", None)
+        if tied is not None and tied is not getattr(self.model, "tok_embeddings", tied):
+            raise CheckpointError(
+                "model: its output is tied to another embedding than tok_embeddings, which no file would hold: change "
+                "its size with torchtune.modules.resize_token_embeddings, and values in place."
             )
         if exported and (unknown := self.base - known):
             raise CheckpointError(

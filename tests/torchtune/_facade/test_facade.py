@@ -102,6 +102,11 @@ def test_save(base, adapter, tmp_path):
         torchtune.save(model, tmp_path / "lost", contents="model")
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "merged", "theirs"}  # nothing half written
 
+    grown, _ = torchtune.load(base, **CPU)
+    grown.tok_embeddings = torch.nn.Embedding(400, 32)
+    with pytest.raises(UserError, match="tied to another embedding than tok_embeddings, which no file would hold"):
+        torchtune.save(grown, tmp_path / "grown")
+
     own = from_hf_config(base)
     with pytest.raises(UserError, match=r"base: this model was not made by torchtune\.load"):
         torchtune.save(own, tmp_path / "own")
