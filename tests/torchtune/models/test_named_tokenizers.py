@@ -376,7 +376,7 @@ def test_builders_of_qwen(merges, tmp_path):
         (False, None, "There is no vocabulary file"),
         (True, None, "There is no merges file"),
         (False, '{"a": 1,', "is broken at line 1"),
-        (False, "[1]", "not a mapping token -> id"),
+        (False, "[1]", "holds no JSON object"),
         (True, "#version: 0.2\na b c\n", "broken at line 2"),
         (True, "zq qz\n", "take both files from the same checkpoint"),
     ],
