@@ -30,6 +30,8 @@ class ConfigError(UserError, ValueError):
     ``remark`` is a sentence about all mistakes, printed last.
     """
 
+    raised_on_all = True
+
     def __init__(self, errors: Sequence[object], remark: str | None = None) -> None:
         self.errors = list(errors)
         count = "1 mistake" if len(self.errors) == 1 else f"{len(self.errors)} mistakes"

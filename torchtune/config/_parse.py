@@ -192,7 +192,7 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
                 result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
             # An error that every rank raises is printed once, by the first rank: torchrun ends the others.
-            shared = isinstance(error, ConfigError) or getattr(error, "raised_on_all", False)
+            shared = error.raised_on_all
             if first_to_say(type(error).__name__ if shared else str(error), shared=shared):
                 print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
             note_in_run_log(redact_secrets(str(error)))

@@ -11,6 +11,7 @@ class UserError(Exception):
     """
 
     exit_code: ClassVar[int] = 2
+    raised_on_all: bool = False  # every rank raises the error, so it is printed once
 
 
 def first_line(error: BaseException) -> str:

@@ -100,13 +100,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def _losses(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
         """Cross entropies [n] of logits [n, v], which are overwritten; 0 for ignored tokens."""
-        known = target.masked_fill(target == self.ignore_index, 0)
+        is_ignored = target == self.ignore_index
+        known = target.masked_fill(is_ignored, 0)
         if projection.group is None:
             losses = cross_entropy(logits, known, self._row_losses)
         else:
             losses = -log_probs_of_rows(logits, known, projection.group)[0]
         losses = record_row_losses(losses)
-        return losses.masked_fill(target == self.ignore_index, 0.0)
+        return losses.masked_fill(is_ignored, 0.0)
 
     def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]."""
