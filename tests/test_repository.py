@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: budgets, light imports, one truth in one place, a wheel that works."""
+"""What holds for the repository as a whole: light imports, one truth in one place, a wheel that works."""
 
 import ast
 import dataclasses
@@ -8,9 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import tokenize
 import zipfile
-from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -22,51 +20,6 @@ from torchtune._cli._target import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes
 
 ROOT = Path(__file__).parents[1]
-# Lines of code files; argue about them in a diff.
-FILE_BUDGET = {"torchtune": 500, "recipes": 420, "tools": 400, "examples": 400, "benchmarks": 400}
-# Tokens of a room, in which a docstring counts as one. A raise takes as much from another room.
-ROOM_BUDGET = {
-    "torchtune/modules": 74_400,
-    "torchtune/models": 80_150,
-    "torchtune/checkpoints": 39_000,
-    "torchtune/datasets": 33_000,
-    "torchtune/rlhf": 42_450,
-    "torchtune/tokenizers": 25_150,
-    "torchtune/training": 24_900,
-    "torchtune/config": 18_300,
-    "torchtune/estimate": 19_550,
-    "torchtune/data": 20_500,
-    "torchtune/supervision": 14_450,
-    "torchtune/_cli": 28_850,
-    "torchtune/reports": 10_550,
-    "torchtune/generation": 12_950,
-    "torchtune/utils": 7_400,
-    "torchtune/evaluation": 8_550,
-    "torchtune/compat": 3_600,
-    "torchtune/_facade": 2_650,
-    "torchtune/dev": 950,
-    "recipes": 25_200,
-}
-_NO_WEIGHT = {
-    *(tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    *(tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER),
-}
-
-
-def lines(path):
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def weight(path):
-    """Tokens of a file; from Python 3.12 on an f-string has several, which count as one here."""
-    start, end = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
-    total = depth = 0
-    with open(path, "rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            depth -= token.type == end
-            total += depth == 0 and token.type not in _NO_WEIGHT and token.type != start
-            depth += token.type == start
-    return total
 
 
 def run_python(code, **environment):
@@ -75,28 +28,6 @@ def run_python(code, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("folder", FILE_BUDGET)
-def test_no_file_is_too_long(folder):
-    # Recipes that sample also say where answers come from and what they are worth.
-    most = {
-        path: FILE_BUDGET[folder] + {"grpo.py": 30, "ppo.py": 90}.get(path.name, 0) * (folder == "recipes")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    long = {str(path.relative_to(ROOT)): lines(path) for path in most if lines(path) > most[path]}
-    assert not long, f"more than {FILE_BUDGET[folder]} lines are a sign of two ideas: {long}"
-
-
-@pytest.mark.parametrize("room", ROOM_BUDGET)
-def test_no_room_is_too_heavy(room):
-    total = sum(map(weight, (ROOT / room).rglob("*.py")))
-    assert total <= ROOM_BUDGET[room], f"{room} weighs {total} tokens"
-
-
-def test_every_room_has_a_budget():
-    rooms = {path.parent for path in (ROOT / "torchtune").glob("*/__init__.py")}
-    assert {f"torchtune/{room.name}" for room in rooms} | {"recipes"} == set(ROOM_BUDGET)
 
 
 def test_importing_torchtune_loads_no_subpackage():
@@ -379,17 +310,6 @@ def test_the_face_of_a_room_is_its_only_door():
             if owner != room and any(part.startswith("_") for part in rest):
                 found.append(f"{path.relative_to(ROOT)}: {module}")
     assert not found, "import the name from the package instead, and list it in between_rooms there"
-
-
-def test_no_two_files_share_a_name():
-    """A name says which file is meant; families alike in every family, and addresses of earlier releases, aside."""
-    addresses = {"config/_utils.py", "data/_utils.py"}
-    files = defaultdict(list)
-    for path in (ROOT / "torchtune").rglob("*.py"):
-        place = path.relative_to(ROOT / "torchtune")
-        if path.name != "__init__.py" and place.parts[0] not in ("models", "dev") and str(place) not in addresses:
-            files[path.name].append(str(place))
-    assert not {name: places for name, places in files.items() if len(places) > 1}
 
 
 def test_no_file_imports_itself_by_way_of_others():

@@ -182,16 +182,10 @@ def depth(node):
     return max((isinstance(child, blocks) + depth(child) for child in ast.iter_child_nodes(node)), default=0)
 
 
-# PPO has settings, and checks, of four models.
-LONGER = {"grpo": 450, "ppo": 510}
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_is_short(path):
-    assert len(path.read_text().splitlines()) <= LONGER.get(path.stem, 420)
+def test_the_loop_of_a_recipe_is_flat(path):
     for node in recipe_class(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "train":
-            assert node.end_lineno - node.lineno < 60
             assert depth(node) <= 4, "train is at most four levels deep"
 
 
