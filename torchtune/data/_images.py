@@ -281,7 +281,7 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
         nonlocal places, given
         if type(part) is not dict or part.get("type") not in ("image", "image_url"):
             return part
-        if part.keys() - {"type", "index", "text"}:
+        if any(part[key] is not None for key in part.keys() - {"type", "index", "text"}):
             given += 1
             return part
         places += 1

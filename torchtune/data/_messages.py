@@ -2,12 +2,24 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torchtune.data._common import DataError
+from torchtune.data._tool_calls import call_of_text, read_tool_calls
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
-ROLES: tuple[str, ...] = ("system", "user", "assistant", "ipython", "tool")
+# Name of a speaker in any format -> role; "function_call" is handled in :func:`as_message`.
+ROLE_NAMES: dict[str, Role] = {
+    **{role: role for role in get_args(Role)},
+    "developer": "system",  # OpenAI's newer name
+    "human": "user",  # ShareGPT
+    "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant",
+    "function_call": "assistant",
+    "function": "tool",  # OpenAI's older name
+    "observation": "tool",
+}  # fmt: skip
+# Names of the field with a turn's reasoning; chat templates read one of them.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MEDIA = ("image", "video")
 
 
@@ -55,6 +67,10 @@ class Message:
         extra: other fields of the turn, for chat templates (``tool_calls``, ``name``,
             ``reasoning_content`` …).
 
+    Attributes:
+        stated_training: whether the turn is trained on, if its row states it (``weight``, ``train``, ``loss``,
+            ``masked``); ``None`` if not. See :func:`mask_messages`.
+
     Raises:
         ValueError: ``ipython`` is True for a role other than assistant, or for a turn with media.
 
@@ -79,6 +95,7 @@ class Message:
         self.ipython = ipython
         self.eot = eot
         self.extra = dict(extra or {})
+        self.stated_training: bool | None = None
         if ipython and (self.contains_media or role != "assistant"):
             raise ValueError(
                 f"Only a text turn of the assistant can call a tool (ipython=True), not one of role '{role}'"
@@ -117,43 +134,122 @@ class Message:
 
 # A turn: a message, or a mapping with ``role`` and ``content`` in the format of chat APIs.
 MessageLike = Message | Mapping[str, Any]
-_FIELDS = ("masked", "ipython", "eot")
+# Fields of a turn that say whether it is trained on.
+_TRAINING_FIELDS = ("weight", "train", "loss")
+_READ = frozenset(("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call"))
+_READ_FIELDS = _READ | frozenset(_TRAINING_FIELDS)
+_TOOL_ROLES = ("tool", "ipython")
 
 
 def as_message(value: MessageLike) -> Message:
-    """Convert a turn to a :class:`Message`.
+    """Convert a turn to a :class:`Message`; every format of turns is read here.
 
-    A mapping may have any argument of :class:`Message`; other fields are stored in ``extra``. Its content is a text or
-    a list of parts; a turn with ``tool_calls`` needs no content.
+    A mapping is a turn of a chat API (``role`` and ``content``) or of ShareGPT (``from`` and ``value``), and may have
+    any argument of :class:`Message`. Its content is a text or a list of parts; a turn with ``tool_calls`` (or with the
+    older ``function_call``) needs no content. Arguments of tool calls may be JSON text. ``weight``, ``train``, ``loss``
+    and ``masked`` say whether the turn is trained on; without them, only turns of the assistant are. Other fields are
+    stored in ``extra``; a field that is null is absent.
 
     Raises:
-        DataError: the turn is neither a message nor such a mapping.
+        DataError: the turn is neither a message nor such a mapping, or has another ``weight`` than 0 and 1.
     """
     if isinstance(value, Message):
         return value
-    if not isinstance(value, Mapping) or "role" not in value:
-        found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-        raise DataError(f"a turn must have 'role' and 'content', not {found}")
-    role, content = value["role"], value.get("content")
-    if role not in ROLES:
-        raise DataError(f"'{role}' is not a role: use {', '.join(ROLES)}")
-    if content is None and not value.get("tool_calls"):
-        raise DataError(f"a turn of '{role}' has no content")
-    if not isinstance(content, str):
-        if content is not None and not isinstance(content, list | tuple):
-            raise DataError(f"the content of a turn of '{role}' must be a text or a list, not {type(content).__name__}")
-        content = [parse_content_part(part) for part in content or []]
-    known = {"role", "content", "extra", *_FIELDS}
-    extra = {**(value.get("extra") or {}), **{key: item for key, item in value.items() if key not in known}}
-    fields = {name: value[name] for name in _FIELDS if value.get(name) is not None}
+    role = role_of(value)
+    if "role" not in value:
+        value = _from_sharegpt(value)
+    name = value["role"]
+    content = value.get("content")
+    if len(value) == 2 and type(content) is str and name != "function_call":  # fast path
+        return Message(role, content, masked=role != "assistant")
+    extra = value.get("extra") or {}
+    if not isinstance(extra, Mapping):
+        raise DataError(f"the 'extra' of a turn must be a mapping, not {type(extra).__name__}")
+    extra = dict(extra)
+    calls = _calls_of_turn({**extra, **value})
+    if name == "function_call":
+        calls, content = [*calls, *call_of_text(content)], None
+    extra.pop("tool_calls", None)
+    for key, item in value.items():
+        if key not in _READ_FIELDS and item is not None:
+            extra[key] = item
+    if calls:
+        extra["tool_calls"] = calls
+    if content is None:
+        if not calls and not any(extra.get(field) for field in REASONING_FIELDS):
+            raise DataError(f"a turn of '{name}' has no content")
+        content = ""
+    elif not isinstance(content, str):
+        if not isinstance(content, list | tuple):
+            raise DataError(f"the content of a turn of '{name}' must be a text or a list, not {type(content).__name__}")
+        content = [parse_content_part(part) for part in content]
     try:
-        return Message(role=role, content=content, extra=extra, **fields)
+        message = Message(role, content, extra=extra, ipython=bool(value.get("ipython")))
     except ValueError as error:
         raise DataError(str(error).rstrip(".")) from error
+    message.eot = value.get("eot") is not False
+    message.stated_training = _stated_training(value)
+    message.masked = role != "assistant" if message.stated_training is None else not message.stated_training
+    if value.get("masked") is False and message.stated_training is None:
+        message.masked = False
+    return message
+
+
+def role_of(turn: Any) -> Role:
+    """Return the role of a turn in any format; raise :class:`DataError` if it has none."""
+    if isinstance(turn, Message):
+        return turn.role
+    if not isinstance(turn, Mapping) or ("role" not in turn and not {"from", "value"} <= turn.keys()):
+        found = sorted(map(str, turn)) if isinstance(turn, Mapping) else type(turn).__name__
+        raise DataError(f"a turn must have 'role' and 'content', not {found}")
+    name, kind = (turn["role"], "role") if "role" in turn else (turn["from"], "speaker")
+    if not isinstance(name, str) or name not in ROLE_NAMES:
+        raise DataError(f"'{name}' is not a {kind}: use {', '.join(ROLE_NAMES)}")
+    return ROLE_NAMES[name]
+
+
+def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the fields of a turn in ShareGPT format."""
+    if not isinstance(turn["value"], str):
+        kind = "nothing" if turn["value"] is None else type(turn["value"]).__name__
+        raise DataError(f"a turn of '{turn['from']}' has no text: 'value' holds {kind}")
+    others = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    return {"role": turn["from"], "content": turn["value"], **others}
+
+
+def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a turn, from ``tool_calls`` or from the older ``function_call``."""
+    calls = turn.get("tool_calls")
+    calls = [] if calls is None else read_tool_calls(calls)
+    if turn.get("function_call") is not None:
+        if calls:
+            raise DataError("a turn has both tool_calls and function_call: leave out function_call, the older form")
+        calls = call_of_text(turn["function_call"])
+    return calls
+
+
+def _stated_training(turn: Mapping[str, Any]) -> bool | None:
+    """Return whether a turn says that it is trained on; None if it says nothing, or only that its weight is 1."""
+    stated = None
+    for field in _TRAINING_FIELDS:
+        value = turn.get(field)
+        if value is None:
+            continue
+        if value not in (0, 1):  # also False and True
+            known = "0 (not trained on) and 1" if field == "weight" else "true and false"
+            raise DataError(f"a turn has {field} {value!r}: only {known} work")
+        # OpenAI's weight is 1 unless stated, so that 1 says nothing about a turn that is not trained on anyway.
+        if not value:
+            return False
+        if field != "weight":
+            stated = True
+    return False if turn.get("masked") else stated
 
 
 def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     """Convert a conversation to messages. Raises :class:`DataError` if it is not a list of turns.
+
+    For each mapping, see :func:`as_message`, ``ipython`` and ``eot`` are set by whether a tool's answer follows.
 
     Example:
         >>> [message.role for message in torchtune.data.as_messages([{"role": "user", "content": "Why?"}])]
@@ -161,12 +257,23 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     """
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
-    return [message if type(message) is Message else as_message(message) for message in messages]
+    found = [turn if type(turn) is Message else as_message(turn) for turn in messages]
+    for i, message in enumerate(found):
+        if message.role not in _TOOL_ROLES or messages[i] is message:
+            continue
+        message.eot = False
+        before = found[i - 1] if i else None
+        if before is not None and before.role == "assistant" and messages[i - 1] is not before:
+            before.ipython, before.eot = True, False
+    return found
 
 
 def parse_content_part(part: Any) -> dict[str, Any]:
     """Convert a content part in chat API format. Raises :class:`DataError` for parts other than text, image, video."""
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    kind = type(part).__name__
+    if isinstance(part, Mapping):
+        part = {key: value for key, value in part.items() if value is not None}  # tables store missing fields as nulls
+        kind = part.get("type")
     found = None
     if isinstance(part, Mapping) and kind in ("text", *_MEDIA) and "content" in part:
         found = dict(part)
@@ -225,9 +332,12 @@ def mask_messages(
 
     ``train_on_assistant`` trains on all assistant turns, ``train_on_last`` on the last assistant turn, and
     ``train_on_all`` also on user and tool turns, except user turns with media. System turns are always masked.
+    A turn whose row says that it is not trained on (``weight: 0``, ``train: false``, ``loss: false``, ``masked: true``)
+    is always masked; a turn can only be taken out of what the strategy trains on, not added to it.
 
     Raises:
-        DataError: the strategy is unknown.
+        DataError: the strategy is unknown, or a turn that it does not train on says ``train: true`` and is not the
+            assistant's.
 
     Example:
         >>> turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -237,7 +347,9 @@ def mask_messages(
         [True, False]
     """
     strategy = parse_masking_strategy(masking_strategy)
-    turns = as_messages(messages)
+    turns = messages
+    if not all(type(message) is Message for message in messages):
+        turns = as_messages([_without_mask(message) for message in messages])
     last = max((i for i, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
     for i, (message, turn) in enumerate(zip(messages, turns, strict=True)):
         if turn.role == "system":
@@ -248,10 +360,24 @@ def mask_messages(
             masked = turn.role == "user" and turn.contains_media
         else:
             masked = turn.role != "assistant"
+        if turn.stated_training is False:
+            masked = True
+        elif turn.stated_training and masked and turn.role != "assistant":
+            raise DataError(
+                f"turn {i} of '{turn.role}' says that it is trained on, but masking_strategy={strategy.value} does not "
+                "train on it: leave that out, or set masking_strategy=train_on_all for turns of users and tools"
+            )
         if isinstance(message, Message):
             message.masked = masked
         else:
             message["masked"] = masked
+
+
+def _without_mask(message: MessageLike) -> MessageLike:
+    """Return a mapping without the ``masked`` that an earlier strategy has set."""
+    if isinstance(message, Message):
+        return message
+    return {key: value for key, value in message.items() if key != "masked"}
 
 
 def validate_messages(messages: Sequence[MessageLike]) -> None:
@@ -268,20 +394,38 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
     messages = as_messages(messages)
     if len(messages) < 2:
         raise DataError(f"a conversation needs at least 2 turns, this one has {len(messages)}")
+    switch = "allow_any_order=true leaves the order to the chat template"
     last_role = ""
     for i, message in enumerate(messages):
         before = messages[i - 1] if i else None
         if message.role == "system" and i:
-            raise DataError(f"turn {i} is a system turn, which may only be the first")
+            raise DataError(f"turn {i} is a system turn, which may only be the first ({switch})")
         if message.role == "user" and last_role == "user":
-            raise DataError(f"turn {i} is a second user turn in a row")
+            raise DataError(f"turn {i} is a second user turn in a row ({switch})")
         if message.role == "assistant" and last_role not in ("user", "tool", "ipython"):
             raise DataError(
-                f"turn {i} of the assistant follows {last_role or 'nothing'} instead of a user or tool turn"
+                f"turn {i} of the assistant follows {last_role or 'nothing'} instead of a user or tool turn ({switch})"
             )
         if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not _calls_tool(before):
             raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
         last_role = message.role
+
+
+def check_answers(messages: Sequence[Message]) -> None:
+    """Raise :class:`DataError` for a turn that is trained on and says nothing: the model would learn to end at once."""
+    for i, message in enumerate(messages):
+        if message.role == "assistant" and not message.masked and is_empty(message):
+            raise DataError(
+                f"turn {i} of the assistant is empty, from which the model learns to say nothing (train on such turns "
+                "with allow_empty_answers=true)"
+            )
+
+
+def is_empty(message: Message) -> bool:
+    """Return whether a turn has neither text nor media, tool calls or reasoning."""
+    if message.text_content.strip() or message.contains_media:
+        return False
+    return not any(message.extra.get(field) for field in ("tool_calls", *REASONING_FIELDS))
 
 
 def _calls_tool(message: Message | None) -> bool:

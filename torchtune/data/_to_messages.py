@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
+from torchtune.data._conversation import check_same_prompt, read_conversation, tools_entry
 from torchtune.data._images import images_of_columns, is_url, with_images
-from torchtune.data._messages import MaskingStrategy, Message, as_message, mask_messages, parse_masking_strategy
+from torchtune.data._messages import MaskingStrategy, Message, as_messages, parse_masking_strategy, role_of
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
@@ -67,17 +68,6 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
     return parse_masking_strategy(masking_strategy or MaskingStrategy.TRAIN_ON_ASSISTANT)
 
 
-def prompted_and_masked(
-    messages: list[Message], system_prompt: str | None, masking_strategy: MaskingStrategy | str
-) -> list[Message]:
-    """Return the messages with masks; a ``system_prompt`` that is not None replaces their system messages."""
-    if system_prompt is not None:
-        others = [message for message in messages if message.role != "system"]
-        messages = [Message(role="system", content=system_prompt), *others]
-    mask_messages(messages, masking_strategy)
-    return messages
-
-
 def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
     """Return the images of a column, with ``image_dir`` before file names; return an empty list for null."""
     value = column(sample, name)
@@ -90,6 +80,9 @@ def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -
 
 class InputOutputToMessages(Transform):
     """Transform of a row with a question and an answer to a user turn and an assistant turn.
+
+    Question and answer may also be lists of turns (a conversational prompt with its completion). Turns of the prompt
+    are then trained on with ``train_on_all`` only.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
@@ -126,20 +119,36 @@ class InputOutputToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"messages": [...]}``."""
-        content: list[dict[str, Any]] = [{"type": "text", "content": text_column(sample, self.column_map["input"])}]
+        """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
+        images = []
         if self.wants_image or "image" in sample:
             images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
-            content = [{"type": "image", "content": image} for image in images] + content
-        messages = [
-            Message(role="user", content=content),
-            Message(role="assistant", content=text_column(sample, self.column_map["output"])),
-        ]
-        return {"messages": prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)}
+        conversation = read_conversation(
+            sample,
+            [*self._question(sample, images), *answer_turns(sample, self.column_map["output"])],
+            new_system_prompt=self.new_system_prompt,
+            masking_strategy=self.masking_strategy,
+            columns=self.column_map.values(),
+        )
+        return conversation.as_sample()
+
+    def _question(self, sample: Mapping[str, Any], images: list[Any]) -> list[Message]:
+        name = self.column_map["input"]
+        question = column(sample, name)
+        if isinstance(question, str):
+            parts = [{"type": "image", "content": image} for image in images]
+            return [Message(role="user", content=[*parts, {"type": "text", "content": question}])]
+        turns = as_messages(with_images(check_turns(question, name), images))
+        if self.masking_strategy is not MaskingStrategy.TRAIN_ON_ALL:
+            for turn in turns:
+                turn.stated_training = False
+        return turns
 
 
 class AlpacaToMessages(Transform):
     """Transform of a row in Alpaca format to a user turn, with the Alpaca preamble, and an assistant turn.
+
+    A column ``history``, a list of ``[question, answer]`` from the oldest on, becomes earlier turns without preamble.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
@@ -180,15 +189,35 @@ class AlpacaToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"messages": [user, assistant]}``."""
+        """Return ``{"messages": [user, assistant]}``, and the row's earlier turns, system prompt and ``tools``."""
         instruction = text_column(sample, self.column_map["instruction"])
         given = sample.get(self.column_map.get("input", "input")) or ""
         layout = self.template["prompt_input" if given else "prompt_no_input"]
-        messages = [
+        turns = [
+            *_earlier_turns(sample.get("history")),
             Message(role="user", content=layout.format(instruction=instruction, input=given)),
             Message(role="assistant", content=text_column(sample, self.column_map["output"])),
         ]
-        return {"messages": prompted_and_masked(messages, None, self.masking_strategy)}
+        conversation = read_conversation(
+            sample, turns, masking_strategy=self.masking_strategy, columns=self.column_map.values()
+        )
+        return conversation.as_sample()
+
+
+def _earlier_turns(history: Any) -> list[Message]:
+    """Return the turns of a ``history`` in Alpaca format: a list of ``[question, answer]``, or nothing."""
+    if history is None:
+        return []
+    if not isinstance(history, list | tuple):
+        raise DataError(f"column 'history' holds {type(history).__name__}, not a list of [question, answer]")
+    turns = []
+    for pair in history:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise DataError("column 'history' must be a list of [question, answer], two texts each")
+        question, answer = pair
+        turns += [Message(role="user", content=question), Message(role="assistant", content=answer)]
+    return turns
 
 
 class ChosenRejectedToMessages(Transform):
@@ -228,50 +257,63 @@ class ChosenRejectedToMessages(Transform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"chosen": [...], "rejected": [...]}``."""
-        found = {}
+        """Return ``{"chosen": [...], "rejected": [...]}``, with ``tools`` if the row has them."""
+        sides = {}
         for side, name in self.column_map.items():
-            messages = convert_turns(prepend_prompt(column(sample, name), sample, self._prompt))
-            found[side] = prompted_and_masked(messages, self.new_system_prompt, self.masking_strategy)
-        return found
+            sides[side] = read_conversation(
+                sample,
+                turns_with_answer(sample, name, self._prompt),
+                new_system_prompt=self.new_system_prompt,
+                masking_strategy=self.masking_strategy,
+                columns=(*self.column_map.values(), self._prompt),
+            )
+        check_same_prompt(sides["chosen"].messages, sides["rejected"].messages)
+        pair = {side: conversation.messages for side, conversation in sides.items()}
+        return pair | tools_entry(sides["chosen"].tools)
 
 
-def prepend_prompt(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:
+def turns_with_answer(sample: Mapping[str, Any], name: str, prompt: str) -> Sequence[Any]:
     """Return the turns of an answer, preceded by the prompt's turns unless the answer already contains the prompt.
 
     Images in the row's column ``image`` or ``images`` are inserted; see :func:`with_images`.
 
     Args:
-        answer: a text, or turns.
         sample: the row.
+        name: column of the answer, a text, a turn, or turns.
         prompt: column of the prompt, a text or turns.
 
     Raises:
-        DataError: the answer is neither a text nor a list of turns, or neither the answer nor the row has a prompt.
+        DataError: the answer is neither a text nor turns, or neither the answer nor the row has a prompt.
     """
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    if not isinstance(answer, Sequence):
-        raise DataError(f"a conversation must be a list of turns, not {type(answer).__name__}")
+    answer = answer_turns(sample, name)
     images = images_of_columns(sample)
-    if not answer or check_turn(answer[0])["role"] != "assistant":
+    if not answer or role_of(answer[0]) != "assistant":
         return with_images(answer, images)
     question = column(sample, prompt)
-    if not isinstance(question, str | Sequence):
+    if not isinstance(question, str | list | tuple):
         kind = "nothing" if question is None else type(question).__name__
         raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")
     return [*with_images(question, images), *answer]
 
 
-def convert_turns(turns: Sequence[Any]) -> list[Message]:
-    """Convert turns to messages and drop unknown fields. Raises :class:`DataError` for an invalid turn."""
-    known = ("role", "content", "masked", "ipython", "eot", "extra")
-    return [as_message({key: turn[key] for key in known if key in turn}) for turn in map(check_turn, turns)]
+def answer_turns(sample: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """Return the turns of a column that holds a text of the assistant, a turn, or a list of turns."""
+    answer = column(sample, name)
+    if isinstance(answer, str):
+        return [Message(role="assistant", content=answer)]
+    if isinstance(answer, Mapping):
+        return [answer]
+    if not isinstance(answer, list | tuple):
+        kind = "nothing" if answer is None else type(answer).__name__
+        raise DataError(f"column '{name}' holds {kind}, not a text or a list of turns")
+    return answer
 
 
-def check_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:
-    """Check and return ``turn``. Raises :class:`DataError` if it is not a mapping with a role and a content."""
-    if not isinstance(turn, Mapping) or role_key not in turn or content_key not in turn:
-        found = sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__
-        raise DataError(f"a turn must have '{role_key}' and '{content_key}', not {found}")
-    return turn
+def check_turns(value: Any, name: str) -> Sequence[Any]:
+    """Return the turns of a column; raise :class:`DataError` unless they are a list of at least one turn."""
+    if not isinstance(value, list | tuple):
+        kind = "nothing" if value is None else type(value).__name__
+        raise DataError(f"column '{name}' holds {kind}, not a list of turns")
+    if not value:
+        raise DataError(f"column '{name}' holds a conversation without turns")
+    return value

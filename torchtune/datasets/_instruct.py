@@ -10,6 +10,8 @@ from torchtune.datasets._sft import SFTDataset
 from torchtune.datasets._sft_builder import sft_dataset
 from torchtune.tokenizers import ModelTokenizer
 
+_PUBLISHED_ALPACA = ("tatsu-lab/alpaca", "yahma/alpaca-cleaned")
+
 
 def instruct_dataset(
     tokenizer: ModelTokenizer,
@@ -25,6 +27,9 @@ def instruct_dataset(
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
     """Build a dataset of rows with an instruction and an answer.
+
+    Both are texts, or lists of turns: the prompts and completions of a conversation. Of these, the turns of the
+    completion are trained on.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -72,7 +77,9 @@ def alpaca_dataset(
 ) -> SFTDataset | PackedDataset:
     """Build a dataset in Alpaca format: columns ``instruction``, ``input`` (may be empty) and ``output``.
 
-    By default the instruction is trained on, too. Arguments: see :func:`instruct_dataset`.
+    By default the instruction is trained on, too. Columns ``system`` and ``history`` are read as well, see
+    :class:`torchtune.data.AlpacaToMessages`. The published data has some empty outputs, which are trained on unless
+    ``allow_empty_answers`` is False; in other data they are refused. Arguments: see :func:`instruct_dataset`.
 
     Raises:
         DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
@@ -85,6 +92,8 @@ def alpaca_dataset(
     transform = AlpacaToMessages(
         train_on_input=train_on_input, column_map=column_map, masking_strategy=masking_strategy
     )
+    if source in _PUBLISHED_ALPACA and load_dataset_kwargs.get("data_files") is None:
+        load_dataset_kwargs.setdefault("allow_empty_answers", True)
     return sft_dataset(
         tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
     )

@@ -11,10 +11,9 @@ from torchtune.data import (
     Transform,
     check_column_map,
     column,
-    convert_turns,
-    prepend_prompt,
-    prompted_and_masked,
+    read_conversation,
     resolve_masking,
+    turns_with_answer,
 )
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
 from torchtune.datasets._row_source import Source
@@ -47,14 +46,18 @@ class LabelledAnswerToMessages(Transform):
         self.masking_strategy = resolve_masking(None, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``messages`` and ``is_chosen``, True for a good answer."""
+        """Return ``messages`` and ``is_chosen``, True for a good answer, with ``tools`` if the row has them."""
         label = column(sample, self.column_map["label"])
         if label not in (True, False):  # also accepts 1 and 0
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
-        answer = column(sample, self.column_map["completion"])
-        turns = prepend_prompt(answer, sample, self.column_map.get("prompt", "prompt"))
-        messages = prompted_and_masked(convert_turns(turns), None, self.masking_strategy)
-        return {"messages": messages, "is_chosen": bool(label)}
+        prompt = self.column_map.get("prompt", "prompt")
+        conversation = read_conversation(
+            sample,
+            turns_with_answer(sample, self.column_map["completion"], prompt),
+            masking_strategy=self.masking_strategy,
+            columns=(*self.column_map.values(), prompt),
+        )
+        return {**conversation.as_sample(), "is_chosen": bool(label)}
 
 
 class KTODataset(PreferenceDataset):
@@ -78,12 +81,21 @@ class KTODataset(PreferenceDataset):
                 raise DataError(f"{self.source} has no answer that is labeled {kind}: both kinds are needed.")
 
     @staticmethod
-    def _tokenize(row: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Any]]:
+    def _tokenize(
+        row: Mapping[str, Any], tokenizer: Any, limit: int | None, allow_empty_answers: bool
+    ) -> dict[str, dict[str, Any]]:
         if missing := {"messages", "is_chosen"} - row.keys():
             raise DataError(
                 f"message_transform gives no '{min(missing)}' among {', '.join(map(repr, row)) or 'nothing'}"
             )
-        sample = tokenize_answer(row["messages"], tokenizer, limit, "the answer")
+        sample = tokenize_answer(
+            row["messages"],
+            tokenizer,
+            limit,
+            "the answer",
+            tools=row.get("tools"),
+            allow_empty_answers=allow_empty_answers,
+        )
         return {"answers": {**sample, "note": {**sample.get("note", {}), "is_chosen": bool(row["is_chosen"])}}}
 
     def __getitem__(self, index: int) -> dict[str, Any]:

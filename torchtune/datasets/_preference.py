@@ -12,8 +12,10 @@ from torchtune.data import (
     MaskingName,
     Transform,
     as_messages,
+    check_answers,
     check_tokenizer,
     copy_sample,
+    is_empty,
 )
 from torchtune.datasets._labels import NO_LABEL, has_label, shifted_labels
 from torchtune.datasets._row_images import encoded, row_error, tokenize_text
@@ -37,6 +39,7 @@ class PreferenceDataset(TokenizedDataset):
         tokenizer: tokenizer of the model.
         filter_fn: function of a row; rows for which it returns False are dropped.
         packed: not supported; True raises.
+        allow_empty_answers: train on answers that say nothing; by default they are refused.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
@@ -60,6 +63,7 @@ class PreferenceDataset(TokenizedDataset):
         tokenizer: ModelTokenizer,
         filter_fn: Callable[..., bool] | None = None,
         packed: bool = False,
+        allow_empty_answers: bool = False,
         **load_dataset_kwargs: Any,
     ) -> None:
         if packed:
@@ -70,9 +74,14 @@ class PreferenceDataset(TokenizedDataset):
         limit = getattr(tokenizer, "max_seq_len", None)
 
         def samples(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-            return self._tokenize(copy_sample(message_transform(row), "message_transform"), tokenizer, limit)
+            sample = copy_sample(message_transform(row), "message_transform")
+            return self._tokenize(sample, tokenizer, limit, allow_empty_answers)
 
-        depends_on = {"masks and columns": message_transform, "tokenizer": tokenizer}
+        depends_on = {
+            "masks and columns": message_transform,
+            "tokenizer": tokenizer,
+            "allow_empty_answers": allow_empty_answers,
+        }
         work = Tokenize(samples, self._names)
         self._read(self._prepare(found, depends_on, work, limit=limit, skips=found.skips))
         self._rows = encoded(found.rows(), message_transform) if self.num_images else None
@@ -82,12 +91,21 @@ class PreferenceDataset(TokenizedDataset):
         self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
 
     @staticmethod
-    def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Sequence[int]]]:
+    def _tokenize(
+        pair: Mapping[str, Any], tokenizer: Any, limit: int | None, allow_empty_answers: bool
+    ) -> dict[str, dict[str, Sequence[int]]]:
         samples = {}
         for side in _SIDES:
             if side not in pair:
                 raise DataError(f"message_transform gives no '{side}' among {', '.join(map(repr, pair)) or 'nothing'}")
-            samples[side] = tokenize_answer(pair[side], tokenizer, limit, f"the {side} answer")
+            samples[side] = tokenize_answer(
+                pair[side],
+                tokenizer,
+                limit,
+                f"the {side} answer",
+                tools=pair.get("tools"),
+                allow_empty_answers=allow_empty_answers,
+            )
         if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:
             cut = limit is not None and len(samples["chosen"]["tokens"]) >= limit
             raise DataError(f"both answers are the same{f' within max_seq_len={limit}' if cut else ''}")
@@ -122,7 +140,15 @@ class PreferenceDataset(TokenizedDataset):
             raise row_error(error, self.source, row, self._rows, skips=True) from error
 
 
-def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, Sequence[int]]:
+def tokenize_answer(
+    messages: Any,
+    tokenizer: Any,
+    limit: int | None,
+    name: str,
+    *,
+    tools: list[Any] | None,
+    allow_empty_answers: bool,
+) -> dict[str, Sequence[int]]:
     """Tokenize a conversation that ends with an answer; return tokens, pre-shifted labels, and facts about images.
 
     Args:
@@ -130,6 +156,8 @@ def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str)
         tokenizer: tokenizer of the model.
         limit: its ``max_seq_len``, for the error message.
         name: name of the answer, for the error message.
+        tools: tool definitions of the row.
+        allow_empty_answers: whether the answer may say nothing.
 
     Raises:
         DataError: the answer is missing or empty, or has no label after truncation.
@@ -137,9 +165,11 @@ def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str)
     messages = as_messages(messages)
     if not messages or messages[-1].role != "assistant":
         raise DataError(f"{name} is missing: the last turn must be the assistant's")
-    if not messages[-1].contains_media and not messages[-1].text_content.strip():
-        raise DataError(f"{name} is empty")
-    tokens, mask, note = tokenize_text(tokenizer, messages)
+    if not allow_empty_answers:
+        if is_empty(messages[-1]):
+            raise DataError(f"{name} is empty (train on such answers with allow_empty_answers=true)")
+        check_answers(messages)
+    tokens, mask, note = tokenize_text(tokenizer, messages, tools=tools)
     sample = {"tokens": tokens, "labels": shifted_labels(tokens, mask), **({"note": note} if note else {})}
     if not has_label(sample):
         raise DataError(f"{NO_LABEL} in {name}" + why_no_label(sample, limit, "the prompt is too long"))

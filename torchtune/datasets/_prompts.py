@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import (
+    Conversation,
     DataError,
     Message,
-    as_messages,
     check_tokenizer,
     images_of_columns,
-    prompted_and_masked,
+    read_conversation,
     with_images,
 )
 from torchtune.datasets._row_images import row_error, tokenize_text
@@ -63,29 +63,28 @@ class PromptDataset(TokenizedDataset):
         self._rows = found.rows()
 
     def _prompt(self, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        messages, _ = self._split(row)
-        messages.append(Message(role="assistant", content=""))
-        tokens, _, note = tokenize_text(self._tokenizer, messages, inference=True)
+        prompt, _ = self._split(row)
+        messages = [*prompt.messages, Message(role="assistant", content="")]
+        tokens, _, note = tokenize_text(self._tokenizer, messages, inference=True, tools=prompt.tools)
         tokens = list(tokens)
         limit = getattr(self._tokenizer, "max_seq_len", None)
         if limit is not None and len(tokens) >= limit:
             raise DataError(f"the prompt is as long as max_seq_len={limit}, or longer")
         return {"rows": {"tokens": tokens, "labels": tokens, **({"note": note} if note else {})}}
 
-    def _split(self, row: Mapping[str, Any]) -> tuple[list[Message], str | None]:
-        """Return the messages of the prompt, and the reference answer if the last message is the assistant's."""
+    def _split(self, row: Mapping[str, Any]) -> tuple[Conversation, Message | None]:
+        """Return the prompt, and the reference answer if the last message is the assistant's."""
         if not isinstance(row, Mapping) or self._column not in row:
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             raise DataError(f"there is no column '{self._column}' among {found or 'none'}")
-        value = row[self._column]
-        messages = list(as_messages(with_images(value, images_of_columns(row))))
+        turns = with_images(row[self._column], images_of_columns(row))
+        prompt = read_conversation(row, turns, new_system_prompt=self._system, columns=(self._column,))
         answer = None
-        if messages and messages[-1].role == "assistant":
-            answer = messages.pop().text_content
-        messages = prompted_and_masked(messages, self._system, "train_on_assistant")
-        if not any(message.text_content.strip() for message in messages if message.role != "system"):
+        if prompt.messages and prompt.messages[-1].role == "assistant":
+            answer = prompt.messages.pop()
+        if not any(message.text_content.strip() for message in prompt.messages if message.role != "system"):
             raise DataError("the prompt is empty")
-        return messages, answer
+        return prompt, answer
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens``, ``labels``, ``row`` (its columns), ``number`` (of the row), ``messages`` (of the prompt)
@@ -95,9 +94,10 @@ class PromptDataset(TokenizedDataset):
         """
         tokens = self.store.lists(index)["tokens"]
         row = dict(self._rows[index])
-        messages, answer = self._split(row)
+        prompt, answer = self._split(row)
+        messages = prompt.messages
         if answer is not None:
-            row.setdefault("answer", answer)
+            row.setdefault("answer", answer.text_content)
         images = {}
         if self.num_images:
             try:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torchtune.data import DataError
 from torchtune.datasets._lines import Line, line_files, matching, parsed, refuse_shrunk
 from torchtune.datasets._preview import NotRead, is_preview
-from torchtune.datasets._row_source import LOADERS, load_rows, plain_files, resolve_source
+from torchtune.datasets._row_source import LOADERS, load_rows, plain_files, resolve_source, without_added_nulls
 from torchtune.utils import first_line, is_gzip
 
 _EDGE = 1 << 20
@@ -130,7 +130,7 @@ class HubReader:
             if self._open is None or self._open[0] != position or position is None:
                 self._dataset.load_state_dict(_plain(state or self._beginning))
                 self._open = (position, iter(self._dataset))
-            rows = list(islice(self._open[1], count))
+            rows = [without_added_nulls(row) for row in islice(self._open[1], count)]
             after = [_plain(self._dataset.state_dict()), before + len(rows)] if len(rows) == count else None
         except Exception as error:  # remote readers raise errors of a dozen packages
             raise DataError(

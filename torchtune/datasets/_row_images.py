@@ -7,39 +7,45 @@ from typing import Any
 
 import torch
 
-from torchtune.data import DataError, Message, Video, check_image, each_image, image_size, open_image
+from torchtune.data import (
+    DataError,
+    Message,
+    Video,
+    check_image,
+    each_image,
+    image_size,
+    open_image,
+    tools_entry,
+)
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._processes import in_parts
+from torchtune.datasets._row_source import TableRows, without_added_nulls
 from torchtune.datasets._tokenize import Tokenize
-from torchtune.tokenizers import arrays_of
+from torchtune.tokenizers import arrays_of, tool_options
 
 
-class EncodedRows:
+class EncodedRows(TableRows):
     """Rows of a ``datasets.Dataset`` in which images stay encoded, as ``{"bytes", "path"}``.
 
     Args:
-        rows: a ``datasets.Dataset``.
+        table: a ``datasets.Dataset``.
     """
 
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    def __init__(self, table: Any) -> None:
+        super().__init__(table.with_format("arrow"))
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        return self._rows[index].to_pylist()[0]
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return without_added_nulls(self.table[index].to_pylist()[0])
 
 
 def encoded(rows: Any, message_transform: Any) -> Any:
-    """Return a ``datasets.Dataset`` as :class:`EncodedRows` if ``message_transform`` accepts encoded images."""
-    is_table = hasattr(rows, "with_format") and hasattr(rows, "features")
-    return EncodedRows(rows) if is_table and getattr(message_transform, "takes_encoded_images", False) else rows
+    """Return rows of a table as :class:`EncodedRows` if ``message_transform`` accepts encoded images."""
+    table = rows.table if isinstance(rows, TableRows) else rows
+    is_table = hasattr(table, "with_format") and hasattr(table, "features")
+    return EncodedRows(table) if is_table and getattr(message_transform, "takes_encoded_images", False) else rows
 
 
 def images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -81,9 +87,9 @@ def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
 
 
 def tokenize_text(
-    tokenizer: Any, messages: Sequence[Message], inference: bool = False
+    tokenizer: Any, messages: Sequence[Message], inference: bool = False, tools: list[Any] | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Tokenize a conversation without decoding its images.
+    """Tokenize a conversation and its tools without decoding its images.
 
     Returns:
         tokens, mask, and a note for the row, which is empty without images.
@@ -92,12 +98,13 @@ def tokenize_text(
         DataError: the conversation cannot be tokenized, an image cannot be opened, or the tokenizer returns no patches.
     """
     if not any(message.contains_media for message in messages):
-        sample = {"messages": messages}
+        sample = {"messages": messages} | tools_entry(tools)
         row = tokenizer(sample, inference=True) if inference else arrays_of(tokenizer, sample)
         return row["tokens"], row["mask"], {}
     if not getattr(tokenizer, "gives_patches", False):
         raise DataError(f"a turn has an image, but a {type(tokenizer).__name__} takes text only here: use text")
-    tokens, mask = tokenizer.tokenize_messages(messages, add_end_tokens=not inference)
+    options = tool_options(tokenizer, tools)
+    tokens, mask = tokenizer.tokenize_messages(messages, add_end_tokens=not inference, **options)
     return tokens, mask, {"images": check_images({"messages": messages}, decode=False)}
 
 

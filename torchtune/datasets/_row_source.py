@@ -174,6 +174,50 @@ def _broken_place(names: Sequence[str]) -> str | None:
     return None
 
 
+class TableRows:
+    """Rows of a ``datasets.Dataset``, without the nulls that a table adds to nested mappings.
+
+    In a table every mapping of a column has the fields of all others, so that a call of one tool would have the
+    arguments of all tools. A field that is null in its row was usually absent; tables cannot tell the difference.
+
+    Args:
+        table: a ``datasets.Dataset``.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (without_added_nulls(row) for row in self.table)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return without_added_nulls(self.table[index])
+
+    def select(self, indices: Sequence[int]) -> "TableRows":
+        """Return the rows at ``indices``."""
+        return type(self)(self.table.select(indices))
+
+
+def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without null fields in nested mappings."""
+    return {name: _without_nulls(value) if isinstance(value, list | dict) else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_nested_fields(rows: Any) -> bool:
+    """Return whether rows are a ``datasets.Dataset`` with a column of mappings."""
+    schema = getattr(getattr(rows, "features", None), "arrow_schema", ())
+    return any("struct<" in str(field.type) for field in schema)
+
+
 class RowSource:
     """Source of rows, by name or in memory.
 
@@ -229,7 +273,12 @@ class RowSource:
     def rows(self) -> Any:
         """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
         if self._is_here:
-            return _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
+            rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
+        else:
+            rows = self._loaded()
+        return TableRows(rows) if _has_nested_fields(rows) else rows
+
+    def _loaded(self) -> Any:
         if self._rows is None:
             self._rows = self._load()
         return self._rows
@@ -252,7 +301,7 @@ class RowSource:
                 splits = {split: len(_files(part)) for split, part in files.items()} if is_split else None
                 fingerprint.add_files("data", ["folder" if files == where else where, kwargs, splits], names)
                 return
-        rows = self._rows if self._is_here else self.rows()
+        rows = self._rows if self._is_here else self._loaded()
         known = getattr(rows, "_fingerprint", None)  # set by the datasets package; covers content and transforms
         if isinstance(known, str):
             fingerprint.add("data", known)

@@ -6,14 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.data import DataError, Message, Transform, as_messages, check_tokenizer, copy_sample, validate_messages
+from torchtune.data import (
+    DataError,
+    Message,
+    Transform,
+    as_messages,
+    check_answers,
+    check_tokenizer,
+    copy_sample,
+    validate_messages,
+)
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._labels import shifted_labels
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._shared import is_preparing
 from torchtune.datasets._tokenize import OnReading, TokenizedDataset, TransformRows
-from torchtune.tokenizers import arrays_of
+from torchtune.tokenizers import arrays_of, tool_options
 
 
 class SFTTransform(Transform):
@@ -22,6 +31,8 @@ class SFTTransform(Transform):
     Args:
         message_transform: row -> ``messages``; ``None`` if the rows have them.
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
+        allow_any_order: leave the order of the turns to the chat template, instead of :func:`validate_messages`.
+        allow_empty_answers: train on turns of the assistant that say nothing.
 
     Example:
         >>> transform = torchtune.datasets.SFTTransform(torchtune.data.OpenAIToMessages(), tokenizer)
@@ -31,10 +42,18 @@ class SFTTransform(Transform):
         True
     """
 
-    def __init__(self, message_transform: Transform | None = None, model_transform: Transform | None = None) -> None:
+    def __init__(
+        self,
+        message_transform: Transform | None = None,
+        model_transform: Transform | None = None,
+        *,
+        allow_any_order: bool = False,
+        allow_empty_answers: bool = False,
+    ) -> None:
         check_tokenizer(model_transform)
         self.message_transform = message_transform
         self.model_transform = model_transform
+        self.allow_any_order, self.allow_empty_answers = allow_any_order, allow_empty_answers
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and further outputs of the transforms.
@@ -74,7 +93,10 @@ class SFTTransform(Transform):
         sample = copy_sample(self.message_transform(sample), "message_transform")
         if "messages" in sample:
             sample["messages"] = as_messages(sample["messages"])
-            validate_messages(sample["messages"])
+            if not self.allow_any_order:
+                validate_messages(sample["messages"])
+            if not self.allow_empty_answers:
+                check_answers(sample["messages"])
         return sample
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
@@ -86,7 +108,8 @@ class SFTTransform(Transform):
         images = check_images(sample, decode)
         if "messages" not in sample:
             raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
-        tokens, mask = self.model_transform.tokenize_messages(sample["messages"])
+        options = tool_options(self.model_transform, sample.get("tools"))
+        tokens, mask = self.model_transform.tokenize_messages(sample["messages"], **options)
         return {"tokens": tokens, "labels": shifted_labels(tokens, mask), "note": images}
 
 
@@ -111,6 +134,10 @@ class SFTDataset(TokenizedDataset):
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
         filter_fn: function of a row; rows for which it returns False are dropped.
         filter_kwargs: passed to ``datasets.Dataset.filter``.
+        allow_any_order: leave the order of the turns to the chat template; by default a later system turn, or two
+            turns of the user or the assistant in a row, are refused.
+        allow_empty_answers: train on turns of the assistant that say nothing; by default they are refused, because the
+            model learns from them to end at once.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``; ``prepared``: an output folder of ``tune data
             prepare``.
 
@@ -138,9 +165,12 @@ class SFTDataset(TokenizedDataset):
         model_transform: Transform,
         filter_fn: Callable[..., bool] | None = None,
         filter_kwargs: Mapping[str, Any] | None = None,
+        allow_any_order: bool = False,
+        allow_empty_answers: bool = False,
         **load_dataset_kwargs: Any,
     ) -> None:
-        self._transform = transform = SFTTransform(message_transform, model_transform)
+        checks = {"allow_any_order": allow_any_order, "allow_empty_answers": allow_empty_answers}
+        self._transform = transform = SFTTransform(message_transform, model_transform, **checks)
         self._found = found = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
         limit, side = (
             getattr(model_transform, "max_seq_len", None),
@@ -155,7 +185,7 @@ class SFTDataset(TokenizedDataset):
         try:
             rows = self._prepare(
                 found,
-                {"masks and columns": message_transform, "tokenizer": model_transform},
+                {"masks and columns": message_transform, "tokenizer": model_transform, **checks},
                 TransformRows(tokenize, limit, side, notes=self.on_reading),
                 limit=limit,
                 load=self._load,

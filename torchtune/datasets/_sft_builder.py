@@ -29,8 +29,9 @@ def sft_dataset(
     if settings.get("streaming"):
         if getattr(tokenizer, "reasoning", None) == "split":
             raise DataError("reasoning=split makes several samples of a row: leave streaming out.")
+        checks = {name: settings.pop(name) for name in ("allow_any_order", "allow_empty_answers") if name in settings}
         return StreamedDataset(
-            SFTTransform(message_transform, tokenizer).as_arrays,
+            SFTTransform(message_transform, tokenizer, **checks).as_arrays,
             source,
             limit=getattr(tokenizer, "max_seq_len", None),
             side=getattr(tokenizer, "truncation_type", "right"),

@@ -32,5 +32,6 @@ __getattr__, __dir__, __all__ = attach(
         "arrays_of": "_protocols",
         "required_ids": "_marked_turns",
         "text_only": "_protocols",
+        "tool_options": "_protocols",
     },
 )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from torchtune.data import DataError, Message, MessageLike, as_messages, truncate_row
+from torchtune.data import REASONING_FIELDS, DataError, Message, MessageLike, as_messages, truncate_row
 from torchtune.tokenizers._cached_bpe import Tokens
 from torchtune.tokenizers._chat_template import ChatTemplate
 from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
@@ -21,7 +21,6 @@ from torchtune.tokenizers._protocols import (
     row_of,
 )
 from torchtune.tokenizers._reasoning import (
-    REASONING_FIELDS,
     KeptReasoning,
     ReasoningPolicy,
     earlier_reasoning,

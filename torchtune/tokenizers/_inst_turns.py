@@ -180,8 +180,6 @@ def _parsed(text: str) -> Any:
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
-    arguments = function.get("arguments")
     if not isinstance(call.get("id"), str):
         raise DataError("The layout of [INST] needs the 'id' of every tool call.")
-    arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
-    return {"name": function.get("name"), "arguments": arguments, "id": call["id"]}
+    return {"name": function.get("name"), "arguments": function.get("arguments"), "id": call["id"]}

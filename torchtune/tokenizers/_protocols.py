@@ -1,10 +1,12 @@
 """Tokenizer protocols, and the transform and checks that tokenizers share."""
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torchtune.data import DataError, Message, MessageLike, copy_sample
+from torchtune.utils import get_logger, log_once
 
 
 class BaseTokenizer(Protocol):
@@ -63,7 +65,7 @@ class MessageTransform:
             DataError: the messages do not fit the chat layout.
         """
         sample = row_of(sample)
-        options = {"tools": sample.pop("tools", None)} if self.takes_tools else {}
+        options = tool_options(self, sample.pop("tools", None) if self.takes_tools else sample.get("tools"))
         tokens, mask = self.tokenize_messages(messages_of(sample), add_end_tokens=not inference, **options)
         return {**sample, "tokens": tokens, "mask": mask}
 
@@ -76,6 +78,23 @@ def messages_of(sample: dict[str, Any]) -> Sequence[MessageLike]:
             "give them"
         )
     return sample.pop("messages")
+
+
+def tool_options(tokenizer: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
+    """Return the argument of ``tokenize_messages`` with the tools of a row; none without tools.
+
+    A tokenizer whose layout has no place for tools gets none, which is said once.
+    """
+    if tools is None:
+        return {}
+    if getattr(tokenizer, "takes_tools", False):
+        return {"tools": tools}
+    message = (
+        f"Rows have tools, which a {type(tokenizer).__name__} does not write into the prompt: use the checkpoint's "
+        "chat template (torchtune.tokenizers.hf_tokenizer) if the model has to see them."
+    )
+    log_once(get_logger(), message, logging.WARNING)
+    return {}
 
 
 def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:

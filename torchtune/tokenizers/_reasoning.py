@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, Literal, NamedTuple
 
-from torchtune.data import DataError, Message
+from torchtune.data import REASONING_FIELDS, DataError, Message
 
 ReasoningPolicy = Literal["strip", "keep", "split"]
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _END = "</think>"  # ends reasoning inside of a turn's text
 _KEY = f"k{uuid.uuid4().hex}"  # letters and digits only, like all marks
 Turn = Mapping[str, Any]

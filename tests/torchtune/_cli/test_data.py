@@ -63,7 +63,7 @@ def test_formats(kind):
 def test_what_is_wrong_is_named_with_its_line(tmp_path, tune):
     before = set(sys.modules)
     rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]
-    rows += [[{"role": "human", "content": "red"}, TURNS[1]], [{"role": "user", "content": 5}, TURNS[1]]]
+    rows += [[{"role": "robot", "content": "red"}, TURNS[1]], [{"role": "user", "content": 5}, TURNS[1]]]
     first, *others = [{"messages": turns} for turns in rows]
     path = write(tmp_path / "rows.jsonl", first, others[0], "", '{"messages": [', *others[1:4], "[1]", *others[4:])
     with path.open("ab") as file:
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, tune):
         (2, "a conversation needs at least 2 turns"), (4, "no JSON, Expecting value at column 15"),
         (6, "turn 0 of the assistant follows nothing"), (7, "turn 1 is a second user turn in a row"),
         (8, "a row must be a mapping"), (9, "a turn of 'user' has no content"),
-        (10, "'human' is not a role: use system, user, "),
+        (10, "'robot' is not a role: use system, user, "),
         (11, "the content of a turn of 'user' must be a text"), (12, "byte 18 is not UTF-8"),
     ):  # fmt: skip
         assert f"{path}:{line}: {reason}" in out

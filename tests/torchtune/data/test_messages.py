@@ -162,7 +162,7 @@ def test_openai_with_tools():
     assert sample["tools"] == [{"name": "f"}]
     assert (user.text_content, user.extra) == ("q", {})
     assert (calling.ipython, calling.eot) == (True, False)
-    assert calling.extra == {"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    assert calling.extra == {"tool_calls": [call]}
     assert (tool.eot, tool.extra) == (False, {"name": "f"})
     assert (answer.eot, answer.extra) == (True, {"reasoning_content": "think"})
     validate_messages(sample["messages"])

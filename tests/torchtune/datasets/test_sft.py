@@ -253,7 +253,7 @@ def test_preference_data(tokenizer, tmp_path):
         )
     assert hh_rlhf_helpful_dataset(tokenizer, data_files=path)[1] == expected
     assert stack_exchange_paired_dataset(tokenizer, data_files=path)[0] == expected
-    long = {"chosen": openai("a " * 300, "b")["messages"], "rejected": openai("a", "b")["messages"]}
+    long = {"chosen": openai("a " * 300, "b")["messages"], "rejected": openai("a " * 300, "c")["messages"]}
     message = refused(preference_dataset, tokenizer, source=str(write_lines(tmp_path / "b.jsonl", [pair, long])))
     assert "row 1: no label is left in the chosen answer within max_seq_len=" in message
     assert "the prompt is too long" in message

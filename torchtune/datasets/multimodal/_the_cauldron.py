@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune.data import DataError, Message, Transform, check_column_map, check_turn, column, image_column
+from torchtune.data import DataError, Message, Transform, check_column_map, column, image_column, read_conversation
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import LOADERS, Source, _suffix
 from torchtune.datasets._sft import SFTDataset, SFTTransform
 from torchtune.datasets.multimodal._image_builder import image_dataset
+
+_SIDES = ("user", "assistant")
 
 
 class TheCauldronToMessages(Transform):
@@ -30,24 +32,24 @@ class TheCauldronToMessages(Transform):
         self.new_system_prompt = new_system_prompt
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"messages": [...]}``."""
+        """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["texts"]
-        turns = column(sample, name)
-        if not isinstance(turns, list | tuple) or not turns:
-            raise DataError(f"column '{name}' holds {type(turns).__name__}, not a list of questions with answers")
+        pairs = column(sample, name)
+        if not isinstance(pairs, list | tuple) or not pairs:
+            raise DataError(f"column '{name}' holds {type(pairs).__name__}, not a list of questions with answers")
         messages = []
-        if self.new_system_prompt is not None:
-            messages.append(Message(role="system", content=self.new_system_prompt, masked=True))
         images = image_column(sample, self.column_map["images"], None)
         content = [{"type": "image", "content": image} for image in images]
-        for turn in turns:
-            check_turn(turn, "user", "assistant")
-            if not all(isinstance(turn[side], str) for side in ("user", "assistant")):
-                raise DataError(f"column '{name}' holds a question or an answer that is not a text")
-            messages.append(Message("user", [*content, {"type": "text", "content": turn["user"]}], masked=True))
-            messages.append(Message("assistant", turn["assistant"]))
+        for pair in pairs:
+            if not isinstance(pair, Mapping) or not all(isinstance(pair.get(side), str) for side in _SIDES):
+                raise DataError(f"column '{name}' holds something else than questions and answers: both must be texts")
+            messages.append(Message("user", [*content, {"type": "text", "content": pair["user"]}]))
+            messages.append(Message("assistant", pair["assistant"]))
             content = []
-        return {"messages": messages}
+        conversation = read_conversation(
+            sample, messages, new_system_prompt=self.new_system_prompt, columns=self.column_map.values()
+        )
+        return conversation.as_sample()
 
 
 def the_cauldron_transform(

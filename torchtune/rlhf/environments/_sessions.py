@@ -137,13 +137,13 @@ class Sessions:
             RolloutError: the chat template does not write replies of tools.
         """
         bridge = Bridge(self._tokenizer, tools)
-        turns = as_messages([_rendered(message) for message in messages])
+        turns = as_messages(messages)
         if any(turn.contains_media for turn in turns):
             raise DataError("a message has an image, and only text is read")
         known = self._sessions.get(session, _Session()).turns
         conversation = hashlib.sha256(json.dumps([model, list(tools)]).encode())
         after, new = None, []
-        for number, message in enumerate(messages, 1):
+        for number, message in enumerate(turns, 1):
             if (turn := known.get(_add(conversation, message))) is not None:
                 after, new = turn, turns[number:]
         replies = {one.extra.get("tool_call_id"): one.text_content for one in new if one.role == "tool"}
@@ -195,7 +195,7 @@ class Sessions:
             sample.sampling.append(sampling)
             sample.finished = finished
             turn = _Turn(sample, len(sample.tokens), finished, calls or {})
-            kept.turns.setdefault(_add(begun.hash, answer), turn)
+            kept.turns.setdefault(_add(begun.hash, as_messages([answer])[0]), turn)
             while len(self._sessions) > 1 and self._num_tokens() > self._max_tokens:
                 del self._sessions[next(iter(self._sessions))]
                 self.num_forgotten += 1
@@ -210,31 +210,11 @@ class Sessions:
         return sum(len(sample.tokens) for one in self._sessions.values() for sample in one.samples)
 
 
-def _rendered(message: Any) -> Any:
-    """Return a message for the chat template, without nulls and with the arguments of tool calls as objects."""
-    if not isinstance(message, Mapping):
-        return message
-    message = {name: value for name, value in message.items() if value is not None}
-    if message.get("role") == "developer":
-        message["role"] = "system"
-    if calls := message.get("tool_calls"):
-        functions = [{**call["function"], "arguments": _arguments(call)} for call in calls]
-        message["tool_calls"] = [{**call, "function": one} for call, one in zip(calls, functions, strict=True)]
-    return message
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    arguments = call["function"]["arguments"]
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-def _add(conversation: Any, message: Mapping[str, Any]) -> bytes:
+def _add(conversation: Any, message: Message) -> bytes:
     """Update the hash of a conversation with the identifying fields of a message, and return the digest."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(str(part.get("text", part)) for part in content)
-    calls = [(call["function"]["name"], _arguments(call)) for call in message.get("tool_calls") or ()]
-    parts = [message.get("role"), content.strip(), message.get("tool_call_id"), calls]
+    functions = [call["function"] for call in message.extra.get("tool_calls") or ()]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    parts = [message.role, message.text_content.strip(), message.extra.get("tool_call_id"), calls]
     conversation.update(json.dumps(parts, sort_keys=True).encode())
     return conversation.digest()
 

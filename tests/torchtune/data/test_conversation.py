@@ -1,0 +1,356 @@
+"""Whatever a row says about its conversation is read, from every format, or refused with a sentence."""
+
+import json
+
+import pytest
+
+from torchtune.data import (
+    AlpacaToMessages,
+    ChosenRejectedToMessages,
+    DataError,
+    InputOutputToMessages,
+    Message,
+    OpenAIToMessages,
+    ShareGPTToMessages,
+    as_messages,
+    mask_messages,
+    validate_messages,
+)
+from torchtune.datasets import LabelledAnswerToMessages
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string", "default": None, "enum": ["a", None]}},
+        },
+    },
+}
+QUESTION, ANSWER = {"role": "user", "content": "Is it warm?"}, {"role": "assistant", "content": "Yes."}
+
+
+def call(arguments, name="weather", **fields):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **fields}
+
+
+def calling(arguments, **fields):
+    return {"role": "assistant", "content": "", "tool_calls": [call(arguments)], **fields}
+
+
+def openai(*turns, **columns):
+    return OpenAIToMessages()({"messages": list(turns), **columns})
+
+
+# Format -> function that reads a question with its answer, and columns, in this format.
+READERS = {
+    "openai": lambda **columns: OpenAIToMessages()({"messages": [QUESTION, ANSWER], **columns}),
+    "sharegpt": lambda **columns: ShareGPTToMessages()(
+        {"conversations": [{"from": "human", "value": "Is it warm?"}, {"from": "gpt", "value": "Yes."}], **columns}
+    ),
+    "instruct": lambda **columns: InputOutputToMessages()({"input": "Is it warm?", "output": "Yes.", **columns}),
+    "alpaca": lambda **columns: AlpacaToMessages()({"instruction": "Is it warm?", "output": "Yes.", **columns}),
+    "labelled": lambda **columns: LabelledAnswerToMessages()(
+        {"prompt": "Is it warm?", "completion": "Yes.", "label": True, **columns}
+    ),
+    "pairs": lambda **columns: ChosenRejectedToMessages()(
+        {"prompt": "Is it warm?", "chosen": "Yes.", "rejected": "No.", **columns}
+    ),
+}
+
+
+def messages_of(sample):
+    return sample["messages"] if "messages" in sample else sample["chosen"]
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    "tools",
+    [[WEATHER], json.dumps([WEATHER]), [json.dumps(WEATHER)], json.dumps(WEATHER), [WEATHER["function"]]],
+    ids=["list", "text", "texts", "text of one", "functions"],
+)
+def test_tools_are_read_from_every_format(reader, tools):
+    assert reader(tools=tools)["tools"] == [WEATHER]
+    assert "tools" not in reader(tools=None)
+    assert "tools" not in reader(tools=[])
+    assert "tools" not in reader(tools="")
+
+
+def test_older_names_of_tools_and_calls():
+    functions = [WEATHER["function"]]
+    older = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "weather", "arguments": '{"town": "Rome"}'},
+    }
+    result = {"role": "function", "name": "weather", "content": "31"}
+    sample = openai(QUESTION, older, result, ANSWER, functions=functions)
+    assert sample["tools"] == [WEATHER]
+    _, turn, reply, _ = sample["messages"]
+    assert turn.extra == {"tool_calls": [call({"town": "Rome"})]}
+    assert (turn.ipython, reply.role, reply.extra) == (True, "tool", {"name": "weather"})
+    validate_messages(sample["messages"])
+    with pytest.raises(DataError, match="both tools and functions"):
+        openai(QUESTION, ANSWER, functions=functions, tools=[WEATHER])
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [("[{", "tools are not JSON"), (5, "list of tool definitions, not int"), ([5], "a tool must be a mapping")],
+)
+def test_broken_tools_are_refused(tools, words):
+    with pytest.raises(DataError, match=f"column 'tools': .*{words}"):
+        openai(QUESTION, ANSWER, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"town": "Rome"}', {"town": "Rome"}),
+        ('{"town":"Rome"}', {"town": "Rome"}),
+        ({"n": 1, "x": 1.0, "none": None, "list": [], "nested": {"none": None}}, None),
+        ('{"n": 1, "x": 1.0, "none": null, "big": 12345678901234567890}', None),
+        ("", {}), (" ", {}), (None, {}), ({}, {}), ("{}", {}),
+    ],
+)  # fmt: skip
+def test_arguments_are_a_mapping(written, read):
+    (turn,) = as_messages([calling(written)])
+    read = (json.loads(written) if isinstance(written, str) else written) if read is None else read
+    assert json.dumps(turn.extra["tool_calls"][0]["function"]["arguments"]) == json.dumps(read)
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ([call('{"town": Rome')], "arguments of the call of 'weather' are not JSON"),
+        ([call("[1]")], "must be a mapping, or the JSON text of one, not list"),
+        ([call('"\\"doubly\\""')], "not str"),
+        ([{"type": "function"}], "must have a 'function'"),
+        ([call({}, name=None)], "must have a 'name', not nothing"),
+        ([7], "a tool call must be a mapping"),
+        ("[{", "tool_calls are not JSON"),
+        ({"name": "weather"}, "tool_calls must be a list of calls, not dict"),
+    ],
+)
+def test_broken_calls_are_refused(calls, words):
+    with pytest.raises(DataError, match=words):
+        as_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def test_forms_of_a_call_are_the_same():
+    expected = [call({"town": "Rome"})]
+    for calls in (
+        expected,
+        json.dumps(expected),
+        json.dumps([call('{"town": "Rome"}')]),
+        [{"name": "weather", "arguments": {"town": "Rome"}}],
+        [call({"town": "Rome"}, id=None)],
+    ):
+        (turn,) = as_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+        assert (turn.extra, turn.text_content) == ({"tool_calls": expected}, "")
+    identified = {"id": "c1", "name": "weather", "arguments": "{}"}
+    assert as_messages([{**ANSWER, "tool_calls": [identified]}])[0].extra["tool_calls"] == [call({}, id="c1")]
+    assert as_messages([{**ANSWER, "tool_calls": []}])[0].extra == {}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_a_system_column_is_the_system_turn(reader, name):
+    first, second, *_ = messages_of(reader(**{name: "Be brief."}))
+    assert (first.role, first.text_content, first.masked) == ("system", "Be brief.", True)
+    assert second.role == "user"
+    for nothing in (None, ""):
+        assert messages_of(reader(**{name: nothing}))[0].role == "user"
+    with pytest.raises(DataError, match=f"column '{name}' holds int"):
+        reader(**{name: 5})
+
+
+def test_two_system_prompts_are_one_or_refused():
+    own = {"role": "developer", "content": "Be brief."}
+    assert len(openai(own, QUESTION, ANSWER, system="Be brief.")["messages"]) == 3
+    with pytest.raises(DataError, match="column 'system' and the system turn are different system prompts"):
+        openai(own, QUESTION, ANSWER, system="Be long.")
+    with pytest.raises(DataError, match="column 'system' and column 'system_prompt' are different"):
+        openai(QUESTION, ANSWER, system="Be long.", system_prompt="Be brief.")
+    replaced = OpenAIToMessages(new_system_prompt="New.")({"messages": [own, QUESTION, ANSWER], "system": "Be long."})
+    assert [turn.text_content for turn in replaced["messages"]] == ["New.", "Is it warm?", "Yes."]
+    named = InputOutputToMessages(column_map={"input": "system", "output": "answer"})
+    assert [turn.role for turn in named({"system": "a", "answer": "b"})["messages"]] == ["user", "assistant"]
+
+
+def test_roles_are_known_in_every_format():
+    roles = {
+        "developer": "system", "system": "system", "human": "user", "user": "user", "gpt": "assistant",
+        "chatgpt": "assistant", "bing": "assistant", "model": "assistant", "assistant": "assistant",
+        "function": "tool", "observation": "tool", "tool": "tool",
+    }  # fmt: skip
+    for name, role in roles.items():
+        (turn,) = as_messages([{"role": name, "content": "a"}])
+        (other,) = as_messages([{"from": name, "value": "a"}])
+        assert (turn.role, other.role, turn.text_content) == (role, role, "a")
+    for turn, word in (({"role": "x", "content": "a"}, "role"), ({"from": "x", "value": "a"}, "speaker")):
+        with pytest.raises(DataError, match=f"'x' is not a {word}: use .*developer.*observation"):
+            as_messages([turn])
+
+
+def test_sharegpt_with_tools():
+    """As in LLaMA-Factory: the value of a function_call is JSON, and tools are JSON text of bare functions."""
+    turns = [
+        {"from": "human", "value": "Is it warm?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"town": "Rome", "day": null}}'},
+        {"from": "observation", "value": "31"},
+        {"from": "gpt", "value": "Yes."},
+    ]
+    sample = ShareGPTToMessages()({"conversations": turns, "tools": json.dumps([WEATHER["function"]]), "system": "Hi."})
+    assert [turn.role for turn in sample["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert sample["messages"][2].extra["tool_calls"] == [call({"town": "Rome", "day": None})]
+    assert [turn.masked for turn in sample["messages"]] == [True, True, False, True, False]
+    assert sample["tools"] == [WEATHER]
+    validate_messages(sample["messages"])
+    several = {"from": "function_call", "value": json.dumps([{"name": "weather", "arguments": {}}] * 2)}
+    assert len(as_messages([several])[0].extra["tool_calls"]) == 2
+    with pytest.raises(DataError, match="a turn that is a function call is not JSON"):
+        as_messages([{"from": "function_call", "value": "weather(Rome)"}])
+
+
+def test_history_is_earlier_turns():
+    row = {"instruction": "And now?", "output": "c", "history": [["One?", "a"], ["Two?", "b"]]}
+    messages = AlpacaToMessages()({**row, "system": "s"})["messages"]
+    assert [turn.text_content for turn in messages[:5]] == ["s", "One?", "a", "Two?", "b"]
+    assert messages[5].text_content.endswith("### Instruction:\nAnd now?\n\n### Response:\n")
+    assert [turn.masked for turn in messages] == [True, *[False] * 6]
+    for nothing in ([], None):
+        assert len(AlpacaToMessages()({**row, "history": nothing})["messages"]) == 2
+    for broken in ("One?", [["One?"]], [["One?", None]], [5]):
+        with pytest.raises(DataError, match="column 'history'"):
+            AlpacaToMessages()({**row, "history": broken})
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"masked": True}])
+def test_a_turn_that_is_left_out_is_not_trained_on(flag):
+    turns = [QUESTION, {**ANSWER, **flag}, QUESTION, {**ANSWER, "weight": 1}]
+    for strategy, masked in (("train_on_assistant", [1, 1, 1, 0]), ("train_on_all", [0, 1, 0, 0])):
+        sample = OpenAIToMessages(masking_strategy=strategy)({"messages": turns})
+        assert [turn.masked for turn in sample["messages"]] == list(map(bool, masked))
+        assert sample["messages"][1].extra == {}
+    flagged = [{"from": "human", "value": "a", "train": False}, {"from": "gpt", "value": "b", **flag}]
+    assert all(turn.masked for turn in ShareGPTToMessages()({"conversations": flagged})["messages"])
+    pair = {
+        "chosen": [QUESTION, {**ANSWER, **flag}, QUESTION, ANSWER],
+        "rejected": [QUESTION, ANSWER, QUESTION, calling({})],
+    }
+    assert [turn.masked for turn in ChosenRejectedToMessages()(pair)["chosen"]] == [True, True, True, False]
+
+
+def test_flags_that_do_not_work_are_refused():
+    for flag, words in (
+        ({"weight": 0.5}, "a turn has weight 0.5: only 0 \\(not trained on\\) and 1 work"),
+        ({"train": "yes"}, "a turn has train 'yes': only true and false work"),
+    ):
+        with pytest.raises(DataError, match=words):
+            openai(QUESTION, {**ANSWER, **flag})
+    asks = {**QUESTION, "train": True}
+    with pytest.raises(
+        DataError, match="turn 0 of 'user' says that it is trained on, but masking_strategy=train_on_ass"
+    ):
+        openai(asks, ANSWER)
+    trained = OpenAIToMessages(masking_strategy="train_on_all")({"messages": [asks, ANSWER]})["messages"]
+    assert [turn.masked for turn in trained] == [False, False]
+    # 1 is the weight of every turn that states none.
+    assert [turn.masked for turn in openai({**QUESTION, "weight": 1}, ANSWER)["messages"]] == [True, False]
+
+
+def test_a_strategy_can_be_changed():
+    turns = [dict(QUESTION), dict(ANSWER), dict(QUESTION), {**ANSWER, "weight": 0}]
+    mask_messages(turns, "train_on_last")
+    mask_messages(turns, "train_on_all")
+    assert [turn["masked"] for turn in turns] == [False, False, False, True]
+
+
+def test_only_turns_of_the_assistant_are_trained_on_by_default():
+    messages = as_messages([{"role": "system", "content": "s"}, QUESTION, ANSWER, {**QUESTION, "masked": False}])
+    assert [message.masked for message in messages] == [True, True, False, False]
+    own = Message("user", "a")
+    assert as_messages([own])[0] is own
+    assert not own.masked
+
+
+def test_pairs_keep_calls_tools_reasoning_and_names():
+    named = {**QUESTION, "name": "Ann"}
+    thinking = {**ANSWER, "reasoning_content": "It is 31."}
+    row = {
+        "prompt": [named],
+        "chosen": [calling('{"town": "Rome"}')],
+        "rejected": [thinking],
+        "tools": json.dumps([WEATHER]),
+    }
+    pair = ChosenRejectedToMessages()(row)
+    assert pair["tools"] == [WEATHER]
+    assert pair["chosen"][0].extra == pair["rejected"][0].extra == {"name": "Ann"}
+    assert pair["chosen"][1].extra == {"tool_calls": [call({"town": "Rome"})]}
+    assert pair["rejected"][1].extra == {"reasoning_content": "It is 31."}
+    good = LabelledAnswerToMessages()(
+        {"prompt": [named], "completion": [calling("{}")], "label": True, "tools": [WEATHER]}
+    )
+    assert good["messages"][1].extra == {"tool_calls": [call({})]}
+    assert good["tools"] == [WEATHER]
+
+
+def test_pairs_in_sharegpt_format():
+    """As in LLaMA-Factory: turns of the prompt, and one turn for each answer."""
+    row = {
+        "conversations": [{"from": "human", "value": "Is it warm?"}],
+        "chosen": {"from": "gpt", "value": "Yes."},
+        "rejected": {"from": "gpt", "value": "No."},
+    }
+    columns = {"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"}
+    pair = ChosenRejectedToMessages(column_map=columns)(row)
+    assert [[turn.text_content for turn in pair[side]] for side in ("chosen", "rejected")] == [
+        ["Is it warm?", "Yes."],
+        ["Is it warm?", "No."],
+    ]
+
+
+def test_both_answers_of_a_pair_are_to_one_prompt():
+    read = ChosenRejectedToMessages()
+    reply, other_reply = ({"role": "tool", "content": text} for text in ("31", "3"))
+    system = {"role": "system", "content": "Be brief."}
+    for chosen, rejected in (
+        ([QUESTION, ANSWER], [QUESTION, calling({})]),
+        (
+            [QUESTION, calling({"town": "Rome"}), reply, ANSWER],
+            [QUESTION, calling({"town": "Oslo"}), other_reply, ANSWER],
+        ),
+        ([QUESTION, calling({"town": "Rome"}), reply, ANSWER], [QUESTION, {**ANSWER, "content": "No."}]),
+        ([system, QUESTION, ANSWER], [system, QUESTION, calling({})]),
+    ):
+        read({"chosen": chosen, "rejected": rejected})
+    asked = {**QUESTION, "content": "Is it cold?"}
+    for chosen, rejected, words in (
+        ([QUESTION, ANSWER], [asked, ANSWER], "first differ in turn 0, where chosen has a turn of 'user'"),
+        ([QUESTION, ANSWER], [system, QUESTION, ANSWER], "first differ in turn 0, where chosen has a turn of 'user'"),
+        ([QUESTION, ANSWER, QUESTION, ANSWER], [QUESTION, ANSWER], "turn 2, where chosen has a turn of 'user'"),
+        ([QUESTION, calling({}), reply, ANSWER], [QUESTION, calling({}), other_reply, ANSWER], "has a turn of 'tool'"),
+    ):
+        with pytest.raises(DataError, match=f"different prompts: they {words}|different prompts: .*{words}"):
+            read({"chosen": chosen, "rejected": rejected})
+    one_system = {"chosen": [system, QUESTION, ANSWER], "rejected": [QUESTION, calling({})]}
+    ChosenRejectedToMessages(new_system_prompt="Both.")(one_system)
+    read({**one_system, "system": "Be brief."})
+
+
+def test_conversational_prompts_and_completions():
+    """The completion is trained on, as in TRL; an earlier answer in the prompt is not."""
+    row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{**ANSWER, "content": "Still."}], "tools": [WEATHER]}
+    columns = {"input": "prompt", "output": "completion"}
+    sample = InputOutputToMessages(column_map=columns)(row)
+    assert [turn.masked for turn in sample["messages"]] == [True, True, True, False]
+    assert sample["tools"] == [WEATHER]
+    everything = InputOutputToMessages(column_map=columns, masking_strategy="train_on_all")(row)
+    assert not any(turn.masked for turn in everything["messages"])
+    mixed = InputOutputToMessages(column_map=columns)({"prompt": "Is it warm?", "completion": [calling("{}")]})
+    assert mixed["messages"][1].extra == {"tool_calls": [call({})]}
+    for broken in (None, 5):
+        with pytest.raises(DataError, match="not a text or a list of turns"):
+            InputOutputToMessages(column_map=columns)({**row, "completion": broken})

@@ -1,0 +1,148 @@
+"""The one reader of conversations: the turns, tools and system prompt of a row of any format."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune.data._common import DataError
+from torchtune.data._messages import MaskingStrategy, Message, MessageLike, as_messages, mask_messages
+from torchtune.data._tool_calls import function_tool, read_tools
+
+# Columns with the system prompt of a row.
+_SYSTEM_COLUMNS = ("system", "system_prompt")
+
+
+@dataclass
+class Conversation:
+    """A conversation with everything that its row says about it.
+
+    Attributes:
+        messages: the turns, with the system prompt first if there is one.
+        tools: definitions of the tools that can be called, or ``None``.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+    def as_sample(self) -> dict[str, Any]:
+        """Return ``{"messages": …}``, with ``tools`` if there are any: the input of a tokenizer."""
+        return {"messages": self.messages} | tools_entry(self.tools)
+
+
+def tools_entry(tools: list[Any] | None) -> dict[str, Any]:
+    """Return ``{"tools": tools}``, or an empty mapping without tools."""
+    return {} if tools is None else {"tools": tools}
+
+
+def read_conversation(
+    row: Mapping[str, Any],
+    turns: Sequence[MessageLike],
+    *,
+    new_system_prompt: str | None = None,
+    masking_strategy: MaskingStrategy | str = "train_on_assistant",
+    columns: Collection[str] = (),
+) -> Conversation:
+    """Return the conversation of a row.
+
+    Every consumer of rows reads its turns, tools and system prompt here.
+
+    Args:
+        row: the row; its columns ``tools`` (or OpenAI's older ``functions``) and ``system`` or ``system_prompt`` are
+            read.
+        turns: turns that were found in the row, in any format that :func:`torchtune.data.as_messages` reads.
+        new_system_prompt: replaces the system prompt of the row and of the turns.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+        columns: columns of the turns, which hold no system prompt even if they have the name of such a column.
+
+    Raises:
+        DataError: a turn or a tool is invalid, or the row has two different system prompts.
+    """
+    messages = as_messages(turns)
+    if new_system_prompt is not None:
+        messages = [message for message in messages if message.role != "system"]
+        system = new_system_prompt
+    else:
+        system = _missing_system_prompt(row, messages, columns)
+    if system is not None:
+        messages = [Message(role="system", content=system), *messages]
+    mask_messages(messages, masking_strategy)
+    return Conversation(messages, tools_of_row(row, columns))
+
+
+def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[Any] | None:
+    """Return the tools in the column ``tools`` or ``functions`` of a row; None if there are none.
+
+    Args:
+        row: the row.
+        columns: columns that hold something else.
+
+    Raises:
+        DataError: the column holds no tools, or both columns have some.
+    """
+    tools, functions = (_tools_of_column(row, name, columns) for name in ("tools", "functions"))
+    if not functions:
+        return tools
+    if tools:
+        raise DataError("the row has both tools and functions: leave out functions, the older form")
+    return [tool if "function" in tool else function_tool(tool) for tool in functions]
+
+
+def _tools_of_column(row: Mapping[str, Any], name: str, columns: Collection[str]) -> list[Any] | None:
+    if name in columns or row.get(name) is None:
+        return None
+    try:
+        return read_tools(row[name])
+    except DataError as error:
+        raise DataError(f"column '{name}': {error} (rename the column if it holds something else)") from error
+
+
+def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], columns: Collection[str]) -> str | None:
+    """Return the system prompt in a column of the row, unless the turns already begin with it."""
+    prompts = {}
+    for name in _SYSTEM_COLUMNS:
+        value = None if name in columns else row.get(name)
+        if value is None or value == "":
+            continue
+        if not isinstance(value, str):
+            raise DataError(
+                f"column '{name}' holds {type(value).__name__}, not the text of a system prompt: correct or rename it"
+            )
+        prompts[name] = value
+    if not prompts:
+        return None
+    name, prompt = next(iter(prompts.items()))
+    own = messages[0].text_content if messages and messages[0].role == "system" else prompt
+    if any(other != prompt for other in (*prompts.values(), own)):
+        other = "the system turn" if own != prompt else "column 'system_prompt'"
+        raise DataError(
+            f"column '{name}' and {other} are different system prompts: leave one out, or set new_system_prompt, which "
+            "replaces both"
+        )
+    return None if messages and messages[0].role == "system" else prompt
+
+
+def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> None:
+    """Raise :class:`DataError` unless two conversations differ first in a turn of the assistant: in their answers.
+
+    Turns after that may differ, too: other tool calls have other results.
+    """
+    length = next(
+        (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if _says(one) != _says(other)),
+        min(len(chosen), len(rejected)),
+    )
+    if length == len(chosen) == len(rejected):
+        return
+    for side, messages in (("chosen", chosen), ("rejected", rejected)):
+        if messages and messages[-1].role != "assistant":
+            return  # an answer is missing, which is refused where answers are tokenized
+        turn = messages[length] if length < len(messages) else None
+        if turn is None or turn.role != "assistant":
+            kind = "has ended" if turn is None else f"has a turn of '{turn.role}'"
+            raise DataError(
+                f"chosen and rejected have different prompts: they first differ in turn {length}, where {side} {kind}; "
+                "a pair is two answers to one prompt"
+            )
+
+
+def _says(message: Message) -> tuple[Any, ...]:
+    return message.role, message.content, message.extra

@@ -1,0 +1,122 @@
+"""Tools and tool calls of a conversation, in the form of chat APIs or as JSON text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtune.data._common import DataError
+from torchtune.utils import UserError, check_surrogates
+
+
+def read_tools(value: Any) -> list[Any] | None:
+    """Return the tool definitions of a row; None if it has none.
+
+    Args:
+        value: a list of definitions, one definition, or either as JSON text; elements of a list may be texts, too. A
+            definition that is only the function, ``{"name", "parameters", …}``, becomes
+            ``{"type": "function", "function": {…}}``, the form that chat APIs and chat templates use.
+
+    Raises:
+        DataError: the text is not JSON, or the value is something else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = _parsed(value, "tools") if value.strip() else None
+    if isinstance(value, Mapping):
+        value = [value]
+    if value is not None and not isinstance(value, list | tuple):
+        raise DataError(f"tools must be a list of tool definitions, not {type(value).__name__}")
+    return [_read_tool(tool) for tool in value or ()] or None
+
+
+def _read_tool(tool: Any) -> Any:
+    if isinstance(tool, str):
+        tool = _parsed(tool, "a tool")
+    if callable(tool):
+        return tool  # chat templates may describe a Python function themselves
+    if not isinstance(tool, Mapping):
+        raise DataError(f"a tool must be a mapping with its definition, not {type(tool).__name__}")
+    is_bare = "function" not in tool and "name" in tool and "parameters" in tool
+    return function_tool(tool) if is_bare else dict(tool)
+
+
+def function_tool(function: Any) -> dict[str, Any]:
+    """Return the tool definition of a function; raise :class:`DataError` unless it is a mapping with a name."""
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"a function must be a mapping with its 'name', not {_shown(function)}")
+    return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
+
+
+def read_tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of a turn, with their arguments as mappings.
+
+    Args:
+        value: a list of calls ``{"type": "function", "function": {"name", "arguments"}}`` or ``{"name", "arguments"}``,
+            or its JSON text. ``arguments`` may be JSON text; no arguments are written ``{}``, ``""`` or null.
+
+    Raises:
+        DataError: a call has no name, or its arguments are neither a mapping nor the JSON text of one.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, "tool_calls") if value.strip() else []
+    if not isinstance(value, list | tuple):
+        raise DataError(f"tool_calls must be a list of calls, not {type(value).__name__}")
+    return [_read_call(call) for call in value]
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    if isinstance(call, str):
+        call = _parsed(call, "a tool call")
+    if not isinstance(call, Mapping):
+        raise DataError(f"a tool call must be a mapping with 'function', not {type(call).__name__}")
+    call = {name: value for name, value in call.items() if value is not None}
+    function = call.get("function")
+    if function is None and "name" in call:
+        # Only the function: the type and the id are fields of the call around it.
+        function = {name: value for name, value in call.items() if name not in ("type", "id")}
+        call = {"type": "function", **{name: call[name] for name in ("id",) if name in call}}
+    if not isinstance(function, Mapping):
+        raise DataError(f"a tool call must have a 'function' with 'name' and 'arguments', not {_shown(function)}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"the function of a tool call must have a 'name', not {_shown(function.get('name'))}")
+    call["function"] = {**function, "arguments": _read_arguments(function["name"], function.get("arguments"))}
+    return call
+
+
+def _read_arguments(name: str, arguments: Any) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"the arguments of the call of '{name}'") if arguments.strip() else None
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(
+            f"the arguments of the call of '{name}' must be a mapping, or the JSON text of one, not "
+            f"{type(arguments).__name__}"
+        )
+    return dict(arguments)
+
+
+def call_of_text(text: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of a turn whose content is the JSON of a call, or of a list of calls."""
+    calls = _parsed(text, "a turn that is a function call") if isinstance(text, str) else text
+    return read_tool_calls(calls if isinstance(calls, Sequence) else [calls])
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        value = json.loads(text)
+        check_surrogates(value)
+        return value
+    except json.JSONDecodeError as error:
+        verb = "is" if name.startswith("a ") else "are"
+        shown = text if len(text) <= 60 else f"{text[:60]}…"
+        raise DataError(f"{name} {verb} not JSON ({error.msg} at column {error.colno}): {shown!r}") from error
+    except UserError as error:
+        raise DataError(f"{name}: {error}") from error
+    except ValueError as error:  # an integer with more digits than Python parses
+        raise DataError(f"{name}: no JSON, {str(error).partition(';')[0]}") from error
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else repr(value) if isinstance(value, str) else type(value).__name__
