@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtune.data._common import DataError
 from torchtune.data._messages import MaskingStrategy, Message, MessageLike, as_messages, mask_messages
-from torchtune.data._tool_calls import function_tool, read_tools
+from torchtune.data._tool_calls import canonical_calls, function_tool, read_tools
 
 # Columns with the system prompt of a row.
 _SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -119,6 +119,14 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
             "replaces both"
         )
     return None if messages and messages[0].role == "system" else prompt
+
+
+def reference_answer(message: Message) -> str:
+    """Return a turn as the text of a right answer: its tool calls as :func:`canonical_calls`, otherwise its text."""
+    calls = [call["function"] for call in message.extra.get("tool_calls") or ()]
+    if not calls:
+        return message.text_content
+    return canonical_calls([(function["name"], function["arguments"]) for function in calls])
 
 
 def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> None:

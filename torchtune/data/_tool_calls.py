@@ -103,6 +103,15 @@ def call_of_text(text: Any) -> list[dict[str, Any]]:
     return read_tool_calls(calls if isinstance(calls, Sequence) else [calls])
 
 
+def canonical_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return calls, each a name with its arguments, as JSON that is the same for equal calls.
+
+    One call is ``{"arguments": {…}, "name": …}``, several are a list of these.
+    """
+    plain = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return json.dumps(plain[0] if len(plain) == 1 else plain, sort_keys=True, ensure_ascii=False)
+
+
 def _parsed(text: str, name: str) -> Any:
     try:
         value = json.loads(text)

@@ -2,13 +2,25 @@
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, OpenAIToMessages, ShareGPTToMessages, validate_messages
+from torchtune.data import (
+    AlpacaToMessages,
+    ChosenRejectedToMessages,
+    DataError,
+    InputOutputToMessages,
+    OpenAIToMessages,
+    ShareGPTToMessages,
+    answer_turns,
+    as_messages,
+    is_empty,
+    validate_messages,
+)
 from torchtune.utils import UserError, decode_line, has_json_lines, numbered_lines, open_lines, parse_json_line
 
 SAMPLE = 2000  # rows that are inspected by default
@@ -32,6 +44,7 @@ class FileFacts:
         firsts: (format, builder with columns) -> number of the first such row.
         columns: names of all columns of a row -> number of rows.
         calls: number of rows with tools or tool calls.
+        empty: numbers of the rows with an answer that says nothing.
         problems: (line or row, reason) of rows that cannot be used.
         copies: (row, earlier equal row) for every duplicate in the file, counted from 1.
         characters: number of characters of each inspected row.
@@ -45,6 +58,7 @@ class FileFacts:
     firsts: dict[tuple[str, str], int] = field(default_factory=dict)
     columns: Counter[str] = field(default_factory=Counter)
     calls: int = 0
+    empty: list[int] = field(default_factory=list)
     problems: list[tuple[int, str]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     characters: list[int] = field(default_factory=list)
@@ -64,11 +78,18 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     image = next((name for name in ("image", "images") if name in row), None)
     turns = {name: style for name, value in row.items() if (style := _conversation(value))}
     if {"chosen", "rejected"} <= row.keys():
+        prompts = [name for name in turns if name not in ("chosen", "rejected")]
+        if "prompt" not in row and prompts:
+            columns = f"column_map.chosen=chosen column_map.rejected=rejected column_map.prompt={prompts[0]}"
+            return "preference pairs", f"preference_dataset {columns}"
         return "preference pairs", "preference_dataset"
     if "completion" in row and isinstance(row.get("label"), bool | int):
         return "labeled answers (KTO)", "kto_dataset"
     if "instruction" in row and "output" in row:
         return "Alpaca", "alpaca_dataset"
+    if {"prompt", "completion"} <= row.keys() and {"prompt", "completion"} & turns.keys():
+        columns = "column_map.input=prompt column_map.output=completion"
+        return "conversational prompts with completions", f"instruct_dataset {columns}"
     if turns and not ("prompt" in turns and len(row) > 1):
         name, style = next(iter(turns.items()))
         if image is not None and style == "sharegpt":
@@ -98,18 +119,55 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return "unknown", ""
 
 
+# Builder -> transform of its rows, where a check needs no further settings.
+_TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "alpaca_dataset": AlpacaToMessages,
+    "instruct_dataset": InputOutputToMessages,
+    "preference_dataset": ChosenRejectedToMessages,
+}
+# Builder -> columns of the answers, where no setting names them.
+_ANSWERS = {"alpaca_dataset": ["output"], "kto_dataset": ["completion"], "preference_dataset": ["chosen", "rejected"]}
+_ANSWER_SETTINGS = ("conversation_column", "column_map.conversations", "column_map.output")
+
+
+def _settings_of(reader: str) -> tuple[str, dict[str, str]]:
+    """Return the builder of a reader, and its settings."""
+    builder, *words = re.split(r" (?=[\w.]+=)", reader)  # a column's name may have spaces
+    return builder, dict(word.split("=", 1) for word in words)
+
+
 def _problem(row: Any, reader: str) -> str | None:
     """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason."""
-    if not reader.startswith("chat_dataset"):
+    builder, settings = _settings_of(reader)
+    columns = {
+        name.removeprefix("column_map."): column for name, column in settings.items() if name.startswith("column_map.")
+    }
+    if builder == "chat_dataset":
+        _, transform, key = _STYLES[settings["conversation_style"]]
+        columns = {key: settings["conversation_column"]}
+    elif builder in _TRANSFORMS:
+        transform = _TRANSFORMS[builder]
+    else:
         return None
-    column, style = (word.partition("=")[2] for word in reader.split()[1:])
-    _, transform, key = _STYLES[style]
     try:
-        messages = transform(column_map={key: column})(row)["messages"]
-        validate_messages(messages)
+        sample = transform(column_map=columns or None)(row)
+        messages = sample["messages"] if "messages" in sample else sample["chosen"]
+        if builder != "preference_dataset":
+            validate_messages(messages)
     except DataError as error:
         return str(error)
     return "no turn is the assistant's: there is nothing to train on" if all(turn.masked for turn in messages) else None
+
+
+def _has_empty_answer(row: Mapping[str, Any], reader: str) -> bool:
+    """Return whether an answer of a row that would be trained on says nothing."""
+    builder, settings = _settings_of(reader)
+    names = [settings[name] for name in _ANSWER_SETTINGS if name in settings] or _ANSWERS.get(builder, [])
+    try:
+        turns = [turn for name in names for turn in as_messages(answer_turns(row, name))]
+    except DataError:
+        return False  # a problem of its own
+    return any(turn.role == "assistant" and not turn.masked and is_empty(turn) for turn in turns)
 
 
 def _characters(value: Any) -> int:
@@ -239,6 +297,8 @@ def _look(facts: FileFacts, number: int, row: Any) -> None:
     facts.characters.append(_characters(row))
     if any(f'"{name}"' in json.dumps(row, default=str) for name in _CALLS):
         facts.calls += 1
+    if _has_empty_answer(row, reader):
+        facts.empty.append(number)
     if facts.example is None:
         facts.example = row
     if problem := _problem(row, reader):
@@ -283,6 +343,11 @@ def report(facts: FileFacts) -> list[str]:
             lines.append(f"columns     {names}, {count:,} rows")
     if facts.calls:
         lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")
+    if facts.empty:
+        lines.append(
+            f"empty       {len(facts.empty):,} rows have an answer that says nothing, the first in line "
+            f"{facts.empty[0]}: they are refused, unless allow_empty_answers=true"
+        )
     lines.append(f"duplicates  {_copies(facts)}")
     for number, reason in facts.problems[:10]:
         lines.append(f"error       {facts.path}:{number}: {reason}")

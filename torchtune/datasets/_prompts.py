@@ -10,6 +10,7 @@ from torchtune.data import (
     check_tokenizer,
     images_of_columns,
     read_conversation,
+    reference_answer,
     with_images,
 )
 from torchtune.datasets._row_images import row_error, tokenize_text
@@ -22,7 +23,8 @@ class PromptDataset(TokenizedDataset):
     """Dataset of prompts, tokenized at construction up to the generation prompt, with their rows.
 
     A prompt is a text or a list of messages. If the last message is the assistant's, it is the reference answer: it is
-    removed from the prompt and becomes the row's column ``answer``.
+    removed from the prompt and becomes the row's column ``answer``; a tool call becomes the text
+    ``{"arguments": {…}, "name": …}``. The row's tools and its column ``system`` are part of the prompt.
 
     Args:
         source: Hub dataset, folder, file, loader name, or rows in memory.
@@ -97,7 +99,7 @@ class PromptDataset(TokenizedDataset):
         prompt, answer = self._split(row)
         messages = prompt.messages
         if answer is not None:
-            row.setdefault("answer", answer.text_content)
+            row.setdefault("answer", reference_answer(answer))
         images = {}
         if self.num_images:
             try:

@@ -8,11 +8,15 @@ from typing import Any
 
 from torchtune.data import (
     AlpacaToMessages,
+    Conversation,
     DataError,
     Message,
     ShareGPTToMessages,
+    answer_turns,
     as_messages,
     images_of_columns,
+    read_conversation,
+    reference_answer,
     with_images,
 )
 from torchtune.datasets import format_of, read_rows
@@ -32,7 +36,10 @@ class EvalRow(Prompt):
         line: line in the file, from 1.
         given: the conversation, as in prompt files.
         messages: the conversation without the answer.
-        row: the columns; ``answer`` is the reference answer, if any.
+        row: the columns; ``answer`` is the reference answer, if any. A tool call is the text
+            ``{"arguments": {…}, "name": …}``.
+        tools: tools of the row.
+        expects_call: whether the reference answer is a tool call.
 
     Example:
         >>> path = folder / "rows.jsonl"
@@ -56,8 +63,8 @@ def read_eval_rows(
 
     In a conversation (OpenAI messages or ShareGPT), a final assistant turn is the reference answer, and the turns
     before it are the prompt. Rows of questions and answers, instructions (Alpaca) and prompts are recognized by their
-    columns. Images are in the turns, or in the column ``image`` or ``images``, see
-    :func:`torchtune.generation.read_prompts`.
+    columns. Tools and the column ``system`` of a row are part of the prompt. Images are in the turns, or in the column
+    ``image`` or ``images``, see :func:`torchtune.generation.read_prompts`.
 
     Args:
         path: path of a .jsonl, .json, .csv, .tsv, .parquet or .txt file.
@@ -85,12 +92,15 @@ def read_eval_rows(
         if not isinstance(row, Mapping):
             row = {"prompt": row}
         try:
-            messages, columns = _split_answer(row, prompt, answer)
+            conversation, reference, columns = _split_answer(row, prompt, answer)
         except DataError as error:
             raise EvaluationError(f"{where}: {str(error).rstrip('.')}: correct the row, or name --prompt.") from error
-        messages = to_be_answered(messages, system, where)
-        given = [{"role": message.role, "content": _content_of(message)} for message in messages]
-        found.append(EvalRow(line, given, messages, columns))
+        messages = to_be_answered(conversation.messages, system, where)
+        given: Any = [{"role": turn.role, "content": _content_of(turn), **turn.extra} for turn in messages]
+        if conversation.tools is not None:
+            given = {"messages": given, "tools": conversation.tools}
+        expects_call = reference is not None and bool(reference.extra.get("tool_calls"))
+        found.append(EvalRow(line, given, messages, columns, tools=conversation.tools, expects_call=expects_call))
         if len(found) == limit:
             break
     if not found:
@@ -113,28 +123,41 @@ def _name_of(content: Any) -> str:
 
 def _split_answer(
     row: Mapping[str, Any], prompt: str | None, answer: str | None
-) -> tuple[list[Message], dict[str, Any]]:
-    """Return the turns before the answer, and the columns."""
+) -> tuple[Conversation, Message | None, dict[str, Any]]:
+    """Return the turns before the answer, the turn of the answer if it is one, and the columns."""
     columns = dict(row)
     for name in (prompt, answer):
         if name is not None and row.get(name) is None:
             raise DataError(f"there is no column '{name}' among {', '.join(map(str, row)) or 'none'}")
-    messages = _to_messages(row, prompt)
+    conversation = _read(row, prompt)
+    messages, reference = conversation.messages, None
     if messages and messages[-1].role == "assistant":
-        right = messages.pop().text_content
-    else:
-        right = next((row[name] for name in _ANSWERS if row.get(name) is not None and name != prompt), None)
-    right = right if answer is None else row[answer]
-    if right is not None and (answer is not None or columns.get("answer") is None):
-        columns["answer"] = right
-    return messages, columns
+        reference = messages.pop()
+    # A column of the right answer is preferred to the last turn.
+    names = ("answer",) if reference is not None else _ANSWERS
+    present = [name for name in names if row.get(name) is not None and name != prompt]
+    name = next(iter(present), None) if answer is None else answer
+    if name is not None and _is_turn(row[name]):
+        *between, reference = as_messages(answer_turns(row, name))
+        messages += between
+    elif name is not None:
+        reference, columns["answer"] = None, row[name]
+    if reference is not None:
+        columns["answer"] = reference_answer(reference)
+    return conversation, reference, columns
 
 
-def _to_messages(row: Mapping[str, Any], prompt: str | None) -> list[Message]:
+def _is_turn(value: Any) -> bool:
+    """Return whether a value is a turn or begins with one."""
+    turn = value[0] if isinstance(value, list) and value else value
+    return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
+
+
+def _read(row: Mapping[str, Any], prompt: str | None) -> Conversation:
     kind, reader = format_of(row)
     images = images_of_columns(row)
     if prompt is None and kind == "Alpaca" and not images:
-        return AlpacaToMessages()(row)["messages"]
+        return Conversation(**AlpacaToMessages()(row))
     if prompt is None and kind in ("OpenAI messages", "ShareGPT"):
         prompt = reader.split()[1].partition("=")[2]
     if prompt is None:
@@ -144,5 +167,5 @@ def _to_messages(row: Mapping[str, Any], prompt: str | None) -> list[Message]:
     value = row[prompt]
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and "from" in value[0]:
         columns = {"conversations": prompt, "image": "images" if row.get("images") else "image"}
-        return ShareGPTToMessages(column_map=columns)({"image": None, **row})["messages"]
-    return as_messages(with_images(value, images))
+        return Conversation(**ShareGPTToMessages(column_map=columns)({"image": None, **row}))
+    return read_conversation(row, with_images(value, images), columns=(prompt,))

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune.data import canonical_calls
+from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.evaluation._questions import EvalRow
 from torchtune.evaluation._scores import combine_scores
 from torchtune.generation import Prompt, answer_prompts, model_digest
 from torchtune.modules.transformer import TransformerDecoder
+from torchtune.rlhf.environments import CallError, detect_format, parameters_of, parse_calls
 from torchtune.rlhf.reward_functions import Reward
 
 
@@ -68,6 +71,9 @@ def evaluate_answers(
     prompts and sampling settings. The same call resumes after an interruption; if all answers exist, it only scores
     them again.
 
+    Where the right answer is a tool call, the call in the model's answer is scored, as the text
+    ``{"arguments": {…}, "name": …}``; an answer without a call is scored as its text.
+
     Args:
         model: the decoder.
         tokenizer: the model's tokenizer.
@@ -82,6 +88,7 @@ def evaluate_answers(
         max_sequences: number of rows that are answered at the same time.
 
     Raises:
+        EvaluationError: a right answer is a tool call, but the format of calls is not known from the chat template.
         GenerationError: a prompt is at least as long as the model's context.
         RolloutError: a score raises or returns an invalid value; the message names the rows.
 
@@ -101,12 +108,14 @@ def evaluate_answers(
     short = hashlib.sha256(what.encode()).hexdigest()[:8]
     safe = re.sub(r"[^\w.-]+", "_", label) or "model"
     total, by_line = combine_scores(scores), {row.line: row for row in rows}
+    tool_format = _tool_format(tokenizer, rows, source)
     checked: list[bool] = []
 
     def check_first(prompt: Prompt, text: str) -> None:
         if not checked:  # fail before an hour of generation, not after it
             checked.append(True)
-            total([by_line[prompt.line].row], [text], [prompt.line])
+            row = by_line[prompt.line]
+            total([row.row], [_scored_text(row, text, tool_format)], [row.line])
 
     answers = answer_prompts(
         model,
@@ -122,7 +131,7 @@ def evaluate_answers(
         digest=digest,
         on_answer=check_first,
     )
-    texts = [answers.done[row.line]["answer"] for row in rows]
+    texts = [_scored_text(row, answers.done[row.line]["answer"], tool_format) for row in rows]
     parts = total([row.row for row in rows], texts, [row.line for row in rows]).parts
     notes = {}
     for at, row in enumerate(rows):
@@ -130,3 +139,30 @@ def evaluate_answers(
         notes[row.line] = {"right": row.row.get("answer"), "scores": values}
     answers.finish(notes)
     return AnswerReport(answers.path, parts, dict(Counter(answers.done[row.line]["end"] for row in rows)))
+
+
+def _tool_format(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) -> str | None:
+    """Return the format of tool calls of the chat template; None if no right answer is a call."""
+    first = next((row for row in rows if row.expects_call), None)
+    if first is None:
+        return None
+    templates = getattr(tokenizer, "chat_templates", {})
+    found = detect_format("".join(template.source for template in templates.values()))
+    if found is None:
+        raise EvaluationError(
+            f"{source}, line {first.line}: the right answer is a tool call, but the chat template shows no format of "
+            "tool calls, by which the model's could be read: evaluate a checkpoint with such a template, or name a "
+            "column of texts with --answer."
+        )
+    return found
+
+
+def _scored_text(row: EvalRow, text: str, tool_format: str | None) -> str:
+    """Return the text of an answer, or its tool calls if the right answer is a call."""
+    if not row.expects_call or tool_format is None:
+        return text
+    try:
+        calls = parse_calls(text, tool_format, parameters_of(row.tools or []))
+    except CallError:
+        return text
+    return canonical_calls([(call.name, call.arguments) for call in calls]) if calls else text

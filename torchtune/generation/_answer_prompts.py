@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import DataError, Images, Message
+from torchtune.data import DataError, Images, Message, tools_entry
 from torchtune.datasets import Fingerprint
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
@@ -144,7 +144,10 @@ def answer_prompts(
                 for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
                     prompt, stopped = part[row], tokens[-1] in stop
                     end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"
-                    text = tokenizer.decode(tokens[:-1] if stopped else tokens)
+                    written = tokens[:-1] if stopped else tokens
+                    # The marks of a call are special tokens in some formats.
+                    options = {"skip_special_tokens": False} if prompt.expects_call else {}
+                    text = tokenizer.decode(written, **options)
                     answers.add(prompt, text, end, len(tokens))
                     bar.update()
                     if on_answer is not None:
@@ -167,15 +170,14 @@ def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -
         GenerationError: see :func:`prompt_row`; or an image cannot be read, or the model reads no images.
     """
     where = f"{source}, line {prompt.line}"
-    if not prompt.has_images:
-        return prompt_row(tokenizer, prompt.messages, where)
-    if text_decoder(model) is model or not getattr(tokenizer, "takes_images", False):
+    reads_text_only = text_decoder(model) is model or not getattr(tokenizer, "takes_images", False)
+    if prompt.has_images and reads_text_only:
         raise GenerationError(
             f"{where}: it has an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text "
             "only: use model and tokenizer of a vision model, or remove the image."
         )
     try:
-        return prompt_row(tokenizer, prompt.messages, where)
+        return prompt_row(tokenizer, prompt.messages, where, prompt.tools)
     except DataError as error:
         raise GenerationError(f"{where}: {str(error).rstrip('.')}: correct the line.") from error
 
@@ -197,7 +199,9 @@ def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[in
                 yield row, found[row]
 
 
-def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[str, Any]:
+def prompt_row(
+    tokenizer: Any, messages: Sequence[Message], where: str, tools: list[Any] | None = None
+) -> dict[str, Any]:
     """Tokenize a conversation up to the beginning of the answer: ``tokens``, and images if there are any.
 
     Raises:
@@ -209,7 +213,7 @@ def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[
         ['mask', 'tokens']
     """
     given = [*messages, Message(role="assistant", content="")]
-    row = dict(tokenizer({"messages": given}, inference=True))
+    row = dict(tokenizer({"messages": given} | tools_entry(tools), inference=True))
     row["tokens"] = tokens = list(row["tokens"])
     longest = getattr(tokenizer, "max_seq_len", None)
     if longest is not None and len(tokens) >= longest:

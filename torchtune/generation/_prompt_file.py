@@ -4,11 +4,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, as_messages, images_of_columns, with_images
+from torchtune.data import DataError, Message, images_of_columns, read_conversation, with_images
 from torchtune.generation._generation_error import GenerationError
 from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered_lines, parse_json_line
 
@@ -16,6 +16,10 @@ from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of a file: the number of its line (from 1), the parsed line, and the conversation.
+
+    Attributes:
+        tools: definitions of the tools that can be called, or ``None``.
+        expects_call: whether the right answer is a tool call; its special tokens are then kept in the answer's text.
 
     Example:
         >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
@@ -26,6 +30,8 @@ class Prompt:
     line: int
     given: Any
     messages: list[Message]
+    tools: list[Any] | None = field(default=None, kw_only=True)
+    expects_call: bool = field(default=False, kw_only=True)
 
     @property
     def has_images(self) -> bool:
@@ -37,7 +43,8 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
 
     An object has the text or the messages under ``prompt`` or ``messages``, and optionally images under ``image`` or
-    ``images``: a path, or a list of paths. Images replace ``<image>`` in the text, or precede it; in messages, they
+    ``images``: a path, or a list of paths. ``tools`` are the tools that can be called, and ``system`` is the system
+    prompt. Images replace ``<image>`` in the text, or precede it; in messages, they
     replace parts ``{"type": "image"}``. Other keys are ignored. Empty lines are skipped.
 
     Args:
@@ -68,17 +75,18 @@ def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> P
         given = parse_json_line(line)
     except UserError as error:
         raise GenerationError(f'{where}: {error}; correct the line, and write texts in quotes, "…".') from error
-    content = given
+    content, row, columns = given, {}, []
     if isinstance(given, Mapping):
         keys = [key for key in ("prompt", "messages") if key in given]
         if len(keys) != 1:
             raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
-        content = given[keys[0]]
+        content, row, columns = given[keys[0]], given, keys
     try:
-        messages = as_messages(with_images(content, images_of_columns(given) if isinstance(given, Mapping) else []))
+        conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:
         raise GenerationError(f"{where}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
-    return Prompt(number, given, to_be_answered(messages, system, where))
+    messages = to_be_answered(conversation.messages, system, where)
+    return Prompt(number, given, messages, tools=conversation.tools)
 
 
 def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
