@@ -5,9 +5,10 @@ import json
 import pytest
 
 from tests.recipes.runs import set_up_on
-from tests.tiny import read_lines, write_checkpoint
+from tests.tiny import read_lines, write_checkpoint, write_lines, write_tokenizer
 from torchtune.config import ConfigError
-from torchtune.generation import GenerationError, generate_tokens, read_prompts
+from torchtune.generation import GenerationError, generate_tokens, prompt_row, read_prompts
+from torchtune.tokenizers import hf_tokenizer
 from torchtune.utils import UserError
 
 
@@ -120,3 +121,22 @@ def test_prompts_that_are_none(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(GenerationError, match=message):
         read_prompts(path)
+
+
+def test_tools_and_system_prompts_of_a_file_reach_the_template(tmp_path):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    question = {"role": "user", "content": "red"}
+    rows = [
+        {"messages": [question], "tools": json.dumps(tools), "system": "own"},
+        {"prompt": "red", "tools": tools},
+        [question],
+    ]
+    with_tools, in_a_text, plain = read_prompts(write_lines(tmp_path / "prompts.jsonl", rows), system="given")
+    assert [prompt.tools for prompt in (with_tools, in_a_text, plain)] == [tools, tools, None]
+    assert [prompt.messages[0].text_content for prompt in (with_tools, in_a_text, plain)] == ["own", "given", "given"]
+    write_tokenizer(tmp_path)
+    template = "{{ tools | tojson if tools else 'none' }}{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    tokenizer = hf_tokenizer(str(tmp_path), chat_template=template)
+    for prompt, text in ((with_tools, f"{json.dumps(tools)}ownred"), (plain, "nonegivenred")):
+        row = prompt_row(tokenizer, prompt.messages, "prompt", prompt.tools)
+        assert tokenizer.decode(row["tokens"], skip_special_tokens=False) == text

@@ -25,7 +25,7 @@ from torchtune.utils import UserError, decode_line, has_json_lines, numbered_lin
 
 SAMPLE = 2000  # rows that are inspected by default
 _BAR = 32
-_CALLS = ("tool_calls", "function_call", "tools")
+_CALLS = re.compile(r'"(tool_calls|function_call|tools|functions)": (?!null|\[\]|"")')
 # Name of a conversation format -> turn field that only this format has, its transform, and its column's name.
 _STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "openai": ("role", OpenAIToMessages, "messages"),
@@ -295,7 +295,7 @@ def _look(facts: FileFacts, number: int, row: Any) -> None:
     facts.firsts.setdefault((kind, reader), number)
     facts.columns[", ".join(row)] += 1
     facts.characters.append(_characters(row))
-    if any(f'"{name}"' in json.dumps(row, default=str) for name in _CALLS):
+    if _CALLS.search(json.dumps(row, default=str)):
         facts.calls += 1
     if _has_empty_answer(row, reader):
         facts.empty.append(number)

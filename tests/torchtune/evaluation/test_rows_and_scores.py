@@ -5,6 +5,7 @@ import json
 import pytest
 
 from torchtune.evaluation import EvaluationError, check_scores, make_scores, read_eval_rows
+from torchtune.evaluation._score_answers import _scored_text, _tool_format
 from torchtune.generation import GenerationError
 
 USER, ASSISTANT = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
@@ -119,3 +120,48 @@ def test_rows_that_a_score_cannot_read_are_named_before_a_model_is_loaded(tmp_pa
         check_scores(make_scores(["json"]), rows, "rows.jsonl")
     with pytest.raises(EvaluationError, match="line 3: score 'exact': the row has no column 'answer'"):
         check_scores(make_scores(["exact"]), rows, "rows.jsonl")
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"town": "Rome", "day": 1}'}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RIGHT = '{"arguments": {"day": 1, "town": "Rome"}, "name": "weather"}'
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, CALLING], "tools": TOOLS},
+        {"messages": [USER, CALLING], "tools": json.dumps(TOOLS)},
+        {"prompt": [USER], "completion": [CALLING], "tools": TOOLS},
+        {"prompt": "2 + 2", "answer": CALLING, "tools": TOOLS},
+    ],
+)
+def test_a_right_answer_may_be_a_call_of_a_tool_of_the_row(tmp_path, row):
+    (found,) = rows_of(tmp_path, row)
+    assert (found.tools, found.expects_call, found.row["answer"]) == (TOOLS, True, RIGHT)
+    assert found.given == {"messages": [USER], "tools": TOOLS}
+    written = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "day": 1}}\n</tool_call>'
+    assert _scored_text(found, written, "hermes") == RIGHT
+    for wrong in ("\n\n", "", written.replace("1", "2"), written.replace("weather", "other"), "<tool_call>{"):
+        assert _scored_text(found, wrong, "hermes") != RIGHT
+    (exact,) = make_scores(["exact"])
+    assert list(exact([found.row] * 2, [_scored_text(found, text, "hermes") for text in (written, "\n\n")])) == [1, 0]
+
+
+def test_a_column_of_right_answers_is_preferred_to_a_call(tmp_path):
+    (found,) = rows_of(tmp_path, {"messages": [USER, CALLING], "answer": "4"})
+    assert (found.row["answer"], found.expects_call) == ("4", False)
+
+
+def test_calls_without_a_known_format_are_refused_by_row(tmp_path):
+    rows = rows_of(tmp_path, {"prompt": "a", "answer": "b"}, {"messages": [USER, CALLING], "tools": TOOLS})
+    assert _tool_format(None, rows[:1], "rows.jsonl") is None
+    with pytest.raises(EvaluationError, match=r"rows.jsonl, line 2: the right answer is a tool call, but the chat"):
+        _tool_format(None, rows, "rows.jsonl")
+
+
+def test_a_system_column_is_part_of_the_prompt(tmp_path):
+    row = {"question": "2 + 2", "answer": "4", "system": "Be brief."}
+    (found,) = rows_of(tmp_path, row, system="The setting is for other rows.")
+    assert [(turn.role, turn.text_content) for turn in found.messages] == [("system", "Be brief."), ("user", "2 + 2")]
