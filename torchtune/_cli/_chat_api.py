@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+from torchtune.data import read_tools
 from torchtune.generation import BatchServer, GenerationError, Job
 from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameters_of, parse_calls
 from torchtune.tokenizers import StreamDecoder
@@ -181,6 +182,7 @@ class _Answer:
         try:
             if messages[-1]["role"] == "assistant":
                 raise ApiError(400, "messages end with the assistant's turn: the server does not continue it.")
+            self._tools = read_tools(self._tools) or []
             parameters_of(self._tools)
             return self._server.sessions.begin(self._session, body["model"], messages, self._tools)
         except UserError as error:

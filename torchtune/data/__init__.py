@@ -72,6 +72,8 @@ __getattr__, __dir__, __all__ = attach(
         "read_conversation": "_conversation",
         "answer_turns": "_to_messages",
         "canonical_calls": "_tool_calls",
+        "read_tool_calls": "_tool_calls",
+        "read_tools": "_tool_calls",
         "reference_answer": "_conversation",
         "tools_entry": "_conversation",
         "turns_with_answer": "_to_messages",

@@ -8,7 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from torchtune.data import REASONING_FIELDS, DataError, Message, MessageLike, as_messages, truncate_row
+from torchtune.data import (
+    REASONING_FIELDS,
+    DataError,
+    Message,
+    MessageLike,
+    as_messages,
+    read_tool_calls,
+    read_tools,
+    truncate_row,
+)
 from torchtune.tokenizers._cached_bpe import Tokens
 from torchtune.tokenizers._chat_template import ChatTemplate
 from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
@@ -147,7 +156,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: there is no template, or it raises an error.
         """
-        turns = [_as_turn(message) for message in messages]
+        turns, tools = [_as_turn(message) for message in messages], read_tools(tools)
         return self._template(tools).render(turns, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
     def tokenize_messages(
@@ -190,7 +199,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         if not messages:
             raise DataError("the conversation has no turns")
         messages = as_messages(messages)
-        turns, tools = [self._turn(message) for message in messages], self._guard.hide(tools)
+        turns, tools = [self._turn(message) for message in messages], self._guard.hide(read_tools(tools))
         kept = None
         if self.reasoning == "keep":
             render = partial(self._template(tools).render, tools=tools)
@@ -323,7 +332,10 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
 def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     """Convert a message to the template's dict, without None fields; raise :class:`DataError` for media."""
     if not isinstance(message, Message):
-        return {key: value for key, value in message.items() if value is not None}
+        turn = {key: value for key, value in message.items() if value is not None}
+        if "tool_calls" in turn:
+            turn["tool_calls"] = read_tool_calls(turn["tool_calls"])
+        return turn
     if message.contains_media:
         raise DataError(f"the turn of '{message.role}' holds an image, but this tokenizer takes text only")
     role = "tool" if message.role == "ipython" else message.role

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages, read_tools
 from torchtune.tokenizers._protocols import end_tokens
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
 from torchtune.tokenizers._tekken import TekkenTokenizer
@@ -97,7 +97,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
         Raises:
             DataError: the layout does not support the content.
         """
-        return self._row(as_messages(messages), end_tokens(add_end_tokens, add_eos), tools=tools)
+        return self._row(as_messages(messages), end_tokens(add_end_tokens, add_eos), tools=read_tools(tools))
 
     def _parts(self, messages: list[Message], closed: bool, tools: Sequence[Any] | None = None) -> Iterator[Part]:
         if any(message.contains_media for message in messages):

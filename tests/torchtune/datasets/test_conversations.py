@@ -212,3 +212,15 @@ def test_empty_answers_of_a_file_are_counted(tmp_path, row):
     assert (
         f"{count} rows have an answer that says nothing, the first in line {first}: they are refused, unless" in lines
     )
+
+
+def test_a_tokenizer_reads_rows_as_datasets_do(with_tools):
+    turns = [QUESTION, calling('{"town": "Rome"}')]
+    row = with_tools({"messages": turns, "tools": json.dumps(TOOLS)})
+    assert row == with_tools({"messages": [QUESTION, calling({"town": "Rome"})], "tools": TOOLS})
+    expected = (
+        f"{SHOWN}<|im_start|>user\nIs it warm?<|im_end|>\n<|im_start|>assistant\n"
+        '<call>weather {"town": "Rome"}</call><|im_end|>\n'
+    )
+    assert text_of(with_tools, row["tokens"]) == expected
+    assert with_tools.render_template(turns, tools=json.dumps(TOOLS)) == expected
