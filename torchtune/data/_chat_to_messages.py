@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torchtune.data._common import DataError, Transform
 from torchtune.data._conversation import read_conversation
 from torchtune.data._images import format_content_with_images, insert_images
-from torchtune.data._messages import ROLE_NAMES, MaskingStrategy, Message, as_messages
+from torchtune.data._messages import MaskingStrategy, Message, as_messages
 from torchtune.data._to_messages import check_column_map, check_turns, column, image_column, resolve_masking
 
 
@@ -33,8 +33,6 @@ class ShareGPTToMessages(Transform):
         >>> [message.role for message in torchtune.data.ShareGPTToMessages()(row)["messages"]]
         ['user', 'assistant']
     """
-
-    roles: ClassVar[dict[str, str]] = dict(ROLE_NAMES)
 
     takes_encoded_images = True  # encoded files need not be decoded first
 

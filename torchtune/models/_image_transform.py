@@ -24,6 +24,7 @@ from torchtune.data import (
     image_size,
     join_pixels,
     open_image,
+    read_tool_calls,
     truncate_row,
 )
 from torchtune.models._description import ModelError
@@ -154,7 +155,10 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
             for item in message.content
         ]
         role = "tool" if message.role == "ipython" else message.role
-        return {"role": role, "content": parts, **self._guard.hide(message.extra)}
+        extra = dict(message.extra)
+        if "tool_calls" in extra:
+            extra["tool_calls"] = read_tool_calls(extra["tool_calls"] or [])
+        return {"role": role, "content": parts, **self._guard.hide(extra)}
 
     def _text(self, item: Mapping[str, Any]) -> str:
         """Return a text, or the placeholder of a video without the tokens that templates write around it."""

@@ -342,6 +342,8 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     turn = {"role": role, "content": message.text_content, **message.extra}
     if len(turn) == 2:  # fast path
         return turn
+    if "tool_calls" in turn:  # of a message that was not made from a row
+        turn["tool_calls"] = read_tool_calls(turn["tool_calls"] or [])
     # templates read the first or the second field, so both are set
     reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name) is not None), None)
     return turn if reasoning is None else {**dict.fromkeys(REASONING_FIELDS[:2], reasoning), **turn}

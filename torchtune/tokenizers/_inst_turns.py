@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages, read_tools
+from torchtune.data import (
+    DataError,
+    Message,
+    MessageLike,
+    PromptTemplateInterface,
+    as_messages,
+    read_tool_calls,
+    read_tools,
+)
 from torchtune.tokenizers._protocols import end_tokens
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
 from torchtune.tokenizers._tekken import TekkenTokenizer
@@ -123,7 +131,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
             yield ids, message.masked
 
     def _assistant(self, message: Message) -> list[int]:
-        calls = message.extra.get("tool_calls")
+        calls = read_tool_calls(message.extra.get("tool_calls") or [])
         if not calls:
             head = [self.special_tokens["[TOOL_CALLS]"]] if message.ipython else []
             return head + self._plain(message.text_content)
@@ -179,7 +187,7 @@ def _parsed(text: str) -> Any:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
+    function = call["function"]
     if not isinstance(call.get("id"), str):
         raise DataError("The layout of [INST] needs the 'id' of every tool call.")
-    return {"name": function.get("name"), "arguments": function.get("arguments"), "id": call["id"]}
+    return {"name": function["name"], "arguments": function["arguments"], "id": call["id"]}
