@@ -77,6 +77,7 @@ __getattr__, __dir__, __all__ = attach(
         "reference_answer": "_conversation",
         "tools_entry": "_conversation",
         "turns_with_answer": "_to_messages",
+        "unfold_prompt": "_conversation",
         "decode_pieces": "_decode_pieces",
         "is_trained": "_decode_pieces",
         "texts_of": "_decode_pieces",

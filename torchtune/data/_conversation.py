@@ -10,6 +10,8 @@ from torchtune.data._tool_calls import canonical_calls, function_tool, read_tool
 
 # Columns with the system prompt of a row.
 _SYSTEM_COLUMNS = ("system", "system_prompt")
+_TOOL_COLUMNS = ("tools", "functions")
+_COLUMNS = (*_SYSTEM_COLUMNS, *_TOOL_COLUMNS)
 
 
 @dataclass
@@ -55,8 +57,14 @@ def read_conversation(
         columns: columns of the turns, which hold no system prompt even if they have the name of such a column.
 
     Raises:
-        DataError: a turn or a tool is invalid, or the row has two different system prompts.
+        DataError: a turn or a tool is invalid, the row has two different system prompts, or variables of the chat
+            template.
     """
+    if row.get("chat_template_kwargs") and "chat_template_kwargs" not in columns:
+        raise DataError(
+            "column 'chat_template_kwargs' is of no effect, because all rows have the same variables: remove it, and "
+            "set the tokenizer's chat_template_kwargs"
+        )
     messages = as_messages(turns)
     if new_system_prompt is not None:
         messages = [message for message in messages if message.role != "system"]
@@ -69,6 +77,22 @@ def read_conversation(
     return Conversation(messages, tools_of_row(row, columns))
 
 
+def unfold_prompt(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a row whose prompt is a request, ``{"messages", "tools", …}``, with the request's fields as columns.
+
+    OpenAI's preference format has such prompts; other rows are returned unchanged.
+
+    Args:
+        row: the row.
+        name: column of the prompt.
+    """
+    request = row.get(name)
+    if not isinstance(request, Mapping) or "messages" not in request:
+        return row
+    fields = {field: request[field] for field in _COLUMNS if request.get(field) is not None}
+    return {**row, **fields, name: request["messages"]}
+
+
 def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[Any] | None:
     """Return the tools in the column ``tools`` or ``functions`` of a row; None if there are none.
 
@@ -79,7 +103,7 @@ def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[
     Raises:
         DataError: the column holds no tools, or both columns have some.
     """
-    tools, functions = (_tools_of_column(row, name, columns) for name in ("tools", "functions"))
+    tools, functions = (_tools_of_column(row, name, columns) for name in _TOOL_COLUMNS)
     if not functions:
         return tools
     if tools:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
-from torchtune.data._conversation import check_same_prompt, read_conversation, tools_entry
+from torchtune.data._conversation import check_same_prompt, read_conversation, tools_entry, unfold_prompt
 from torchtune.data._images import images_of_columns, is_url, with_images
 from torchtune.data._messages import MaskingStrategy, Message, as_messages, parse_masking_strategy, role_of
 
@@ -120,7 +120,7 @@ class InputOutputToMessages(Transform):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
-        images = []
+        sample, images = unfold_prompt(sample, self.column_map["input"]), []
         if self.wants_image or "image" in sample:
             images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
         conversation = read_conversation(
@@ -258,7 +258,7 @@ class ChosenRejectedToMessages(Transform):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"chosen": [...], "rejected": [...]}``, with ``tools`` if the row has them."""
-        sides = {}
+        sample, sides = unfold_prompt(sample, self._prompt), {}
         for side, name in self.column_map.items():
             sides[side] = read_conversation(
                 sample,

@@ -83,6 +83,9 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
             columns = f"column_map.chosen=chosen column_map.rejected=rejected column_map.prompt={prompts[0]}"
             return "preference pairs", f"preference_dataset {columns}"
         return "preference pairs", "preference_dataset"
+    if {"input", "preferred_output", "non_preferred_output"} <= row.keys():  # OpenAI's format
+        columns = "column_map.chosen=preferred_output column_map.rejected=non_preferred_output column_map.prompt=input"
+        return "preference pairs", f"preference_dataset {columns}"
     if "completion" in row and isinstance(row.get("label"), bool | int):
         return "labeled answers (KTO)", "kto_dataset"
     if "instruction" in row and "output" in row:
@@ -127,7 +130,13 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 # Builder -> columns of the answers, where no setting names them.
 _ANSWERS = {"alpaca_dataset": ["output"], "kto_dataset": ["completion"], "preference_dataset": ["chosen", "rejected"]}
-_ANSWER_SETTINGS = ("conversation_column", "column_map.conversations", "column_map.output")
+_ANSWER_SETTINGS = (
+    "conversation_column",
+    "column_map.conversations",
+    "column_map.output",
+    "column_map.chosen",
+    "column_map.rejected",
+)
 
 
 def _settings_of(reader: str) -> tuple[str, dict[str, str]]:

@@ -14,6 +14,7 @@ from torchtune.data import (
     read_conversation,
     resolve_masking,
     turns_with_answer,
+    unfold_prompt,
 )
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
 from torchtune.datasets._row_source import Source
@@ -51,6 +52,7 @@ class LabelledAnswerToMessages(Transform):
         if label not in (True, False):  # also accepts 1 and 0
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         prompt = self.column_map.get("prompt", "prompt")
+        sample = unfold_prompt(sample, prompt)
         conversation = read_conversation(
             sample,
             turns_with_answer(sample, self.column_map["completion"], prompt),

@@ -11,6 +11,7 @@ from torchtune.data import (
     images_of_columns,
     read_conversation,
     reference_answer,
+    unfold_prompt,
     with_images,
 )
 from torchtune.datasets._row_images import row_error, tokenize_text
@@ -79,6 +80,7 @@ class PromptDataset(TokenizedDataset):
         if not isinstance(row, Mapping) or self._column not in row:
             found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
             raise DataError(f"there is no column '{self._column}' among {found or 'none'}")
+        row = unfold_prompt(row, self._column)
         turns = with_images(row[self._column], images_of_columns(row))
         prompt = read_conversation(row, turns, new_system_prompt=self._system, columns=(self._column,))
         answer = None

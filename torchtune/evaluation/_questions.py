@@ -17,6 +17,7 @@ from torchtune.data import (
     images_of_columns,
     read_conversation,
     reference_answer,
+    unfold_prompt,
     with_images,
 )
 from torchtune.datasets import format_of, read_rows
@@ -164,6 +165,7 @@ def _read(row: Mapping[str, Any], prompt: str | None) -> Conversation:
         prompt = next((name for name in _QUESTIONS if row.get(name) is not None), None)
     if prompt is None:
         raise DataError(f"none of the columns {', '.join(map(str, row)) or '(there are none)'} is a prompt")
+    row = unfold_prompt(row, prompt)
     value = row[prompt]
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and "from" in value[0]:
         columns = {"conversations": prompt, "image": "images" if row.get("images") else "image"}

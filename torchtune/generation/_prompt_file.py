@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, images_of_columns, read_conversation, with_images
+from torchtune.data import DataError, Message, images_of_columns, read_conversation, unfold_prompt, with_images
 from torchtune.generation._generation_error import GenerationError
 from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered_lines, parse_json_line
 
@@ -80,7 +80,8 @@ def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> P
         keys = [key for key in ("prompt", "messages") if key in given]
         if len(keys) != 1:
             raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
-        content, row, columns = given[keys[0]], given, keys
+        row, columns = unfold_prompt(given, keys[0]), keys
+        content = row[keys[0]]
     try:
         conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:

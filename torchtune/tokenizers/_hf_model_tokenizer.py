@@ -171,7 +171,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """Tokenize a conversation.
 
         Args:
-            messages: the conversation.
+            messages: the conversation; of mappings that do not state ``masked``, the assistant's are trained on.
             add_end_tokens: finish the conversation, for training; False adds the generation prompt, or leaves a last
                 assistant turn open.
             add_eos: deprecated name of ``add_end_tokens``.

@@ -354,3 +354,23 @@ def test_conversational_prompts_and_completions():
     for broken in (None, 5):
         with pytest.raises(DataError, match="not a text or a list of turns"):
             InputOutputToMessages(column_map=columns)({**row, "completion": broken})
+
+
+def test_prompts_may_be_requests():
+    """As in OpenAI's format of preferences."""
+    request = {"messages": [QUESTION], "tools": [WEATHER], "parallel_tool_calls": True}
+    row = {"input": request, "preferred_output": [ANSWER], "non_preferred_output": [calling("{}")]}
+    columns = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+    pair = ChosenRejectedToMessages(column_map=columns)(row)
+    assert [turn.role for turn in pair["chosen"]] == ["user", "assistant"]
+    assert pair["tools"] == [WEATHER]
+    labelled = LabelledAnswerToMessages()({"prompt": {**request, "system": "s"}, "completion": "Yes.", "label": 1})
+    assert labelled["tools"] == [WEATHER]
+    assert labelled["messages"][0].text_content == "s"
+    with pytest.raises(DataError, match="holds dict, not a text or a list of turns"):
+        LabelledAnswerToMessages()({"prompt": {"text": "a"}, "completion": "Yes.", "label": 1})
+
+
+def test_variables_of_the_template_in_a_row_are_refused():
+    with pytest.raises(DataError, match="'chat_template_kwargs' is of no effect"):
+        openai(QUESTION, ANSWER, chat_template_kwargs={"enable_thinking": False})

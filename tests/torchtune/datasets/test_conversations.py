@@ -191,6 +191,8 @@ def test_conversational_completions_and_sharegpt_pairs_are_named():
     assert format_of({**row, "label": True})[1] == "kto_dataset"
     pair = {"turns": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": "c"}
     assert format_of(pair)[1].endswith("column_map.prompt=turns")
+    request = {"input": {"messages": [QUESTION]}, "preferred_output": [calling({})], "non_preferred_output": []}
+    assert format_of(request)[1].startswith("preference_dataset column_map.chosen=preferred_output")
 
 
 @pytest.mark.parametrize(
