@@ -158,15 +158,14 @@ def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) ->
 
     Turns after that may differ, too: other tool calls have other results.
     """
-    length = next(
-        (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if _says(one) != _says(other)),
-        min(len(chosen), len(rejected)),
-    )
+    length = 0  # of the common beginning
+    while length < min(len(chosen), len(rejected)) and _says(chosen[length]) == _says(rejected[length]):
+        length += 1
     if length == len(chosen) == len(rejected):
-        return
+        return  # equal answers are refused where they are tokenized, and so are missing ones
     for side, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages and messages[-1].role != "assistant":
-            return  # an answer is missing, which is refused where answers are tokenized
+            return
         turn = messages[length] if length < len(messages) else None
         if turn is None or turn.role != "assistant":
             kind = "has ended" if turn is None else f"has a turn of '{turn.role}'"

@@ -136,8 +136,10 @@ class Message:
 MessageLike = Message | Mapping[str, Any]
 # Fields of a turn that say whether it is trained on.
 _TRAINING_FIELDS = ("weight", "train", "loss")
-_READ = frozenset(("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call"))
-_READ_FIELDS = _READ | frozenset(_TRAINING_FIELDS)
+# Fields of a turn that are not stored in ``extra`` as they are.
+_READ_FIELDS = frozenset(
+    ("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call", *_TRAINING_FIELDS)
+)
 _TOOL_ROLES = ("tool", "ipython")
 
 
@@ -200,8 +202,8 @@ def role_of(turn: Any) -> Role:
     if isinstance(turn, Message):
         return turn.role
     if not isinstance(turn, Mapping) or ("role" not in turn and not {"from", "value"} <= turn.keys()):
-        found = sorted(map(str, turn)) if isinstance(turn, Mapping) else type(turn).__name__
-        raise DataError(f"a turn must have 'role' and 'content', not {found}")
+        shown = sorted(map(str, turn)) if isinstance(turn, Mapping) else type(turn).__name__
+        raise DataError(f"a turn must have 'role' and 'content', not {shown}")
     name, kind = (turn["role"], "role") if "role" in turn else (turn["from"], "speaker")
     if not isinstance(name, str) or name not in ROLE_NAMES:
         raise DataError(f"'{name}' is not a {kind}: use {', '.join(ROLE_NAMES)}")
@@ -257,15 +259,15 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     """
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
-    found = [turn if type(turn) is Message else as_message(turn) for turn in messages]
-    for i, message in enumerate(found):
-        if message.role not in _TOOL_ROLES or messages[i] is message:
+    converted = [turn if type(turn) is Message else as_message(turn) for turn in messages]
+    for i, message in enumerate(converted):
+        if message.role not in _TOOL_ROLES or message is messages[i]:
             continue
         message.eot = False
-        before = found[i - 1] if i else None
-        if before is not None and before.role == "assistant" and messages[i - 1] is not before:
+        before = converted[i - 1] if i else None
+        if before is not None and before.role == "assistant" and before is not messages[i - 1]:
             before.ipython, before.eot = True, False
-    return found
+    return converted
 
 
 def parse_content_part(part: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torchtune.datasets import (
 )
 from torchtune.datasets._file_report import format_of, report, scan
 from torchtune.tokenizers import hf_tokenizer
+from torchtune.tokenizers._protocols import MessageTransform
 
 # Tools and calls as JSON, as the templates of Qwen 2.5 and Llama 3.1 write them.
 TEMPLATE = (
@@ -226,3 +227,15 @@ def test_a_tokenizer_reads_rows_as_datasets_do(with_tools):
     )
     assert text_of(with_tools, row["tokens"]) == expected
     assert with_tools.render_template(turns, tools=json.dumps(TOOLS)) == expected
+
+
+class NoTools(MessageTransform):
+    def tokenize_messages(self, messages, add_end_tokens=True):
+        return [1, 2], [True, False]
+
+
+def test_tools_that_a_tokenizer_does_not_write_are_said_once(caplog):
+    row = {"messages": [QUESTION, calling({})], "tools": TOOLS}
+    for _ in range(2):
+        assert NoTools()(dict(row))["tokens"] == [1, 2]
+    assert caplog.text.count("Rows have tools, which a NoTools does not write into the prompt") == 1
