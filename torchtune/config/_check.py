@@ -1,6 +1,7 @@
 """Check a parsed config: keys and values against the settings dataclass, components against their signatures."""
 
 import inspect
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, join_key, nearest
@@ -17,14 +18,23 @@ from torchtune.config._schema import (
     union_members,
 )
 from torchtune.config._signature import Accepts, Argument, accepts, remaining
+from torchtune.config._unread import is_note, warn_unread
 from torchtune.config._values import check_value, is_component, visit_components
 
 
 class Checker:
-    """Checker of one document: mistakes are collected, and ``finish`` raises them together."""
+    """Checker of one document: mistakes are collected, and ``finish`` raises them together.
 
-    def __init__(self, document: Document, caller_globals: dict[str, Any] | None = None) -> None:
-        self.document, self.caller_globals = document, caller_globals
+    Args:
+        document: the config, with its references resolved.
+        caller_globals: globals of the recipe, for components that its file defines.
+        variables: top-level keys that references name; they need not be settings.
+    """
+
+    def __init__(
+        self, document: Document, caller_globals: dict[str, Any] | None = None, variables: Collection[str] = ()
+    ) -> None:
+        self.document, self.caller_globals, self.variables = document, caller_globals, variables
         self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
         self.known: dict[str, list[str]] = {}  # schema name -> dotted paths that accept it
@@ -40,6 +50,8 @@ class Checker:
         values = {}
         for key, value in data.items():
             if key in accepted:
+                continue
+            if key not in found and not path and key in self.variables:
                 continue
             if key not in found:
                 self.unknown.append(((*path, key), list(found), "there is no such setting"))
@@ -73,10 +85,14 @@ class Checker:
         self.components.add(path)
         self.queue.append((path, node, runtime_args))
 
-    def finish(self) -> None:
-        """Check the queued components, then raise ``ConfigError`` if there are mistakes."""
+    def check_components(self) -> None:
+        """Check the queued components against their signatures."""
         while self.queue and len(self.document.mistakes) < MAX_MISTAKES:
             self._bind(*self.queue.pop(0))
+
+    def finish(self) -> None:
+        """Check the queued components, then raise ``ConfigError`` if there are mistakes."""
+        self.check_components()
         self._suggest()
         self.document.check()
 
@@ -158,23 +174,30 @@ class Checker:
             self.known.setdefault(name, []).append(join_key((*path, name)))
 
     def _suggest(self) -> None:
-        """Add a suggestion to each unknown key.
+        """Report each unknown key with a suggestion: as a mistake, or in a warning if it is a note of the user's own.
 
         If an unknown key is a misspelled required key, the required key is not reported as missing, too.
         """
         meant: set[KeyPath] = set()
+        notes: dict[str, str | None] = {}
         for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
             elsewhere = [full for full in self.known.get(key, []) if full != join_key(path)]
             local = None if elsewhere else nearest(key, local_names)
             far = None if elsewhere or local else nearest(key, self.known)
+            found = local or next(iter(elsewhere), None) or (self.known[far][0] if far else None)
+            if len(path) == 1 and is_note(self.document, key, local_names, self.known):
+                notes[key] = found
+                continue
             if local:
                 meant.add((*path[:-1], local))
-            found = local or next(iter(elsewhere), None) or (self.known[far][0] if far else None)
             self.document.add(path, reason + (f"; did you mean '{found}'?" if found else ""))
         for path, reason in self.missing:
             if path not in meant:
                 self.document.add(path, reason, at=path[:-1])
+        warn_unread(self.document, notes)
+        for key in notes:
+            del self.document.data[key]
 
 
 def _split_key(key: str) -> KeyPath:

@@ -86,15 +86,15 @@ def load_and_check(
 
 def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | None) -> Any:
     fields, scope = settings_fields(cls), recipe.__globals__ if recipe else vars(sys.modules[cls.__module__])
-    references = interpolate(document, {name: item.default for name, item in fields.items() if not item.required})
+    variables = interpolate(document, {name: item.default for name, item in fields.items() if not item.required})
     for key, replacement in getattr(cls, "retired", {}).items():
         if key in document.data and key not in fields:
             message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
             log_once(get_logger(), message, level=30)
             del document.data[key]
     name = recipe_name_of(document.data, scope) if "recipe" not in fields else None
-    checker = Checker(document, scope)
-    given = dict(document.data)
+    checker = Checker(document, scope, variables)
+    given = {key: value for key, value in document.data.items() if key in fields or key not in variables}
     try:
         values = checker.check_fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
         _check_paths(document)
@@ -106,13 +106,15 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
             raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
     if recipe is not None:
-        _unread.check(document, recipe, references, is_typed=True)
+        _unread.check(document, recipe, variables, is_typed=True)
         document.check()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)
-    keep_references(settings, document)
+    keep_references(
+        settings, document, {key: value for key, value in document.data.items() if key in variables - fields.keys()}
+    )
     return settings
 
 
@@ -145,12 +147,13 @@ def _check_paths(document: Document) -> None:
 def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any:
     from omegaconf import OmegaConf
 
-    references = interpolate(document, {})
+    variables = interpolate(document, {})
     checker = Checker(document, recipe.__globals__ if recipe else {})
     visit_components((), document.data, checker)
+    checker.check_components()
     _check_paths(document)
     if recipe is not None:
-        _unread.check(document, recipe, references, is_typed=False)
+        _unread.check(document, recipe, variables, checker.known, is_typed=False)
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():

@@ -47,10 +47,14 @@ _Dumper.add_representer(str, _represent_str)
 _Dumper.add_representer(_Reference, _represent_str)
 
 
-def keep_references(settings: Any, document: Document) -> None:
-    """Store in ``settings`` the document's values that are saved as ``${oc.env:…}``."""
+def keep_references(settings: Any, document: Document, variables: Mapping[str, Any]) -> None:
+    """Store in ``settings`` the document's values that are saved as ``${oc.env:…}``.
+
+    These texts may refer to ``variables``, the document's keys that are not settings: they are saved, too.
+    """
     if document.environment:
         vars(settings)["_from_environment"] = document.environment
+        vars(settings)["_variables"] = dict(variables)
 
 
 def _to_plain(value: Any) -> Any:
@@ -123,7 +127,9 @@ def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
     values = _to_plain(settings)
     recipe = getattr(settings, "recipe", None) if dataclasses.is_dataclass(settings) else None
     values = {"recipe": recipe, **values} if recipe is not None else values
-    return _redact(values, _environment_of(settings)) if redact else values
+    if not redact:
+        return values
+    return _redact({**values, **getattr(settings, "_variables", {})}, _environment_of(settings))
 
 
 def to_yaml(settings: Any, *, sort_keys: bool = False) -> str:

@@ -4,11 +4,11 @@ import ast
 import builtins
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtune.config._errors import nearest
+from torchtune.config._errors import MISSPELT, nearest
 from torchtune.config._reader import Document
 from torchtune.utils import get_logger, log_once
 
@@ -23,12 +23,51 @@ _SHIFTED = ("labels[..., 1:]", "labels[:, 1:]")
 _parse = functools.lru_cache(maxsize=16)(ast.parse)
 
 
-def check(document: Document, recipe_main: Callable[..., Any], references: set[str], *, is_typed: bool) -> None:
+def is_note(document: Document, key: str, settings: Collection[str], arguments: Collection[str]) -> bool:
+    """Return whether a top-level key that nothing reads is a note of the user's own, and not a mistake.
+
+    Configs hold names of runs, comments and paths besides settings. A key on the command line is typed to have an
+    effect. A number or a switch is rarely a note: it is a mistake if its name resembles a setting's (``num_epochs``)
+    or is an argument's (``lr``). Any other value is a mistake only if its name is a setting's with a wrong letter or
+    two (``ouput_dir``, but not ``model_dir``).
+
+    Args:
+        document: the config.
+        key: a key of the config.
+        settings: names of the recipe's settings.
+        arguments: names of the settings and of the arguments of the components in the config.
+    """
+    if document.place((key,)).raw is not None:
+        return False
+    if isinstance(document.data[key], bool | int | float):
+        return not (key in arguments or nearest(key, settings) or nearest(key, arguments, MISSPELT))
+    return nearest(key, settings, MISSPELT) is None
+
+
+def warn_unread(document: Document, keys: Mapping[str, str | None], reader: str = "The recipe") -> None:
+    """Log that ``reader`` never reads some keys of the config, each with the nearest name of a setting, if any."""
+    texts = []
+    for key, name in sorted(keys.items()):
+        hint = f"; did you mean '{name}'?" if name else ""
+        texts.append(f"{key} ({document.place((key,)).text}{hint})")
+    if texts:
+        message = f"{reader} never reads {', '.join(texts)} of the config, so setting it has no effect."
+        log_once(get_logger(), message, level=30)
+
+
+def check(
+    document: Document,
+    recipe_main: Callable[..., Any],
+    references: set[str],
+    arguments: Collection[str] = (),
+    *,
+    is_typed: bool,
+) -> None:
     """Report every top-level key of ``document`` that the recipe's file does not read and that no reference uses.
 
     In a recipe without a settings dataclass, a key that its file mentions nowhere, neither as an attribute
-    (``cfg.key``) nor as a word in a string, is a mistake. A key that is mentioned, but apparently not read from the
-    config, is only a warning, because it may be read indirectly.
+    (``cfg.key``) nor as a word in a string, is a mistake, or a note of the user's own, which is only a warning. So is
+    a key that is mentioned, but apparently not read from the config, because it may be read indirectly.
     """
     file = inspect.getsourcefile(recipe_main)
     if file is None or not Path(file).is_file():
@@ -36,18 +75,18 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
     name, tree = Path(file).name, _parse(Path(file).read_text(encoding="utf-8"))
     _check_labels(document, tree, recipe_main.__globals__, name)
     read, mentioned = keys_of(tree)
-    used = read | _ALWAYS_READ | {each.partition(".")[0] for each in references} | (set() if is_typed else _FORMER_KEYS)
-    without_effect = []
+    used = read | _ALWAYS_READ | references | (set() if is_typed else _FORMER_KEYS)
+    without_effect: dict[str, str | None] = {}
     for key in document.data.keys() - used:
+        close = nearest(str(key), read)
         if is_typed or key in mentioned:
-            without_effect.append(key)
+            without_effect[key] = None
+        elif is_note(document, key, read, arguments):
+            without_effect[key] = close
         else:
-            found = nearest(str(key), read - set(document.data))
-            document.add((key,), f"is never read by {name}" + (f"; did you mean '{found}'?" if found else ""))
-    if without_effect and not _passes_config(tree, recipe_main.__globals__):
-        keys = ", ".join(f"{key} ({document.place((key,)).text})" for key in sorted(without_effect))
-        text = f"{name} never reads {keys} of the config, so setting it has no effect."
-        log_once(get_logger(), text, level=30)
+            document.add((key,), f"is never read by {name}" + (f"; did you mean '{close}'?" if close else ""))
+    if not _passes_config(tree, recipe_main.__globals__):
+        warn_unread(document, without_effect, name)
 
 
 def _check_labels(document: Document, tree: ast.Module, names: dict[str, Any], name: str) -> None:
