@@ -45,8 +45,13 @@ class ForeignConfig:
         self.left: dict[str, str] = {}
         self.covered: dict[str, str] = {}
         self._settings: dict[str, Any] = {}
-        for key, value in theirs.items():
-            self._take(key, value)
+        excluding = self._table.get("excluding", ())
+        if excluding and all(theirs.get(key) is True for key in excluding):
+            raise UserError(f"{path}: {' and '.join(excluding)} exclude each other in {self.library}: choose one.")
+        # Several keys may decide one setting: the last one of the table does, in whatever order the file has them.
+        ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
+        for key in sorted(theirs, key=lambda key: ranks.get(key, len(ranks))):
+            self._take(key, theirs[key])
         taken = {*self._settings}
         for key, value in self._table["defaults"].items():
             if self._table["keys"][key].split()[0] not in taken:
@@ -65,6 +70,9 @@ class ForeignConfig:
             self.covered[key] = "it is empty"
         elif key in self._table["keys"]:
             name, _, conversion = self._table["keys"][key].partition(" ")
+            if name in self._settings and value in (False, ""):
+                self.covered[key] = "it is off"
+                return
             try:
                 self._settings[name] = _convert(value, conversion)
             except (ValueError, TypeError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchtune._cli._foreign_config import TABLES
+from torchtune._cli._foreign_config import TABLES, ForeignConfig
 
 AXOLOTL = """
 base_model: unsloth/Llama-3.2-1B-Instruct
@@ -180,6 +180,36 @@ def test_llama_factory(convert, tmp_path):
     assert ours["enable_activation_checkpointing"] is True, "their default"
     assert "  dataset identity: " in said
     assert "  template: set tokenizer.chat_template" in said
+
+
+@pytest.mark.parametrize(
+    ("base", "lines", "setting", "value"),
+    [
+        (FACTORY, ["train_on_prompt: false", "mask_history: true"], "masking_strategy", "train_on_last"),
+        (FACTORY, ["train_on_prompt: true", "mask_history: false"], "masking_strategy", "train_on_all"),
+        (FACTORY, ["train_on_prompt: false", "mask_history: false"], "masking_strategy", "train_on_assistant"),
+        (FACTORY, ["mask_history: false"], "masking_strategy", "train_on_assistant"),
+        (FACTORY, ["fsdp: full_shard", 'deepspeed: ""'], "recipe", "full_finetune_distributed"),
+        (AXOLOTL, ["lora_target_modules: [q_proj]", "lora_target_linear: true"], "target_modules", ["*_proj", "w?"]),
+    ],
+)
+def test_the_order_of_keys_that_decide_one_setting_does_not_matter(tmp_path, base, lines, setting, value):
+    keys = tuple(line.partition(":")[0] for line in lines)
+    base_lines = [line for line in base.splitlines() if not line.startswith(keys)]
+    path = tmp_path / "theirs.yaml"
+    for ordered in (lines, lines[::-1]):
+        path.write_text("\n".join([*ordered, *base_lines]).replace("{folder}", "data"))
+        ours = ForeignConfig(path).data
+        datasets = ours["dataset"] if isinstance(ours["dataset"], list) else [ours["dataset"]]
+        assert {**ours, **datasets[0], **ours.get("model_converters", [{}])[-1]}[setting] == value
+
+
+def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("mask_history: true\ntrain_on_prompt: true\n" + FACTORY.format(folder="data"))
+    result = tune("import", path)
+    assert result.code == 2
+    assert "train_on_prompt and mask_history exclude each other in llama-factory: choose one" in result.err
 
 
 def test_preferences_of_axolotl_and_llama_factory(convert):
