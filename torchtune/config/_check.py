@@ -18,7 +18,7 @@ from torchtune.config._schema import (
     union_members,
 )
 from torchtune.config._signature import Accepts, Argument, accepts, remaining
-from torchtune.config._unread import is_note, warn_unread
+from torchtune.config._unread import is_note
 from torchtune.config._values import check_value, is_component, visit_components
 
 
@@ -40,6 +40,7 @@ class Checker:
         self.known: dict[str, list[str]] = {}  # schema name -> dotted paths that accept it
         self.unknown: list[tuple[KeyPath, list[str], str]] = []  # path, valid names, reason
         self.missing: list[tuple[KeyPath, str]] = []
+        self.notes: dict[str, str | None] = {}  # top-level key that nothing reads -> nearest valid name
 
     def check_fields(
         self, path: KeyPath, data: dict[str, Any], cls: type, accepted: tuple[str, ...] = ()
@@ -174,12 +175,11 @@ class Checker:
             self.known.setdefault(name, []).append(join_key((*path, name)))
 
     def _suggest(self) -> None:
-        """Report each unknown key with a suggestion: as a mistake, or in a warning if it is a note of the user's own.
+        """Add a suggestion to each unknown key; notes of the user's own are no mistakes.
 
         If an unknown key is a misspelled required key, the required key is not reported as missing, too.
         """
         meant: set[KeyPath] = set()
-        notes: dict[str, str | None] = {}
         for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
             elsewhere = [full for full in self.known.get(key, []) if full != join_key(path)]
@@ -187,7 +187,7 @@ class Checker:
             far = None if elsewhere or local else nearest(key, self.known)
             found = local or next(iter(elsewhere), None) or (self.known[far][0] if far else None)
             if len(path) == 1 and is_note(self.document, key, local_names, self.known):
-                notes[key] = found
+                self.notes[key] = found
                 continue
             if local:
                 meant.add((*path[:-1], local))
@@ -195,9 +195,6 @@ class Checker:
         for path, reason in self.missing:
             if path not in meant:
                 self.document.add(path, reason, at=path[:-1])
-        warn_unread(self.document, notes)
-        for key in notes:
-            del self.document.data[key]
 
 
 def _split_key(key: str) -> KeyPath:

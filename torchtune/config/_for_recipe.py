@@ -11,6 +11,13 @@ def recipe_name_of(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
     return data["recipe"] if "recipe" in data else recipe_at(scope.get("__file__") or "")
 
 
+def is_setting(key: str) -> bool:
+    """Return whether a shipped recipe has a setting of this name."""
+    from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
+
+    return any(key in settings_of_recipe(recipe) for recipe in get_all_recipes())
+
+
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
     """Return whether the config names a recipe of another training method than the shipped recipe that runs it."""
     from torchtune._recipe_registry import are_other_methods, recipe_at

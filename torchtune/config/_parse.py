@@ -15,7 +15,7 @@ from torchtune.config import _locate, _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._for_recipe import explain_wrong_recipe, is_other_method, recipe_name_of
+from torchtune.config._for_recipe import explain_wrong_recipe, is_other_method, is_setting, recipe_name_of
 from torchtune.config._interpolate import interpolate
 from torchtune.config._reader import Document, iter_scalars, read_document
 from torchtune.config._save import keep_references
@@ -95,16 +95,23 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     name = recipe_name_of(document.data, scope) if "recipe" not in fields else None
     checker = Checker(document, scope, variables)
     given = {key: value for key, value in document.data.items() if key in fields or key not in variables}
+    remark = explain_wrong_recipe(given, scope, fields)
     try:
         values = checker.check_fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
         _check_paths(document)
         checker.finish()
+        for key in filter(is_setting, checker.notes if remark else ()):  # of the recipe that the remark names
+            document.add((key,), "there is no such setting")
+        document.check()
     except ConfigError as error:
-        raise ConfigError(error.errors, explain_wrong_recipe(given, scope, fields)) from None
-    if remark := explain_wrong_recipe(given, scope, fields):
+        raise ConfigError(error.errors, remark) from None
+    if remark:
         if is_other_method(given, scope):
             raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
+    _unread.warn_unread(document, checker.notes)
+    for key in checker.notes:
+        del document.data[key]
     if recipe is not None:
         _unread.check(document, recipe, variables, is_typed=True)
         document.check()
