@@ -1,6 +1,8 @@
 """Recipes and building blocks for fine-tuning large language models in native PyTorch."""
 
-from torchtune._lazy import attach
+import sys
+
+from torchtune._lazy import FormerModuleFinder, attach
 
 __version__ = "0.8.0"
 
@@ -24,3 +26,6 @@ __getattr__, __dir__, __all__ = attach(
         "utils",
     ),
 )
+
+if FormerModuleFinder not in sys.meta_path:
+    sys.meta_path.append(FormerModuleFinder)

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pkgutil import iter_modules
 from typing import Any
 
@@ -30,12 +31,53 @@ def attach(
         elif name in submodules:
             value = importlib.import_module(f"{package}.{name}")
         else:
-            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+            return former_attribute(package, name)
         setattr(sys.modules[package], name, value)
         return value
 
     names = sorted({*exports, *submodules})
     return __getattr__, lambda: names, names
+
+
+# Path of the table of former names; it is imported at the first name that does not exist.
+_FORMER_NAMES = "torchtune.compat._former_names"
+
+
+def former_attribute(module: str, name: str) -> Any:
+    """Return the present object of a name that ``module`` had in an earlier release.
+
+    Raises:
+        AttributeError: there was no such name, or it is gone; then the message says what replaces it.
+    """
+    if name.startswith("__"):
+        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+    return importlib.import_module(_FORMER_NAMES).attribute(module, name)
+
+
+def former_names(module: str) -> Callable[[str], Any]:
+    """Build ``__getattr__`` of a module that had other names in earlier releases."""
+    return partial(former_attribute, module)
+
+
+def present_path(path: str) -> str:
+    """Return the present path of a component of another package that was moved.
+
+    Raises:
+        ImportError: the path is one of this library and is gone; the message says what replaces it.
+    """
+    table = importlib.import_module(_FORMER_NAMES)
+    if gone := table.explain_gone(path):
+        raise ImportError(gone)
+    return table.present_path(path)
+
+
+class FormerModuleFinder:
+    """Finder of modules of earlier releases, for ``sys.meta_path``; it comes last."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec of a former module of this library, or ``None``."""
+        return importlib.import_module(_FORMER_NAMES).find_spec(name) if name.startswith("torchtune.") else None
 
 
 def redirect(package: str, target: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

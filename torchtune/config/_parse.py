@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune._lazy import former_names
 from torchtune.config import _locate, _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
@@ -239,3 +240,6 @@ def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) 
     if not config:
         raise ConfigError([Mistake(_overrides.COMMAND_LINE, "--config", "name a config: --config FILE_OR_NAME")])
     return config, overrides
+
+
+__getattr__ = former_names(__name__)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune._lazy import former_names
 from torchtune.data._batch import Batch
 from torchtune.data._check_shifted import check_shifted
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
@@ -362,3 +363,6 @@ def padded_collate_packed(
     check_shifted(tokens, labels, lengths)
     positions = boundaries.positions().view_as(tokens)
     return {"tokens": tokens, "labels": labels, "input_pos": positions, "documents": boundaries}
+
+
+__getattr__ = former_names(__name__)

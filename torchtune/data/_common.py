@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torchtune._lazy import former_names
 from torchtune.utils import UserError
 
 # Label of a position that is excluded from the loss.
@@ -41,3 +42,6 @@ def copy_sample(sample: Any, giver: str) -> dict[str, Any]:
     if not isinstance(sample, Mapping):
         raise DataError(f"{giver} gives {type(sample).__name__}, not a mapping")
     return dict(sample)
+
+
+__getattr__ = former_names(__name__)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, get_args
 
+from torchtune._lazy import former_names
 from torchtune.data._common import DataError
 from torchtune.data._tool_calls import call_of_text, read_tool_calls
 
@@ -432,3 +433,6 @@ def is_empty(message: Message) -> bool:
 
 def _calls_tool(message: Message | None) -> bool:
     return message is not None and (message.ipython or bool(message.extra.get("tool_calls")))
+
+
+__getattr__ = former_names(__name__)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Protocol
 
+from torchtune._lazy import former_names
 from torchtune.data._common import DataError
 from torchtune.data._messages import Message, MessageLike, Role, as_messages
 
@@ -116,3 +117,6 @@ def get_prompt_template(
     raise DataError(
         f"prompt_template must be a dotted path or a mapping role -> [before, after], not {prompt_template!r}."
     )
+
+
+__getattr__ = former_names(__name__)

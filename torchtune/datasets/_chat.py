@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from torchtune._lazy import former_names
 from torchtune.data import DataError, MaskingName, OpenAIToMessages, ShareGPTToMessages, check_column_map
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
@@ -93,3 +94,6 @@ def slimorca_dataset(
     """
     column = check_column_map(column_map, {"conversations": "conversations"}, ("conversations",))["conversations"]
     return chat_dataset(tokenizer, source=source, conversation_column=column, conversation_style="sharegpt", **settings)
+
+
+__getattr__ = former_names(__name__)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchtune._lazy import former_names
 from torchtune.data import AlpacaToMessages, InputOutputToMessages, MaskingName
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
@@ -154,3 +155,6 @@ def samsum_dataset(
     """
     columns = column_map or {"input": "dialogue", "output": "summary"}
     return instruct_dataset(tokenizer, source=source, column_map=columns, **settings)
+
+
+__getattr__ = former_names(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtune._lazy import former_names
 from torchtune.generation._continuous_batch import Request, Row
 from torchtune.generation._decode import decode
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
@@ -222,3 +223,6 @@ def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
             )
         return torch.full((b,), s, device=tokens.device)
     return (tokens != pad_id).cumsum(1).bool().sum(1)
+
+
+__getattr__ = former_names(__name__)

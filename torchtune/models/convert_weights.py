@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchtune._lazy import former_names
 from torchtune.models._description import Description
 from torchtune.models._weight_map import WeightMap
 from torchtune.models._weight_names import HF_INTERLEAVED, META
@@ -155,3 +156,6 @@ def _convert_by_meta(state_dict: dict[str, Tensor], *, to_tune: bool) -> dict[st
             raise WeightMapError(f"The adapter tensor '{name}' belongs to no module of the model.")
         converted[names[weight].removesuffix(".weight") + suffix] = state_dict[name]
     return converted
+
+
+__getattr__ = former_names(__name__)

@@ -1,5 +1,6 @@
 """Building blocks of models: layers, losses, adapters and tokenizers."""
 
+from torchtune._lazy import former_names
 from torchtune.modules._flash_kernels import FlashAttentionKernel
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
@@ -58,3 +59,5 @@ __all__ = [
 ]
 
 from torchtune.modules._tiles import Tiles as Tiles
+
+__getattr__ = former_names(__name__)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchtune._lazy import former_names
 from torchtune.data import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention_utils import _MaskType, attention
@@ -257,3 +258,6 @@ class MultiHeadAttention(nn.Module):
         if norm is not None and not self.qk_norm_before_rope:
             x = norm(x)
         return x if self.qk_norm_eps is None else rms_norm(x, self.qk_norm_eps)
+
+
+__getattr__ = former_names(__name__)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchtune._lazy import former_attribute
 from torchtune.data import Documents
 from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._document_attention import (
@@ -413,7 +414,7 @@ def compile_flex_attention() -> Callable[..., Tensor]:
 def __getattr__(name: str) -> Any:
     if name == "flex_attention_compiled":  # the name in older releases; compiled at the first call
         return compile_flex_attention()
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return former_attribute(__name__, name)
 
 
 def compile_friendly_flex_attention(

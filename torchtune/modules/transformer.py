@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchtune._lazy import former_names
 from torchtune.data import DataError, Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules._products import fast_products
@@ -498,3 +499,6 @@ def text_decoder(model: nn.Module) -> nn.Module:
         True
     """
     return getattr(model, "text", model)
+
+
+__getattr__ = former_names(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtune._lazy import former_names
 from torchtune.training.parallel._ranks import any_rank
 from torchtune.utils import DeviceSupport, get_logger
 
@@ -83,3 +84,6 @@ def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
         for name, tensor in named:
             if tensor.is_meta:
                 raise RuntimeError(f"The {kind} {name} is still on the meta device: nothing was loaded into it.")
+
+
+__getattr__ = former_names(__name__)

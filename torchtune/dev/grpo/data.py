@@ -2,6 +2,8 @@
 
 from typing import TypedDict
 
+from torchtune._lazy import former_names
+
 _TASK = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
     "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
@@ -17,3 +19,6 @@ class ReasoningProblem(TypedDict):
     question: str
     cot: str
     answer: str
+
+
+__getattr__ = former_names(__name__)

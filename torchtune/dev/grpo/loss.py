@@ -1,5 +1,6 @@
 """Former names of losses, for configs; see :class:`torchtune.rlhf.loss.GRPOLoss`."""
 
+from torchtune._lazy import former_names
 from torchtune.rlhf import loss
 
 
@@ -19,3 +20,6 @@ class GRPOCompletionLoss(loss.GRPOLoss):
 
 class GRPOSimpleLoss(GRPOLoss):
     """Alias of :class:`GRPOLoss`; with ``num_iterations: 1`` its ratio is 1 and nothing is clipped."""
+
+
+__getattr__ = former_names(__name__)

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from torchtune._lazy import former_names
 from torchtune.models._family import (
     HF_INTERLEAVED,
     Description,
@@ -73,3 +74,5 @@ COMPONENTS = component_builders(
     norm_eps=1e-6,
     rope_base=10_000,
 )
+
+__getattr__ = former_names(__name__)

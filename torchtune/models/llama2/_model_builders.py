@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+from torchtune._lazy import former_names
 from torchtune.models._classifiers import classifier_builders
 from torchtune.models._family import (
     GGUF,
@@ -42,3 +43,5 @@ COMPONENTS = component_builders(
     rope_base=10_000.0,
 )
 COMPONENTS |= classifier_builders(__name__, COMPONENTS)
+
+__getattr__ = former_names(__name__)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from torchtune._lazy import former_names
 from torchtune.models._family import (
     GGUF,
     HF_INTERLEAVED,
@@ -40,3 +41,5 @@ COMPONENTS = component_builders(
     intermediate_dim=None,
     norm_eps=1e-5,
 )
+
+__getattr__ = former_names(__name__)

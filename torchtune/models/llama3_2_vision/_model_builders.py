@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+from torchtune._lazy import former_names
 from torchtune.models._builders import Builder, LoraAttnModules, Part, check_parts, dress
 from torchtune.models._description import ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
@@ -148,3 +149,5 @@ llama3_2_vision_11b, lora_llama3_2_vision_11b = _builders("llama3_2_vision_11b",
 llama3_2_vision_90b, lora_llama3_2_vision_90b = _builders("llama3_2_vision_90b", "90B")
 qlora_llama3_2_vision_11b = partial(lora_llama3_2_vision_11b, quantize_base=True)
 qlora_llama3_2_vision_90b = partial(lora_llama3_2_vision_90b, quantize_base=True)
+
+__getattr__ = former_names(__name__)

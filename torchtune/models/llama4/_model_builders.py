@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from torchtune._lazy import former_names
 from torchtune.models._builders import exported
 from torchtune.models._family import (
     HF_HALF,
@@ -139,3 +140,5 @@ BUILDERS = {}
 for _name, _title in zip(SIZES, ("Build Llama 4 Scout 17B-16E", "Build Llama 4 Maverick 17B-128E"), strict=True):
     BUILDERS |= early_fusion_builders(__name__, _name, _title, SPEC.to_hf_config(SIZES[_name]))
 exported(__name__, BUILDERS)
+
+__getattr__ = former_names(__name__)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtune._lazy import former_names
 from torchtune.models._classifiers import classifier_builders
 from torchtune.models._family import (
     GGUF,
@@ -67,3 +68,5 @@ COMPONENTS = component_builders(
     rope_base=10_000,
 )
 COMPONENTS |= classifier_builders(__name__, COMPONENTS)
+
+__getattr__ = former_names(__name__)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from torchtune._lazy import former_names
 from torchtune.models._family import (
     HFFormat,
     Identity,
@@ -54,3 +55,5 @@ COMPONENTS = component_builders(
     norm_eps=1e-5,
     rope_base=10_000,
 )
+
+__getattr__ = former_names(__name__)

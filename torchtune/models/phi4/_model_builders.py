@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtune._lazy import former_names
 from torchtune.models._family import model_builders
 from torchtune.models.phi3._model_builders import SPEC as PHI3_SPEC
 from torchtune.models.phi3._model_builders import phi3_description
@@ -21,3 +22,5 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-4", SPEC, SIZES)
+
+__getattr__ = former_names(__name__)

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from torchtune._lazy import former_names
 from torchtune.models._family import (
     GGUF,
     HF_HALF,
@@ -94,3 +95,5 @@ def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm
 
 
 COMPONENTS = qwen_components(__name__, "qwen2", "Qwen 2", SPEC, "after_rope")
+
+__getattr__ = former_names(__name__)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtune._lazy import former_names
 from torchtune.models._family import model_builders
 from torchtune.models.qwen2._model_builders import SIZES as QWEN2
 from torchtune.models.qwen2._model_builders import SPEC as QWEN2_SPEC
@@ -34,3 +35,5 @@ SIZES = {
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
 # Compatibility: a config of earlier releases uses this name.
 lora_qwen2_5_7b = BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
+
+__getattr__ = former_names(__name__)

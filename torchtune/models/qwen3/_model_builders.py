@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtune._lazy import former_names
 from torchtune.models._family import GGUF, HF_HALF, QWEN3, family, model_builders
 from torchtune.models.qwen2._model_builders import qwen_components
 
@@ -42,3 +43,5 @@ SIZES = {
 }
 BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES)
 COMPONENTS = qwen_components(__name__, "qwen3", "Qwen 3", SPEC, "before_rope")
+
+__getattr__ = former_names(__name__)

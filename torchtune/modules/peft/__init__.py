@@ -1,5 +1,6 @@
 """Low-rank adapters."""
 
+from torchtune._lazy import former_names
 from torchtune.modules.peft._adapters import (
     LORA_ATTN_MODULES,
     AdapterModule,
@@ -43,3 +44,5 @@ __all__ = [
 
 from torchtune.modules.peft._adapters import adapter_modules as adapter_modules
 from torchtune.modules.peft._functional import init_from_weight as init_from_weight
+
+__getattr__ = former_names(__name__)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from torchtune._lazy import former_names
 from torchtune.modules._change_class import change_class
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft._functional import lora_projection, lora_scaling, merged_weight
@@ -219,3 +220,6 @@ def _adapt_stored_class(adapted: type[LoRALinear], stored: type[StoredLinear]) -
     """Class of an adapted layer with a :class:`StoredLinear` base."""
     members = {name: getattr(stored, name) for name in ("full_weight", "stored_weight", "parallel_dims")}
     return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), {**members, "stored_kind": stored})
+
+
+__getattr__ = former_names(__name__)
