@@ -71,6 +71,11 @@ def present_path(path: str) -> str:
     return table.present_path(path)
 
 
+def former_argument(path: str, argument: str) -> tuple[bool, str | None]:
+    """Return whether the function at ``path`` took ``argument`` in earlier releases, and what replaces it."""
+    return importlib.import_module(_FORMER_NAMES).former_argument(path, argument)
+
+
 class FormerModuleFinder:
     """Finder of modules of earlier releases, for ``sys.meta_path``; it comes last."""
 

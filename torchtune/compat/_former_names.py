@@ -152,6 +152,7 @@ NAMES = {
     **_names("torchtune.modules", "torchtune.training.lr_schedulers", "get_cosine_schedule_with_warmup"),
     "torchtune.modules.lr_schedulers": "torchtune.training.lr_schedulers",
     **_names("torchtune.modules.attention_utils", "torchtune.compat._pieces", "_sdpa_or_flex_attention"),
+    "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),
     **_names(
         "torchtune.modules.peft.peft_utils", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"
@@ -160,7 +161,7 @@ NAMES = {
     **{
         f"torchtune.modules.{package}._tiktoken.{name}": f"torchtune.tokenizers._tiktoken.{name}"
         for package in ("tokenizers", "transforms.tokenizers")
-        for name in ("CL100K_PATTERN", "MAX_ENCODE_CHARS", "MAX_NO_WHITESPACE_CHARS")
+        for name in ("MAX_ENCODE_CHARS", "MAX_NO_WHITESPACE_CHARS")
     },
     **_names("torchtune.training.checkpointing._utils", "torchtune.compat", _CHECKPOINT_HELPERS),
     **_names("torchtune.training.checkpointing._utils", "torchtune.checkpoints", "get_largest_iter_folder"),
@@ -168,6 +169,7 @@ NAMES = {
     **_names("torchtune.training.checkpointing._checkpointer", "torchtune.checkpoints", "safe_torch_load"),
     "torchtune.training.checkpointing._checkpointer._CheckpointerInterface": "torchtune.compat.CheckpointerInterface",
     **_names("torchtune.training.checkpointing._checkpointer", "torchtune.compat", _CHECKPOINT_HELPERS),
+    **_names("torchtune.training.quantization", "torchtune.checkpoints", "check_quantizer quantize_checkpoint"),
     "torchtune.training.checkpointing._utils.save_config": "torchtune.training.metric_logging.save_config",
     **_names("torchtune.utils._checkpointing._checkpointer_utils", "torchtune.checkpoints", "safe_torch_load"),
     **_names(
@@ -267,7 +269,9 @@ GONE = {
         ),
         _EARLY_EXIT,
     ),
-    **dict.fromkeys(("torchtune.dev.rl", "torchtune.dev.grpo.generation", "torchtune.dev.grpo.rewards"), _RL),
+    "torchtune.dev.rl": _RL,
+    "torchtune.dev.grpo.generation": "use torchtune.rlhf.LocalSampler.",
+    "torchtune.dev.grpo.rewards": "use torchtune.rlhf.reward_functions.",
     **dict.fromkeys(
         ("torchtune.dev.grpo.data.RLDataset", "torchtune.dev.grpo.data.padded_collate_rl"),
         "answers are not padded any more: torchtune.datasets.prompt_dataset makes prompts.",
@@ -297,6 +301,24 @@ GONE = {
 }
 
 
+# Arguments that functions of earlier releases took: (the start of a function's path, argument) -> what replaces it. An
+# argument without a replacement has no effect.
+ARGUMENTS = {
+    ("torchtune.datasets.", "trust_remote_code"): None,
+    ("torchtune.datasets.", "max_seq_len"): "set `tokenizer.max_seq_len`.",
+    ("torchtune.datasets.instruct_dataset", "template"): _SFT_TEMPLATE,
+    ("torchtune.datasets.chat_dataset", "chat_format"): _CHAT_FORMAT,
+}
+
+
+def former_argument(path: str, argument: str) -> tuple[bool, str | None]:
+    """Return whether a function took an argument in earlier releases, and what replaces it, if anything."""
+    for (start, name), replacement in ARGUMENTS.items():
+        if name == argument and path.startswith(start):
+            return True, replacement
+    return False, None
+
+
 def _locate(path: str) -> Any:
     """Return the object at ``path``. Raises ``AttributeError`` if there is none."""
     module, _, name = path.rpartition(".")
@@ -320,7 +342,11 @@ def explain_gone(path: str) -> str | None:
 def present_path(path: str) -> str:
     """Return the present path of a name in a module of another package that was moved; other paths unchanged."""
     module, _, name = path.rpartition(".")
-    return f"{NAMES[module]}.{name}" if module in NAMES and not module.startswith("torchtune.") else path
+    if module.startswith("torchtune.") or module not in NAMES:
+        return path
+    present = f"{NAMES[module]}.{name}"
+    _warn(path, present)
+    return present
 
 
 def attribute(module: str, name: str) -> Any:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Collection
 from typing import Annotated, Any
 
+from torchtune._lazy import former_argument
 from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, join_key, nearest
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._locate import locate
@@ -20,6 +21,7 @@ from torchtune.config._schema import (
 from torchtune.config._signature import Accepts, Argument, accepts, remaining
 from torchtune.config._unread import is_note
 from torchtune.config._values import check_value, is_component, visit_components
+from torchtune.utils import get_logger, log_once
 
 
 class Checker:
@@ -148,9 +150,18 @@ class Checker:
         taken: dict[str, str],
     ) -> None:
         name = node["_component_"]
-        for key, value in node.items():
+        for key, value in list(node.items()):
             here = (*path, key)
             if key == "_component_":
+                continue
+            was_taken, replacement = former_argument(name, key) if key not in signature.named else (False, None)
+            if was_taken and replacement is None:
+                message = f"{self.document.place(here).text}: {name} ignores '{key}': it has no effect any more."
+                log_once(get_logger(), message, level=30)
+                del node[key]
+                continue
+            if was_taken:
+                self.document.add(here, f"{name} takes no argument '{key}' any more: {replacement}")
                 continue
             if key in taken and taken[key] == key:
                 self.document.add(here, f"is handed to {name} by the recipe: remove it")

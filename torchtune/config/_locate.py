@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from torchtune._lazy import present_path
 from torchtune.config._errors import InstantiationError, did_you_mean
 from torchtune.utils import hide_import_warnings
 
@@ -81,7 +82,10 @@ def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
     """
     if not isinstance(path, str) or not path:
         raise InstantiationError(f"_component_ must be the dotted path of a class or function, not {path!r}")
-    parts = path.split(".")
+    try:
+        parts = present_path(path).split(".")
+    except ImportError as error:
+        raise InstantiationError(str(error)) from error
     if not all(parts):
         raise ValueError(f"'{path}' is not a dotted path: a part between the dots is empty")
     if os.getcwd() not in sys.path:

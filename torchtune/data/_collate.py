@@ -29,6 +29,8 @@ def _as_int_tensor(value: Any) -> torch.Tensor:
 def documents_of(example: Example) -> list[Document]:
     """Return the documents of an example or pack. Raises :class:`DataError` for a malformed document."""
     documents = [example] if isinstance(example, Mapping) else example
+    if isinstance(example, Mapping) and "seq_lens" in example:  # a pack of a dataset written for earlier releases
+        documents = _split_pack(example)
     if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
         raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
     for document in documents:
@@ -38,6 +40,19 @@ def documents_of(example: Example) -> list[Document]:
             counts = len(document["tokens"]), len(document["labels"])
             raise DataError("An example has {} tokens but {} labels.".format(*counts))
     return list(documents)
+
+
+def _split_pack(pack: Mapping[str, Any]) -> list[Document]:
+    """Split a pack of one row by its ``seq_lens``; the padding at its end is a document, too."""
+    lengths = [int(length) for length in pack["seq_lens"]]
+    if sum(lengths) != len(pack["tokens"]):
+        raise DataError(f"A pack has {len(pack['tokens'])} tokens, and seq_lens of {sum(lengths)} in total.")
+    documents = []
+    start = 0
+    for length in lengths:
+        documents.append({name: pack[name][start : start + length] for name in ("tokens", "labels")})
+        start += length
+    return documents
 
 
 def collate_documents(batch: Sequence[Example]) -> Batch:

@@ -3,15 +3,16 @@
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from torchtune.data import DataError
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
@@ -138,17 +139,58 @@ class Packs:
         return np.add.reduceat(self._pieces[:, 2] - self._pieces[:, 1], self._ends[:-1], dtype=np.int64)
 
 
+class Pack(list):
+    """Documents of a pack, which are also read as the padded row that packs were in earlier releases.
+
+    As a list, the documents: dicts of ``tokens``, ``labels`` and, if there are images, their patches. As a mapping,
+    tensors of ``max_seq_len`` tokens (``pack["tokens"]``, ``dict(pack)``): ``tokens``, padded with ``padding_idx``,
+    ``labels``, padded with the ignore index, ``input_pos``, which counts from 0 in each document and goes on in the
+    padding, and ``seq_lens``, the lengths of the documents and of the padding.
+
+    Args:
+        documents: the documents.
+        max_seq_len: length of the padded row.
+        padding_idx: token id of the padding.
+    """
+
+    def __init__(self, documents: Iterable[dict[str, Any]], max_seq_len: int, padding_idx: int) -> None:
+        super().__init__(documents)
+        self.max_seq_len, self.padding_idx = max_seq_len, padding_idx
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors of the padded row."""
+        return ["tokens", "labels", "input_pos", "seq_lens"]
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a document by index, or a tensor of the padded row by name."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        lengths = [len(document["tokens"]) for document in self]
+        missing = self.max_seq_len - sum(lengths)
+        if key == "seq_lens":
+            return torch.tensor(lengths + [missing] * (missing > 0))
+        if key == "input_pos":
+            lengths[-1] += missing
+            return torch.cat([torch.arange(length) for length in lengths])
+        paddings = {"tokens": self.padding_idx, "labels": CROSS_ENTROPY_IGNORE_IDX}
+        if key not in paddings:
+            raise KeyError(key)
+        values = torch.cat([torch.as_tensor(document[key]) for document in self])
+        return F.pad(values, (0, missing), value=paddings[key])
+
+
 class PackedDataset(Dataset):
     """Dataset of packs of documents, with every token of ``ds`` exactly once and no padding.
 
     An item is a list of documents (``tokens`` and pre-shifted ``labels``, and images), which
-    :func:`torchtune.data.collate_documents` concatenates. Attention and positions are per document. Rows with images
+    :func:`torchtune.data.collate_documents` concatenates. It can also be read as a mapping of padded tensors
+    (``tokens``, ``labels``, ``input_pos``, ``seq_lens``). Attention and positions are per document. Rows with images
     are never split; they are distributed so that all packs have about the same number of image tokens.
 
     Args:
         ds: dataset of rows with ``tokens`` and ``labels``.
         max_seq_len: maximum number of tokens per pack.
-        padding_idx: accepted for compatibility; there is no padding.
+        padding_idx: token id of the padding where an item is read as a mapping.
         max_packs: number of packs to keep; ``None`` keeps all.
         split_across_pack: fill every pack completely by splitting documents; each piece is a separate document. False
             packs whole documents by best fit.
@@ -162,6 +204,8 @@ class PackedDataset(Dataset):
         >>> packs = torchtune.datasets.PackedDataset(rows, max_seq_len=4)
         >>> sorted(sum(len(document["tokens"]) for document in packs[i]) for i in range(len(packs)))
         [4, 4]
+        >>> packs[0]["labels"]
+        tensor([3, 3, 3, 1])
     """
 
     def __init__(
@@ -218,13 +262,15 @@ class PackedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, idx: int) -> list[dict[str, Any]]:
+    def __getitem__(self, idx: int) -> Pack:
         """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
         if self._has_images:
-            return [self.ds[row] for row, _, _ in self.packs[idx]]
-        store = getattr(self.ds, "store", None)
-        rows = self.ds if store is None else store
-        return [document_of(rows[row], start, end) for row, start, end in self.packs[idx]]
+            documents = [self.ds[row] for row, _, _ in self.packs[idx]]
+        else:
+            store = getattr(self.ds, "store", None)
+            rows = self.ds if store is None else store
+            documents = [document_of(rows[row], start, end) for row, start, end in self.packs[idx]]
+        return Pack(documents, self.max_seq_len, self.padding_idx)
 
     def origins(self, idx: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` of each document of a pack."""

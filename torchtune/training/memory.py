@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchtune._lazy import attach
+from torchtune._lazy import former_names
 from torchtune.utils import get_logger, log_once
-
-# Functions that moved to other modules.
-__getattr__, _, _ = attach(
-    __name__,
-    dict.fromkeys(
-        ("OptimizerInBackwardWrapper", "create_optim_in_bwd_wrapper", "register_optim_in_bwd_hooks"), "torchtune.compat"
-    ),
-)
 
 ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
 
@@ -175,3 +167,6 @@ def log_memory_stats(stats: dict[str, float], message: str = DEFAULT_LOG_MESSAGE
     """
     lines = [f"\t{name.replace('_', ' ')}: {value:.2f} GiB" for name, value in stats.items()]
     get_logger().info("\n".join([message, *lines]))
+
+
+__getattr__ = former_names(__name__)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from torchtune._lazy import attach
+from torchtune._lazy import former_names
 from torchtune.modules import torchao_formats
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.fake_quant import (
@@ -25,9 +25,6 @@ from torchtune.modules.low_precision import Float8Training
 from torchtune.modules.peft import QATLoRALinear
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.utils import UserError
-
-# Functions that moved to other modules.
-__getattr__, _, _ = attach(__name__, dict.fromkeys(("check_quantizer", "quantize_checkpoint"), "torchtune.checkpoints"))
 
 __all__ = [
     "Float8Quantizer",
@@ -403,3 +400,6 @@ def convert_to_float8_training(model: nn.Module, fp8_recipe_name: str | None = N
     """
     apply_conversions(model, [Float8Training(fp8_recipe_name or "tensorwise")])
     return model
+
+
+__getattr__ = former_names(__name__)

@@ -36,8 +36,8 @@ class CLIPImageTransform(Transform):
         resize_to_max_canvas: upscale the image as much as the canvases allow.
 
         Raises:
-            DataError: only one of ``image_mean`` and ``image_std`` is set or has not 3 values, there is no canvas, a
-                canvas is not a multiple of ``tile_size``, or ``resample`` is unknown.
+            DataError: only one of ``image_mean`` and ``image_std`` is set or has not 3 values, there is no canvas, or
+                ``resample`` is unknown.
 
     Example:
         >>> transform = torchtune.models.clip.CLIPImageTransform(tile_size=4, max_num_tiles=4)
@@ -67,9 +67,6 @@ class CLIPImageTransform(Transform):
             if not max_num_tiles:
                 raise DataError("CLIPImageTransform needs possible_resolutions or max_num_tiles.")
             possible_resolutions = find_supported_resolutions(max_num_tiles, tile_size)
-        for height, width in possible_resolutions:
-            if height % tile_size or width % tile_size:
-                raise DataError(f"possible_resolutions: {height} x {width} is not of whole tiles of {tile_size}.")
         resampling_mode(resample)
         self.possible_resolutions = torch.tensor(possible_resolutions).reshape(-1, 2)
         self.mean, self.std = (
@@ -92,10 +89,16 @@ class CLIPImageTransform(Transform):
             ``[2]``: rows and columns of tiles.
 
             Raises:
-                DataError: the image cannot be read, or the tensor has a wrong shape, dtype or range.
+                DataError: the image cannot be read, the tensor has a wrong shape, dtype or range, or the canvas that
+                    fits best does not consist of whole tiles.
         """
         image = _three_channels(sample["image"])
         canvas = get_canvas_best_fit(image, self.possible_resolutions, self.resize_to_max_canvas)
+        if canvas[0] % self.tile_size or canvas[1] % self.tile_size:
+            raise DataError(
+                f"possible_resolutions: {canvas[0]} x {canvas[1]}, which fits an image of {image.shape[1]} x "
+                f"{image.shape[2]} best, is not of whole tiles of {self.tile_size}."
+            )
         image = resize_with_pad(image, canvas, self.resample, self.max_size)
         pixels = image.float() / 255 if image.dtype == torch.uint8 else image
         if self.mean is not None:

@@ -16,12 +16,10 @@ class FusionLayer(TransformerSelfAttentionLayer):
     parameters of ``fusion_layer`` begin with ``fusion_layer.``.
 
     Args:
-        layer: a self-attention layer.
+        layer: a :class:`torchtune.modules.TransformerSelfAttentionLayer`, or a layer of your own; that one must have
+            the methods of a layer which are called, such as ``setup_caches`` for generation.
         fusion_layer: usually a :class:`torchtune.modules.TransformerCrossAttentionLayer`.
         fusion_first: whether ``fusion_layer`` comes before ``layer``.
-
-    Raises:
-        TypeError: ``layer`` is not a self-attention layer.
 
     Example:
         >>> sizes = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 16, "encoder_max_seq_len": 40}
@@ -33,9 +31,12 @@ class FusionLayer(TransformerSelfAttentionLayer):
         [False, True]
     """
 
+    def __new__(cls, layer: nn.Module | None = None, *args: Any, **kwargs: Any) -> "FusionLayer":
+        """Create the class for ``layer``; copies of a module are created without arguments."""
+        is_own = layer is not None and type(layer) is not TransformerSelfAttentionLayer
+        return super().__new__(_OwnFusionLayer if is_own else cls)
+
     def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
-        if type(layer) is not TransformerSelfAttentionLayer:
-            raise TypeError(f"FusionLayer takes a TransformerSelfAttentionLayer, not a {type(layer).__name__}.")
         super().__init__(
             layer.attn,
             layer.mlp,
@@ -50,6 +51,11 @@ class FusionLayer(TransformerSelfAttentionLayer):
         )
         self.fusion_layer = fusion_layer
         self.fusion_first = fusion_first
+
+    @property
+    def layer(self) -> nn.Module:
+        """The layer that is fused with ``fusion_layer``; the modules of a self-attention layer are modules of this."""
+        return self
 
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
@@ -79,6 +85,61 @@ class FusionLayer(TransformerSelfAttentionLayer):
         return x if self.fusion_first else self.fusion_layer(x, **encoder, **kwargs)
 
 
+class _OwnFusionLayer(FusionLayer):
+    """:class:`FusionLayer` of a layer of another class.
+
+    Modules, parameters and buffers are the layer's own dicts. So their names do not change, as those of other layers,
+    and whatever replaces one of them here replaces it in the layer, which computes with it.
+    """
+
+    def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
+        nn.Module.__init__(self)
+        vars(self)["own_layer"] = layer  # registered as a module, it would have names of its own
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            vars(self)[name] = vars(layer)[name]
+        self.fusion_layer = fusion_layer
+        self.fusion_first = fusion_first
+
+    @property
+    def layer(self) -> nn.Module:
+        """The layer that is fused with ``fusion_layer``."""
+        return self.own_layer
+
+    def train(self, mode: bool = True) -> "_OwnFusionLayer":
+        """Set the mode of both layers."""
+        self.own_layer.training = mode
+        return super().train(mode)
+
+    def setup_caches(
+        self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
+    ) -> None:
+        """Set up the caches of both layers."""
+        for layer in (self.own_layer, self.fusion_layer):
+            layer.setup_caches(
+                batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
+            )
+
+    def caches_are_setup(self) -> bool:
+        """Return whether the layer has caches."""
+        return self.own_layer.caches_are_setup()
+
+    def caches_are_enabled(self) -> bool:
+        """Return whether the layer uses its caches."""
+        return self.own_layer.caches_are_enabled()
+
+    def reset_cache(self) -> None:
+        """Empty the caches of both layers."""
+        self.own_layer.reset_cache()
+        self.fusion_layer.reset_cache()
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Apply both layers, one after the other, with the same arguments."""
+        layers = (self.fusion_layer, self.own_layer) if self.fusion_first else (self.own_layer, self.fusion_layer)
+        for layer in layers:
+            x = layer(x, **kwargs)
+        return x
+
+
 class FusionEmbedding(nn.Embedding):
     """Token embedding ``weight`` with additional, separately trained tokens ``fusion_embedding.weight``.
 
@@ -95,6 +156,11 @@ class FusionEmbedding(nn.Embedding):
     def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:
         super().__init__(vocab_size, embed_dim)
         self.fusion_embedding = nn.Embedding(fusion_vocab_size, embed_dim)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The embedding of the first tokens: this one."""
+        return self
 
     @property
     def num_tokens(self) -> int:

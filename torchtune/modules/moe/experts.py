@@ -6,15 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune._lazy import attach
+from torchtune._lazy import former_names
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.modules.stored_linear import Stored
 
 _CLAMPED_SLOPE = 1.702  # slope of the sigmoid approximation of GELU
-
-# Former import path of the class.
-__getattr__, _, _ = attach(__name__, {"LoRAGroupedExperts": "torchtune.modules.peft.lora_experts"})
 
 
 class GroupedExperts(nn.Module):
@@ -169,3 +166,6 @@ class UngatedExperts(GroupedExperts):
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
         hidden = self.activation(self.project("up_proj", x, num_tokens_per_expert))
         return self.project("down_proj", hidden, num_tokens_per_expert)
+
+
+__getattr__ = former_names(__name__)
