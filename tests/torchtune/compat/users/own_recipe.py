@@ -23,6 +23,7 @@ class OwnRecipe(FTRecipeInterface):
         self._device = utils.get_device(device=cfg.device)
         self._dtype = utils.get_dtype(cfg.dtype, device=self._device)
         self.seed = utils.set_seed(seed=cfg.seed)
+        self._output_dir = cfg.output_dir
         self.max_steps_per_epoch = cfg.max_steps_per_epoch
         self.losses: list[float] = []
 
@@ -69,7 +70,7 @@ class OwnRecipe(FTRecipeInterface):
 
     def save_checkpoint(self, epoch: int) -> None:
         """Keep the adapter."""
-        torch.save(get_adapter_params(self._model), self._checkpointer._output_dir / f"adapter_{epoch}.pt")
+        torch.save(get_adapter_params(self._model), f"{self._output_dir}/adapter_{epoch}.pt")
 
     def cleanup(self) -> None:
         """Close the log."""
