@@ -68,6 +68,8 @@ MODULES = {
     "torchtune.models.t5": "torchtune.models",
     "torchtune.models.t5._convert_weights": "torchtune.compat._weight_tables",
     "torchtune.modules.transformer": "torchtune.modules",
+    "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
+    "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
     "torchtune.modules.peft._utils": "torchtune.modules.peft",
     "torchtune.modules.peft.lora": "torchtune.modules.peft",
     "torchtune.modules.peft.peft_utils": "torchtune.modules.peft",  # until 0.3
@@ -151,6 +153,7 @@ NAMES = {
     "torchtune.modules.transformer.TransformerDecoderLayer": "torchtune.modules.TransformerSelfAttentionLayer",
     **_names("torchtune.modules", "torchtune.training.lr_schedulers", "get_cosine_schedule_with_warmup"),
     "torchtune.modules.lr_schedulers": "torchtune.training.lr_schedulers",
+    **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
     **_names("torchtune.modules.attention_utils", "torchtune.compat._pieces", "_sdpa_or_flex_attention"),
     "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),
@@ -208,7 +211,7 @@ _CONVERTERS = (
     "convert rows to messages."
 )
 _FSDP1 = (
-    "wrap policies of FSDP1 are gone since 0.4: torchtune.training.parallelize shards with FSDP2, and "
+    "FSDP1 and its wrap policies were gone by 0.7: torchtune.training.parallelize shards with FSDP2, and "
     "torchtune.training.shard_model, with get_shard_conditions, does so in older recipes."
 )
 _EARLY_EXIT = "early exit was an experiment: train with full_finetune_distributed instead."
@@ -259,6 +262,9 @@ GONE = {
             "prepare_model_for_fsdp_with_meta_device transform_opt_state_dict wrap_fsdp",
         ),
         _FSDP1,
+    ),
+    "torchtune.utils.profiler": (
+        "torchtune.training.setup_torch_profiler makes a profiler since 0.2, and returns it with its settings."
     ),
     **dict.fromkeys(
         (

@@ -1,5 +1,6 @@
 """Losses for fine-tuning and distillation."""
 
+from torchtune._lazy import former_names
 from torchtune.modules.loss._log_probs import linear_log_probs, token_log_probs
 from torchtune.modules.loss._row_losses import keep_row_losses
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
@@ -44,3 +45,5 @@ __all__ = [
 
 from torchtune.modules.loss._chunked_logits import Projection as Projection
 from torchtune.modules.loss._cross_entropy_rows import LOGITS_BLOCK as LOGITS_BLOCK
+
+__getattr__ = former_names(__name__)
