@@ -7,6 +7,7 @@ from torchtune.data import ChatMLTemplate, DataError, Message, PromptTemplateInt
 from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.tokenizers._guard import TextGuard
 from torchtune.tokenizers._protocols import text_only
+from torchtune.tokenizers._tokenizer_files import PublishedFiles
 from torchtune.tokenizers._turns import Part, Row, TurnsTokenizer
 
 IM_START = "<|im_start|>"
@@ -49,6 +50,7 @@ class ChatMLTurns(TurnsTokenizer):
         parse_special_tokens: bool,
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.published = PublishedFiles(path)
         if isinstance(prompt_template, ChatMLTemplate):
             raise DataError("prompt_template: this tokenizer writes ChatML itself, leave ChatMLTemplate out.")
         self.special_tokens = dict(special_tokens)

@@ -3,11 +3,12 @@
 from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.tokenizers._cached_bpe import bytes_to_unicode
 from torchtune.tokenizers._protocols import BaseTokenizer
+from torchtune.tokenizers._tokenizer_files import PublishedFiles, SavesPublishedFiles
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\w]+| ?\d+| ?[^\s\w\d]+|\s+(?!\S)|\s+"
 
 
-class GPT2BaseTokenizer(BaseTokenizer):
+class GPT2BaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     """GPT-2 tokenizer for plain text.
 
     Args:
@@ -37,6 +38,7 @@ class GPT2BaseTokenizer(BaseTokenizer):
         eos_id: int | None = None,
         pad_id: int | None = None,
     ) -> None:
+        self.published = PublishedFiles(vocab_path)
         self._bpe = ByteLevelBPE(vocab_path, merges_path, pattern=GPT2_PATTERN, special_tokens={}, nfc=False)
         self.unk_id, self.bos_id, self.eos_id, self.pad_id = unk_id, bos_id, eos_id, pad_id
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torchtune.data import DataError, Message, PromptTemplateInterface
 from torchtune.tokenizers._patterns import CL100K_PATTERN
 from torchtune.tokenizers._tiktoken import TikTokenBaseTokenizer
+from torchtune.tokenizers._tokenizer_files import PublishedFiles
 from torchtune.tokenizers._turns import Part, TurnsTokenizer
 
 
@@ -43,6 +44,7 @@ class HeaderTurns(TurnsTokenizer):
         truncation_type: str = "right",
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.published = PublishedFiles(path)
         self.special_tokens = dict(self.default_tokens if special_tokens is None else special_tokens)
         missing = [f"<|{name}|>" for name in self.required if f"<|{name}|>" not in self.special_tokens]
         if missing:

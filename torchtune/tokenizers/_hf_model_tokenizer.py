@@ -35,9 +35,9 @@ from torchtune.tokenizers._reasoning import (
     earlier_reasoning,
     split_turns,
 )
-from torchtune.tokenizers._tokenizer_files import read_json, read_text
+from torchtune.tokenizers._tokenizer_files import MISSING_TOKENIZER, read_json, read_text
 from torchtune.tokenizers._turn_finder import Span, TurnFinder, first_special, learn_stops
-from torchtune.utils import get_logger, log_once
+from torchtune.utils import get_logger, log_once, write_json
 
 # Tokenizer files of other formats.
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
@@ -112,6 +112,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.bos_id, self.eos_id = self.base_tokenizer.bos_id, self.base_tokenizer.eos_id
         self.pad_id, self.vocab_size = self.base_tokenizer.pad_id, self.base_tokenizer.vocab_size
         folder = Path(tokenizer_json_path).expanduser().parent
+        self._replaces_template = chat_template is not None
         self.chat_templates = {
             name: ChatTemplate(source, {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})})
             for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
@@ -132,6 +133,17 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
         self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
         self._ends_turn = {self.special_tokens[stop] for stop in self._stops}
+
+    def save_files(self, folder: str | Path) -> None:
+        """Write the tokenizer's files with the chat template in use; see :meth:`HuggingFaceBaseTokenizer.save_files`.
+
+        A ``chat_template`` that replaces the published one is written where that was: as ``chat_template.jinja``, or
+        into ``tokenizer_config.json``.
+        """
+        folder = Path(folder)
+        self.base_tokenizer.save_files(folder)
+        if self._replaces_template:
+            _replace_template(folder, self.chat_templates["default"].source)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` into token ids; see :meth:`HuggingFaceBaseTokenizer.encode`."""
@@ -376,6 +388,25 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
     return sources
 
 
+def _replace_template(folder: Path, source: str) -> None:
+    """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
+    named = folder / "additional_chat_templates"
+    published = [folder / "chat_template.jinja", folder / "chat_template.json", *named.glob("*.jinja")]
+    published = [path for path in published if path.is_file()]
+    for path in published:
+        path.unlink()
+    if named.is_dir():
+        named.rmdir()
+    settings = folder / "tokenizer_config.json"
+    config = read_json(settings, settings.name) if settings.is_file() else {}
+    config.pop("chat_template", None)
+    if published:
+        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    else:
+        config["chat_template"] = source
+    write_json(settings, config)
+
+
 def hf_tokenizer(
     path: str,
     max_seq_len: int | None = None,
@@ -410,6 +441,8 @@ def hf_tokenizer(
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         others = sorted(name for name in _OTHER_FILES if (folder / name).is_file())
         has = f", but {', '.join(others)}: read that with the family's own tokenizer" if others else ""
+        if (folder / MISSING_TOKENIZER).is_file():
+            has = f": {MISSING_TOKENIZER} in that folder says why, and what to do"
         raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{has or ': download it'}.")
     return HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json" if folder.is_dir() else folder),

@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer
 from torchtune.data import DataError
 from torchtune.tokenizers._guard import GuardedEncoder, TextGuard
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import read_json
+from torchtune.tokenizers._tokenizer_files import PublishedFiles, read_json
+from torchtune.utils import write_json
 
 # Keys of special tokens in tokenizer_config.json.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -74,6 +75,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
     ) -> None:
         folder = Path(tokenizer_json_path).expanduser().parent
         self.tokenizer = _load(tokenizer_json_path)
+        self.published = PublishedFiles(tokenizer_json_path)
         self.config = self._read(folder, tokenizer_config_json_path, "tokenizer_config.json")
         self.generation_config = self._read(folder, generation_config_path, "generation_config.json")
         self.named_tokens = named_special_tokens(self._read(folder, None, "special_tokens_map.json"))
@@ -92,6 +94,26 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         if not isinstance(adds_bos, bool):
             adds_bos = self.bos_id is not None and self.tokenizer.encode("a").ids[:1] == [self.bos_id]
         self.adds_bos: bool = adds_bos and self.bos_id is not None
+        self._loaded_size = self.tokenizer.get_vocab_size()
+
+    def save_files(self, folder: str | Path) -> None:
+        """Write the files from which ``transformers`` and :func:`hf_tokenizer` load this tokenizer.
+
+        Published files are copied. ``tokenizer.json`` is written anew if it has changed since it was read, or if tokens
+        were added to :attr:`tokenizer`.
+
+        Args:
+            folder: existing folder of a checkpoint.
+        """
+        folder = Path(folder)
+        self.published.copy(folder)
+        target = folder / "tokenizer.json"
+        is_published = self.published.is_unchanged and self.published.path.name == target.name
+        if not is_published or self.tokenizer.get_vocab_size() != self._loaded_size:
+            self.tokenizer.save(str(target))
+        settings = folder / "tokenizer_config.json"
+        if self.config and not (settings.is_file() and read_json(settings, settings.name) == self.config):
+            write_json(settings, self.config)
 
     @staticmethod
     def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:

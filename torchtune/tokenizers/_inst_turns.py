@@ -17,6 +17,7 @@ from torchtune.data import (
 from torchtune.tokenizers._protocols import end_tokens
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
 from torchtune.tokenizers._tekken import TekkenTokenizer
+from torchtune.tokenizers._tokenizer_files import PublishedFiles
 from torchtune.tokenizers._turns import Part, Row, TurnsTokenizer
 
 _CONTROL = (
@@ -55,6 +56,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
         truncation_type: str = "right",
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.published = PublishedFiles(path)
         self.base: Any = TekkenTokenizer(path) if Path(path).suffix == ".json" else SentencePieceBaseTokenizer(path)
         self.version = version if version is not None else _version_of(self.base, path)
         names = (*_CONTROL, *(_SINCE_7 if self.version >= 7 else ()))

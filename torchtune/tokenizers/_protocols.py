@@ -3,7 +3,8 @@
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from torchtune.data import DataError, Message, MessageLike, copy_sample
 from torchtune.utils import get_logger, log_once
@@ -30,6 +31,28 @@ class ModelTokenizer(Protocol):
     def tokenize_messages(self, messages: Sequence[MessageLike], **kwargs: Any) -> tuple[list[int], list[bool]]:
         """Return a conversation's token ids and its mask (True = not trained on)."""
         ...
+
+
+@runtime_checkable
+class SavableTokenizer(Protocol):
+    """Protocol of a tokenizer that writes its files into checkpoints. Every tokenizer of this library does.
+
+    A tokenizer of your own may leave it out; its checkpoints then hold no tokenizer.
+    """
+
+    def save_files(self, folder: str | Path) -> None:
+        """Write the files from which ``transformers`` and :func:`hf_tokenizer` load this tokenizer.
+
+        Args:
+            folder: existing folder of a checkpoint, without tokenizer files.
+        """
+        ...
+
+
+def end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """Return the ids after which a trained model stops: the stop tokens and, if they differ, those that end a turn."""
+    # Optional attributes: a tokenizer of a user's own may have neither.
+    return list(dict.fromkeys([*getattr(tokenizer, "stop_tokens", ()), *getattr(tokenizer, "turn_ends", ())]))
 
 
 def check_text(text: Any) -> None:

@@ -4,12 +4,12 @@ from sentencepiece import SentencePieceProcessor
 
 from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import existing_file
+from torchtune.tokenizers._tokenizer_files import PublishedFiles, SavesPublishedFiles, existing_file
 
 WHITESPACE_CHARS = [" ", "\n", "\t", "\r", "\v"]
 
 
-class SentencePieceBaseTokenizer(BaseTokenizer):
+class SentencePieceBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     """``sentencepiece`` tokenizer for plain text.
 
     Args:
@@ -24,6 +24,7 @@ class SentencePieceBaseTokenizer(BaseTokenizer):
     """
 
     def __init__(self, path: str) -> None:
+        self.published = PublishedFiles(path)
         file = existing_file(path, "tokenizer file")
         self.spm_model = SentencePieceProcessor()
         try:

@@ -10,6 +10,7 @@ from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterf
 from torchtune.tokenizers._plain_layout import tokenize_messages_no_special_tokens
 from torchtune.tokenizers._protocols import end_tokens
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
+from torchtune.tokenizers._tokenizer_files import PublishedFiles
 from torchtune.tokenizers._turns import Row, TurnsTokenizer
 
 
@@ -37,6 +38,7 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         truncation_type: str = "right",
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.published = PublishedFiles(path)
         self._spm_model = SentencePieceBaseTokenizer(path)
         self.special_tokens: dict[str, int] = {}
         self.bos_id, self.eos_id = self._spm_model.bos_id, self._spm_model.eos_id

@@ -9,7 +9,7 @@ from tiktoken import Encoding
 from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
 from torchtune.tokenizers._tiktoken import chunks
-from torchtune.tokenizers._tokenizer_files import read_json
+from torchtune.tokenizers._tokenizer_files import PublishedFiles, SavesPublishedFiles, read_json
 
 # Control tokens of the first releases, which their files do not list.
 _FIRST_CONTROL = (
@@ -18,7 +18,7 @@ _FIRST_CONTROL = (
 )  # fmt: skip
 
 
-class TekkenTokenizer(BaseTokenizer):
+class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
     """Tekken tokenizer for plain text. Control tokens take the first ids; no text encodes to them.
 
     Args:
@@ -33,6 +33,7 @@ class TekkenTokenizer(BaseTokenizer):
     """
 
     def __init__(self, path: str) -> None:
+        self.published = PublishedFiles(path)
         content: Any = read_json(path, "tokenizer file")
         try:
             config, vocab = content["config"], content["vocab"]

@@ -9,7 +9,7 @@ from tiktoken import Encoding
 
 from torchtune.data import DataError
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import existing_file
+from torchtune.tokenizers._tokenizer_files import PublishedFiles, SavesPublishedFiles, existing_file
 
 # With longer inputs, tiktoken's regular expressions take quadratic time or overflow the stack.
 MAX_ENCODE_CHARS = 400_000
@@ -51,7 +51,7 @@ def chunks(text: str) -> Iterator[str]:
             yield part[position:]
 
 
-class TikTokenBaseTokenizer(BaseTokenizer):
+class TikTokenBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     """``tiktoken`` tokenizer for plain text. Special tokens in a text are encoded as plain text.
 
     Args:
@@ -79,6 +79,7 @@ class TikTokenBaseTokenizer(BaseTokenizer):
     def __init__(
         self, path: str, name: str, pattern: str, bos_id: int, eos_id: int, special_tokens: Mapping[str, int]
     ) -> None:
+        self.published = PublishedFiles(path)
         ranks = read_ranks(path)
         self.base_vocab_size = len(ranks)
         self.bos_id, self.eos_id = bos_id, eos_id

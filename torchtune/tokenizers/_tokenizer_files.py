@@ -1,10 +1,29 @@
-"""Reading of tokenizer files, with error messages that name the file and the remedy."""
+"""Files of tokenizers: reading them, with error messages that name the file and the remedy, and copying them."""
 
 import json
-from pathlib import Path
+import shutil
+from pathlib import Path, PurePath
 from typing import Any
 
 from torchtune.data import DataError
+
+# File of a checkpoint whose tokenizer could not write its files; it says why.
+MISSING_TOKENIZER = "TOKENIZER_MISSING.md"
+# Names and prefixes of the files that make up a tokenizer in a Hugging Face folder, and its templates.
+_TOKENIZER_FILES = (
+    "tokenizer",
+    "tekken",
+    "chat_template",
+    "special_tokens_map",
+    "added_tokens",
+    "vocab.",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece",
+)
+_TEMPLATE_FOLDER = "additional_chat_templates"
+# Folder of Meta's own files in a repository of the hub.
+_META_FOLDER = "original"
 
 
 def existing_file(path: str | Path, what: str) -> Path:
@@ -49,3 +68,71 @@ def parse_hf_tokenizer_json(tokenizer_json_path: str) -> dict[str, int]:
     if "added_tokens" not in content:
         raise DataError(f"tokenizer file {tokenizer_json_path} has no 'added_tokens': it is not a tokenizer.json.")
     return {token["content"]: token["id"] for token in content["added_tokens"]}
+
+
+def is_tokenizer_file(relative: PurePath) -> bool:
+    """Return whether a file belongs to the tokenizer, by its path relative to the folder of a checkpoint."""
+    if relative.parts[0] in (_TEMPLATE_FOLDER, MISSING_TOKENIZER):
+        return True
+    parts = relative.parts[1:] if relative.parts[0] == _META_FOLDER else relative.parts
+    return len(parts) == 1 and (parts[0].startswith(_TOKENIZER_FILES) or parts[0].endswith(".tiktoken"))
+
+
+class PublishedFiles:
+    """Files of a tokenizer in the folder from which it was read, which checkpoints get copies of.
+
+    Args:
+        path: file of the vocabulary, for example ``tokenizer.json``.
+
+    Attributes:
+        path: see Args, absolute.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._modified = self._modification_time()
+
+    def fingerprint_parts(self) -> list[Any]:
+        """Return nothing: tokens depend on the contents of the files, not on their folder."""
+        return []
+
+    def _modification_time(self) -> int | None:
+        return self.path.stat().st_mtime_ns if self.path.is_file() else None
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the vocabulary file still has the contents that were read."""
+        return self._modified is not None and self._modification_time() == self._modified
+
+    def copy(self, folder: Path) -> None:
+        """Copy the vocabulary, the tokenizer's other files and the chat templates into ``folder``."""
+        source = self.path.parent
+        if source.name == _META_FOLDER:
+            source = source.parent
+        paths = [*source.glob("*"), *source.glob(f"{_META_FOLDER}/*"), *source.glob(f"{_TEMPLATE_FOLDER}/*.jinja")]
+        paths = [path for path in paths if is_tokenizer_file(path.relative_to(source))]
+        for path in (*paths, self.path):
+            if path.is_file():
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+class SavesPublishedFiles:
+    """Mixin of tokenizers that read a published vocabulary and never change it.
+
+    Attributes:
+        published: the files that were read; a subclass sets it.
+    """
+
+    published: PublishedFiles
+
+    def save_files(self, folder: str | Path) -> None:
+        """Copy the files of the tokenizer, as published, into the folder of a checkpoint.
+
+        Raises:
+            DataError: the vocabulary is no longer there, or has changed since it was read.
+        """
+        if not self.published.is_unchanged:
+            raise DataError(f"tokenizer file {self.published.path} is gone or was changed while the run went on")
+        self.published.copy(Path(folder))

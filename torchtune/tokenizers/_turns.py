@@ -5,13 +5,14 @@ from typing import Any
 
 from torchtune.data import Message, MessageLike, PromptTemplateInterface, as_messages, truncate_row
 from torchtune.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
+from torchtune.tokenizers._tokenizer_files import SavesPublishedFiles
 
 Row = tuple[list[int], list[bool]]
 # (token ids, masked)
 Part = tuple[list[int], bool]
 
 
-class TurnsTokenizer(MessageTransform, ModelTokenizer):
+class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
     """Base tokenizer for conversations, in a layout that a subclass defines by :meth:`_parts`.
 
     Args:

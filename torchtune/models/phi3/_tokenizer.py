@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torchtune.data import PromptTemplateInterface
 from torchtune.models._tokenizer_builders import tokenizer_builder
-from torchtune.tokenizers import MarkedTurnsTokenizer, SentencePieceBaseTokenizer, required_ids
+from torchtune.tokenizers import MarkedTurnsTokenizer, PublishedFiles, SentencePieceBaseTokenizer, required_ids
 
 PHI3_SPECIAL_TOKENS = {
     "<|endoftext|>": 32000,
@@ -44,6 +44,7 @@ class Phi3MiniTokenizer(MarkedTurnsTokenizer):
         truncation_type: str = "right",
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.published = PublishedFiles(path)
         self.special_tokens = dict(special_tokens if special_tokens is not None else PHI3_SPECIAL_TOKENS)
         names = ("<|endoftext|>", "<|end|>", *(f"<|{role}|>" for role in self.roles))
         self.eos_id, self.end_id, *headers = required_ids(self.special_tokens, names, "Phi-3")

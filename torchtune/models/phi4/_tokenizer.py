@@ -8,6 +8,7 @@ from torchtune.tokenizers import (
     CL100K_PATTERN,
     ByteLevelBPE,
     MarkedTurnsTokenizer,
+    PublishedFiles,
     required_ids,
 )
 
@@ -54,6 +55,7 @@ class Phi4Tokenizer(MarkedTurnsTokenizer):
         truncation_type: str = "right",
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
+        self.published = PublishedFiles(vocab_path)
         self.special_tokens = dict(special_tokens if special_tokens is not None else PHI4_SPECIAL_TOKENS)
         names = ("<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>")
         self.bos_id, self._start_id, self._separator_id, self.eos_id = required_ids(self.special_tokens, names, "Phi-4")

@@ -1,0 +1,82 @@
+"""A tokenizer writes the files from which it is loaded again, with its chat template and new tokens."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import AddedToken
+
+from tests.tiny import CHAT_TEMPLATE, write_checkpoint
+from torchtune.data import DataError
+from torchtune.tokenizers import GPT2BaseTokenizer, SavableTokenizer, hf_tokenizer
+
+CHAT = [{"role": "user", "content": "the red cat"}, {"role": "assistant", "content": "sees"}]
+VOCABULARY = 316  # tokens of the base
+OTHER_TEMPLATE = (
+    "{% for turn in messages %}<|im_start|>[{{ turn['role'] }}] {{ turn['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("base"))
+
+
+def ids_in_transformers(folder: Path) -> list[int]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+
+
+def test_template_is_written_in_its_published_form(base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "other")
+    (other / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (other / "additional_chat_templates").mkdir()
+    (other / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    kept, replaced = tmp_path / "kept", tmp_path / "replaced"
+    for folder in (kept, replaced):
+        folder.mkdir()
+    hf_tokenizer(str(other)).save_files(kept)
+    assert (kept / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    assert (kept / "additional_chat_templates" / "tool_use.jinja").is_file()
+    hf_tokenizer(str(other), chat_template=OTHER_TEMPLATE).save_files(replaced)
+    assert (replaced / "chat_template.jinja").read_text() == OTHER_TEMPLATE
+    assert "chat_template" not in json.loads((replaced / "tokenizer_config.json").read_text())
+    assert not (replaced / "additional_chat_templates").exists()
+    assert ids_in_transformers(replaced) == hf_tokenizer(str(replaced)).tokenize_messages(CHAT)[0]
+
+
+def test_tokens_that_were_added_in_memory_are_saved(base, tmp_path):
+    tokenizer = hf_tokenizer(str(base))
+    tokenizer.base_tokenizer.tokenizer.add_special_tokens([AddedToken("<new>", special=True)])
+    tokenizer.save_files(tmp_path)
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert reader.encode("a<new>", add_special_tokens=False)[-1] == VOCABULARY
+
+
+def test_tokenizer_is_saved_after_its_folder_is_gone(base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "other")
+    tokenizer = hf_tokenizer(str(other))
+    shutil.rmtree(other)
+    (tmp_path / "out").mkdir()
+    tokenizer.save_files(tmp_path / "out")
+    assert hf_tokenizer(str(tmp_path / "out")).tokenize_messages(CHAT) == tokenizer.tokenize_messages(CHAT)
+
+
+def test_vocabulary_of_another_format_is_copied_with_the_files_beside_it(tmp_path):
+    published, folder = tmp_path / "published", tmp_path / "out"
+    for path in (published, folder):
+        path.mkdir()
+    (published / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (published / "merges.txt").write_text("a b\n")
+    (published / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (published / "model.safetensors").write_text("")
+    tokenizer = GPT2BaseTokenizer(str(published / "vocab.json"), str(published / "merges.txt"))
+    assert isinstance(tokenizer, SavableTokenizer)
+    tokenizer.save_files(folder)
+    assert {path.name for path in folder.iterdir()} == {"vocab.json", "merges.txt", "chat_template.jinja"}
+    (published / "vocab.json").unlink()
+    with pytest.raises(DataError, match=r"vocab\.json is gone or was changed"):
+        tokenizer.save_files(folder)
