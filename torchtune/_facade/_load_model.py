@@ -18,6 +18,7 @@ from torchtune.checkpoints import (
     ModelWeights,
     adapter_conversion,
     adapter_folder,
+    add_new_tokens,
     changes_base,
     load_adapter,
 )
@@ -101,8 +102,7 @@ def load(
         ModelWeights(model).check_names(exported=True)
     where = None if adapter_dir is None else str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
-    with_tokenizer = adapter_dir if adapter_dir is not None and (adapter_dir / "tokenizer.json").is_file() else folder
-    tokenizer = checkpoint_tokenizer(model, folder if model.spec.image_processor else with_tokenizer)
+    tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
     CheckpointStore({"policy": source}).load_model(
         model, device=chosen, whole=adapter_dir is not None or not conversions
     )
@@ -127,6 +127,7 @@ def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDeco
     if changes_base(folder):
         for _, layer in adapter_modules(copy):
             layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    add_new_tokens(copy, folder / ADAPTER_FILE)
     load_adapter(ModelWeights(copy), folder / ADAPTER_FILE, model.tok_embeddings.weight.device)
     return copy.eval()
 
@@ -144,6 +145,19 @@ def _find_folder(path: str | Path) -> tuple[Path, str | None]:
         return download(str(path)), str(path)
     except UserError as error:
         raise UserError(f"There is no folder {path}, and the hub does not give it: {error}") from error
+
+
+def _tokenizer_folder(model: TransformerDecoder, folder: Path, adapter_dir: Path | None) -> Path:
+    """Return the folder of the tokenizer that trained: an adapter's, if it has one, otherwise the model's."""
+    if adapter_dir is None:
+        return folder
+    candidates = [adapter_dir]
+    if adapter_dir.name == "adapter":  # of a checkpoint of merged weights
+        candidates.append(adapter_dir.parent)
+    # A transform of images needs the settings of the image processor, too.
+    needed = ["tokenizer.json"] if model.spec.image_processor is None else ["tokenizer.json", "config.json"]
+    complete = [path for path in candidates if all((path / name).is_file() for name in needed)]
+    return complete[0] if complete else folder
 
 
 def _has_adapter(folder: Path) -> bool:

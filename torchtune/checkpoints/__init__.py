@@ -48,6 +48,7 @@ __getattr__, __dir__, __all__ = attach(
         "ModelWeights": "_model_weights",
         "OWNED_INDEX": "_adapter",
         "adapter_conversion": "_adapter",
+        "add_new_tokens": "_adapter",
         "adapter_folder": "_adapter",
         "best_checkpoint": "_directories",
         "changes_base": "_adapter",

@@ -37,7 +37,8 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
-from torchtune.modules.peft import LoRA
+from torchtune.modules.peft import LoRA, NewTokens
+from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger
 
 # JSON file with the base model's name and the conversion of each file of :attr:`ModelWeights.owned_files`.
@@ -141,6 +142,38 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
             f"the config adapts: adapt the layers that its {ADAPTER_CONFIG_FILE} lists."
         )
     take_from_base(weights, settings, file.with_name(ADAPTER_CONFIG_FILE))
+
+
+def add_new_tokens(model: nn.Module, file: Path) -> None:
+    """Enlarge the vocabulary of a model for an adapter that was trained together with the rows of new tokens.
+
+    Args:
+        model: model with loaded base weights. Unchanged if it has the rows already, or if the adapter trains none.
+        file: file of the adapter.
+
+    Raises:
+        CheckpointError: the rows are not the next ones of the model's vocabulary.
+        ConversionError: the model cannot train rows separately.
+    """
+    settings = file.with_name(ADAPTER_CONFIG_FILE)
+    trained = read_settings(settings).get("trainable_token_indices") if settings.is_file() else None
+    if not trained or ModelWeights(model).new_rows:
+        return
+    ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
+    source = open_source([file])
+    tensors = [name for name in source.names() if name.endswith(".trainable_tokens_delta")]
+    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids) or not tensors:
+        return  # load_adapter raises
+    decoder = text_decoder(model)
+    rows, needed = decoder.tok_embeddings.weight.shape[0], max(ids) + 1
+    first = needed - len(ids)
+    if ids != list(range(first, needed)) or source.shape(tensors[0])[0] != len(ids) or needed < rows or first > rows:
+        raise CheckpointError(
+            f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "
+            f"continue the vocabulary of the base with its {rows} rows: use the base that the adapter was trained on, "
+            "or merge the adapter into its base with peft and start from the merged model."
+        )
+    NewTokens.grow(decoder, needed, len(ids))
 
 
 def _load_owned(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._adapter import adapter_beside_base, find_adapter, load_adapter
+from torchtune.checkpoints._adapter import adapter_beside_base, add_new_tokens, find_adapter, load_adapter
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._gguf import GGUFFile
@@ -141,6 +141,8 @@ class ModelSource:
         left_out = load_base(weights, source, device, dtype, starts)
         model.adapter_init = init
         if (adapter := self._find_adapter(weights)) is not None:
+            add_new_tokens(model, adapter)
+            weights = ModelWeights(model)
             load_adapter(weights, adapter, device, dtype)
             return weights.parameters.keys() - left_out
         started = {f"{name.removesuffix('weight')}lora_{side}.weight" for name in starts for side in "ab"}

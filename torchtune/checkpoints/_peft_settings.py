@@ -84,7 +84,7 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
         elif key == "bias":
             known = value == "none"
         elif key == "trainable_token_indices":
-            known = value == token_indices(weights)
+            known = value == token_indices(weights) or (isinstance(value, list) and value == new_token_ids(weights))
         if not known and value:
             raise CheckpointError(
                 f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
@@ -102,6 +102,11 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
 def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
     """Return the ``trainable_token_indices`` of the model's adapter."""
     return {_module(weights, name).rpartition(".")[2]: ids for name, (_, ids) in weights.new_rows.items()} or None
+
+
+def new_token_ids(weights: ModelWeights) -> list[int]:
+    """Return the ids of the new tokens whose rows are trained; all weights have the same ones."""
+    return next((ids for _, ids in weights.new_rows.values()), [])
 
 
 def token_tensors(weights: ModelWeights) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchtune.checkpoints import ModelWeights
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.conversion import get_conversions
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRALinear
 
@@ -138,4 +139,7 @@ def _computed(model: nn.Module, name: str) -> Tensor:
         rows = torch.randn(experts * _PROBES, inputs, generator=generator).to(**kind)
         counts = torch.full((experts,), _PROBES, device=parameter.device)
         return module.project(leaf, rows, counts).float().view(experts, -1)
-    return parameter.float().view(1, -1)
+    value = parameter.detach()
+    for conversion in get_conversions(model):  # for example, trained rows of an embedding
+        value = conversion.merged(name, value, model)
+    return value.float().view(1, -1)

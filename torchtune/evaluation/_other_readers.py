@@ -64,7 +64,12 @@ def _read_with_transformers(transformers: Any, folder: Path | str) -> tuple[Any,
 
 def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
     transformers = require("transformers", extra="check", purpose="The check of an export")
-    base, _ = _read_with_transformers(transformers, peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    settings = peft.PeftConfig.from_pretrained(folder)
+    base, _ = _read_with_transformers(transformers, settings.base_model_name_or_path)
+    trained = getattr(settings, "trainable_token_indices", None) or []
+    ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
+    if ids and max(ids) >= base.get_input_embeddings().num_embeddings:  # as AutoPeftModel does
+        base.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
     model = peft.PeftModel.from_pretrained(base, folder)
     found = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
     return model, [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name)]

@@ -43,17 +43,14 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
             f"tokenizer: it has {needed} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer of "
             "this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
         )
-    from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.embedding_utils import resize_token_embeddings
     from torchtune.modules.peft import NewTokens
 
-    frozen = not decoder.tok_embeddings.weight.requires_grad
-    if frozen:
-        NewTokens.check(decoder)
-    resize_token_embeddings(decoder, needed)
+    if decoder.tok_embeddings.weight.requires_grad:
+        resize_token_embeddings(decoder, needed)
+    else:
+        NewTokens.grow(decoder, needed, needed - rows)
     get_logger().info(f"The embedding grew from {rows} to {needed} rows.")
-    if frozen:
-        apply_conversions(decoder, [NewTokens(needed - rows)])
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:

@@ -1,5 +1,6 @@
 """New rows of the vocabulary beside an adapter are trained, saved as peft saves them, merged and resumed."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,8 +137,41 @@ def test_what_cannot_be_had(tmp_path):
     with pytest.raises(ConversionError, match="a LoRALinear or has a bias: leave out the adapter of the output"):
         fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
     assert model.tok_embeddings.weight.shape[0] == OLD
-    # An adapter with new rows is no plain one: the base in the folder has none for them.
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
+def test_adapter_brings_its_new_rows_to_the_base(shape, tmp_path):
+    source = write_folder(tmp_path / "in", shape)
+    store, model = grown(source)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("new_rows"):
+                parameter.normal_(generator=torch.Generator().manual_seed(4))
+    saved = store.save("step_1", model, contents="adapter")
+    again = load(source, LORA, adapter_checkpoint=saved)
+    assert same_bits(again.state_dict(), model.state_dict())
+    assert {name for name, parameter in again.named_parameters() if parameter.requires_grad} == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    fit_vocabulary(again, SimpleNamespace(vocab_size=ROWS))  # the rows are there: nothing to resize
+    assert again.tok_embeddings.weight.shape[0] == ROWS
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [OLD, OLD + 2, *range(OLD + 3, ROWS + 1)],  # with a gap
+        list(range(OLD + 5, ROWS + 5)),  # of a larger vocabulary
+        list(range(10**12, 10**12 + ROWS - OLD)),
+        [3, 4, 5, 6, 7, 8, 9, 10],  # not new
+        list(range(OLD, ROWS + 1)),  # one more than there are rows in the file
+    ],
+)
+def test_new_rows_that_do_not_continue_the_vocabulary_are_refused(ids, tmp_path):
+    source = write_folder(tmp_path / "in")
     store, model = grown(source)
     saved = store.save("step_1", model, contents="adapter")
-    with pytest.raises(CheckpointError, match=r"trainable_token_indices = .* cannot be expressed"):
+    settings = read(saved / "adapter_config.json") | {"trainable_token_indices": {"embed_tokens": ids, "lm_head": ids}}
+    (saved / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="do not continue the vocabulary of the base with its 320 rows"):
         load(source, LORA, adapter_checkpoint=saved)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.capped_linear import soft_cap
-from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
+from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.tied_linear import TiedLinear
 
 NEW_ROWS = "new_rows"
@@ -87,6 +88,23 @@ class NewTokens(Conversion):
 
     def __init__(self, num_new: int) -> None:
         self.num_new = num_new
+
+    @classmethod
+    def grow(cls, model: nn.Module, num_embeddings: int, num_new: int) -> None:
+        """Enlarge the vocabulary of a frozen model in place, and train its last rows.
+
+        Args:
+            model: model with loaded weights.
+            num_embeddings: new size of the vocabulary, at least the present one.
+            num_new: number of trainable rows.
+
+        Raises:
+            ConversionError: see :meth:`check`.
+        """
+        cls.check(model)
+        if num_embeddings != model.tok_embeddings.num_embeddings:
+            resize_token_embeddings(model, num_embeddings)
+        apply_conversions(model, [cls(num_new)])
 
     @staticmethod
     def check(model: nn.Module) -> None:
