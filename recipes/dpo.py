@@ -217,7 +217,7 @@ class DPORecipe:
         """Load the model and the reference, then apply activation checkpointing and compilation."""
         model = self.load_model(cfg)
         contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
-        self.checkpointer.check_contents(model, contents=contents)
+        self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(model, self.tokenizer)
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), model)
         self.setup_reference(cfg, model)
@@ -376,7 +376,14 @@ class DPORecipe:
         contents = training.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
+            name,
+            self.model,
+            contents=contents,
+            state=state,
+            cfg=self.cfg,
+            tokenizer=self.tokenizer,
+            async_save=async_save,
+            optional=optional,
         )
 
     def cleanup(self) -> None:

@@ -206,7 +206,7 @@ class FullFinetuneRecipeSingleDevice:
             apply_conversions(model, converters)
             if cfg.enable_fp8_training:
                 quantization.convert_to_float8_training(model, cfg.fp8_recipe_name)
-        self.checkpointer.check_contents(model)
+        self.checkpointer.check_contents(model, tokenizer=self.tokenizer)
         self.checkpointer.load_model(model, device=self.device)
         training.fit_vocabulary(model, self.tokenizer, resize=cfg.resize_token_embeddings)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
@@ -319,7 +319,15 @@ class FullFinetuneRecipeSingleDevice:
         """Save the model for other libraries and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         async_save = self.cfg.enable_async_checkpointing and optional
-        self.checkpointer.save(name, self.model, state=state, cfg=self.cfg, async_save=async_save, optional=optional)
+        self.checkpointer.save(
+            name,
+            self.model,
+            state=state,
+            cfg=self.cfg,
+            tokenizer=self.tokenizer,
+            async_save=async_save,
+            optional=optional,
+        )
         if self.quantizer is not None and state is None:
             self.checkpointer.save_quantized(name, self.model, self.quantizer)
 

@@ -240,7 +240,7 @@ class GRPORecipe:
         """Load the model, set up sampling, rewards and reference, then wrap the model."""
         model = self.load_model(cfg)
         contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
-        self.checkpointer.check_contents(model, contents=contents)
+        self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(model, self.tokenizer)
         self.setup_rollouts(cfg, model)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
@@ -420,7 +420,14 @@ class GRPORecipe:
         contents = training.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
+            name,
+            self.model,
+            contents=contents,
+            state=state,
+            cfg=self.cfg,
+            tokenizer=self.tokenizer,
+            async_save=async_save,
+            optional=optional,
         )
 
     def cleanup(self) -> None:

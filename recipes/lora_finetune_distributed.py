@@ -233,7 +233,7 @@ class LoRAFinetuneRecipeDistributed:
             apply_conversions(model, converters)
         require_adapters(model)
         contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
-        self.checkpointer.check_contents(model, contents=contents)
+        self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.parallelize(
             model,
             self.dims,
@@ -360,7 +360,14 @@ class LoRAFinetuneRecipeDistributed:
         contents = training.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
+            name,
+            self.model,
+            contents=contents,
+            state=state,
+            cfg=self.cfg,
+            tokenizer=self.tokenizer,
+            async_save=async_save,
+            optional=optional,
         )
         if self.quantizer is not None and state is None and merge:
             self.checkpointer.save_quantized(name, self.model, self.quantizer)

@@ -259,7 +259,7 @@ class PPORecipe:
         value = self.load_model(cfg, cfg.reward_and_value_model, [], "value")
         models = torch.nn.ModuleDict({"policy": policy, "value": value})
         contents = training.checkpoint_contents(models, merge=not cfg.save_adapter_weights_only)
-        self.checkpointer.check_contents(models, contents=contents)
+        self.checkpointer.check_contents(models, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(policy, self.tokenizer)
         self.setup_rollouts(cfg, models)
         for model in models.values():
@@ -475,7 +475,14 @@ class PPORecipe:
         contents = training.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
-            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=async_save, optional=optional
+            name,
+            self.model,
+            contents=contents,
+            state=state,
+            cfg=self.cfg,
+            tokenizer=self.tokenizer,
+            async_save=async_save,
+            optional=optional,
         )
 
     def cleanup(self) -> None:

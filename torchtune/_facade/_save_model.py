@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ def save(
     *,
     contents: Contents | None = None,
     base: str | Path | None = None,
+    tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Path:
     """Save a model in Hugging Face's layout, with its tokenizer, chat template and generation config.
@@ -33,8 +35,10 @@ def save(
         contents: ``"model"``, the weights without adapters; ``"adapter"``, in PEFT's layout, with one more file for
             each other conversion with parameters; ``"merged"``, the weights with the adapter merged in; ``("adapter",
             "merged")``, both. By default the adapter if the model has one, else the model.
-        base: folder of the model's original checkpoint, from which the tokenizer and other small files are copied; by
-            default the checkpoint that :func:`load` read.
+        base: folder of the model's original checkpoint, from which small files are copied; by default the checkpoint
+            that :func:`load` read.
+        tokenizer: tokenizer that trained, which writes its files (:class:`~torchtune.tokenizers.SavableTokenizer`); by
+            default the one that :func:`load` returned with the model, or else a copy of the base's files.
         overwrite: replace an existing folder; allowed only for one written by this function or a recipe.
 
     Returns:
@@ -53,6 +57,8 @@ def save(
         raise CheckpointError(f"model: a {type(model).__name__} cannot be saved: give the model itself.")
     model, path = unwrap(model), Path(path).expanduser()
     source = _find_source(model, base)
+    if tokenizer is None and base is None:
+        tokenizer = ORIGINS[model].tokenizer
     ours, theirs = path.resolve(), source.checkpoint_dir.resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         raise CheckpointError(f"path: {path} and the base's folder {theirs} are inside each other: name another one.")
@@ -65,7 +71,7 @@ def save(
     aside = path.with_name(f".{path.name}.saving")  # the same name on every rank
     store = CheckpointStore({"policy": source}, aside)
     try:
-        written = store.save("epoch_0", model, contents=contents)
+        written = store.save("epoch_0", model, contents=contents, tokenizer=tokenizer)
         ranks.run_on_rank_0(lambda: _replace_folder(written, path))
     finally:
         store.close()

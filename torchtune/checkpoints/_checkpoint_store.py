@@ -31,6 +31,7 @@ from torchtune.checkpoints._models_of_run import ModelsOfRun
 from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._resumed_settings import check_resumed_settings
 from torchtune.checkpoints._save_view import Contents, SaveView, contents_of
+from torchtune.checkpoints._saved_tokenizer import check_tokenizer
 from torchtune.checkpoints._saving import Job, Saver
 from torchtune.checkpoints._sources import find_files
 from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, load_state, local_state, optimizers_of
@@ -190,19 +191,24 @@ class CheckpointStore:
         """
         self.source(name).check(model)
 
-    def check_contents(self, models: Models, *, contents: Contents = "model", resumable: bool = True) -> None:
-        """Check before training that :meth:`save` would write every trained parameter.
+    def check_contents(
+        self, models: Models, *, contents: Contents = "model", resumable: bool = True, tokenizer: Any = None
+    ) -> None:
+        """Check before training that :meth:`save` would write every trained parameter, and the tokenizer.
 
         Args:
             models: converted models, on any device.
             contents: see :meth:`save`.
             resumable: whether checkpoints also hold the training state, so that a resume needs every trained parameter.
+            tokenizer: see :meth:`save`; if it cannot write its files, a warning is logged.
 
         Raises:
             CheckpointError: a trained parameter would not be written.
         """
         for view in _views(models, contents).values():
             view.check(resumable=resumable)
+        if tokenizer is not None and self._ranks.rank == 0:
+            check_tokenizer(tokenizer)
 
     def check_output_dir(self, *, resume: bool) -> None:
         """Check before loading that saving would not overwrite anything.
@@ -329,6 +335,7 @@ class CheckpointStore:
         contents: Contents = "model",
         state: Mapping[str, Any] | None = None,
         cfg: Any = None,
+        tokenizer: Any = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         async_save: bool = False,
         optional: bool = False,
@@ -344,6 +351,9 @@ class CheckpointStore:
                 model, by name.
             state: training state for a resume; None for the last checkpoint of a run.
             cfg: settings of the run, saved as ``torchtune_config.yaml``.
+            tokenizer: tokenizer that trained: its ``save_files(folder)`` writes vocabulary and chat template
+                (:class:`~torchtune.tokenizers.SavableTokenizer`), and the tokens that end a turn are added to
+                ``generation_config.json``. None copies the tokenizer files of the source.
             max_shard_bytes: maximum bytes of tensors per file.
             async_save: write in the background. The tensors are first copied to host memory. The copy is complete when
                 this method returns; if ``state`` has optimizers and no weight needs a conversion, it is complete only
@@ -371,7 +381,7 @@ class CheckpointStore:
 
         def write_small_files(folder: Path) -> None:
             for export in exports:
-                export.write_small_files(folder)
+                export.write_small_files(folder, tokenizer)
             if cfg is not None:
                 from torchtune.config import save_config
 

@@ -19,6 +19,7 @@ from torchtune.checkpoints._model_source import ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights
 from torchtune.checkpoints._safetensors_file import Entry, TensorFile, aligned, write_file
 from torchtune.checkpoints._save_view import SaveView
+from torchtune.checkpoints._saved_tokenizer import add_stop_tokens, save_tokenizer
 from torchtune.checkpoints._sources import SAFETENSORS_INDEX
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
@@ -36,19 +37,34 @@ class Export:
         folder: subfolder of the model with a trailing slash; ``""`` for the checkpoint itself.
         files: tensor files.
         json_files: contents of JSON files by their path.
+        generates: whether the model generates text, and is no classifier.
     """
 
     source: ModelSource
     folder: str
     files: list[TensorFile]
     json_files: Mapping[str, Any]
+    generates: bool
 
-    def write_small_files(self, checkpoint: Path) -> None:
-        """Write the files without tensors, on one rank."""
+    def write_small_files(self, checkpoint: Path, tokenizer: Any = None) -> None:
+        """Write the files without tensors, on one rank.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            tokenizer: tokenizer that trained; None copies the files of the source's tokenizer.
+        """
         for path, content in self.json_files.items():
             (checkpoint / path).parent.mkdir(parents=True, exist_ok=True)
             write_json(checkpoint / path, content)
-        self.source.carry_files(checkpoint / self.folder)
+        folder = checkpoint / self.folder
+        self.source.carry_files(folder, tokenizer=tokenizer is None)
+        if tokenizer is None:
+            return
+        # peft and its users look for the tokenizer beside the adapter.
+        with_adapter = [folder / ADAPTER_DIR] if (folder / ADAPTER_DIR).is_dir() else []
+        save_tokenizer(tokenizer, [folder, *with_adapter], self.source.checkpoint_dir)
+        if self.generates:
+            add_stop_tokens(tokenizer, folder)
 
 
 def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, folder: str) -> Export:
@@ -90,7 +106,7 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
             index = {"base_model_name_or_path": base_name, "conversions": owned}
             json_files[adapter_folder + OWNED_INDEX] = index
     json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_part=is_part)
-    return Export(source, folder, files, json_files)
+    return Export(source, folder, files, json_files, generates=not description.is_classifier)
 
 
 def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:

@@ -20,8 +20,10 @@ from torchtune.checkpoints._model_type import ModelType
 from torchtune.checkpoints._model_weights import ModelWeights
 from torchtune.checkpoints._open_source import TextTower, open_source
 from torchtune.checkpoints._peft_settings import startable, wanted_start
+from torchtune.checkpoints._saved_tokenizer import GENERATION_CONFIG
 from torchtune.checkpoints._sources import Source, resolve_files
 from torchtune.models import ModelError, get_spec
+from torchtune.tokenizers import is_tokenizer_file
 from torchtune.utils import refuse_foreign, write_json
 
 # Files that are not copied from the source folder: weights, and files that an export writes itself.
@@ -29,15 +31,6 @@ _LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index
 _WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
 _OWN_FOLDERS = ("epoch_", "step_", "recipe_state")
 _FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
-_TOKENIZER_FILES = (
-    "tokenizer",
-    "tekken",
-    "generation_config",
-    "chat_template",
-    "special_tokens_map",
-    "vocab.",
-    "merges.txt",
-)
 _MAX_CARRIED_BYTES = 100 * 2**20
 _SAMPLE_BYTES = 2**20
 
@@ -207,11 +200,15 @@ class ModelSource:
             paths += _adapters_in(path) if path.is_dir() else [path]
         return self.base_fingerprint + [_sample(path) for path in dict.fromkeys(paths)]
 
-    def carry_files(self, folder: Path) -> None:
+    def carry_files(self, folder: Path, *, tokenizer: bool = True) -> None:
         """Copy tokenizer, chat template, generation settings and other small files into an export; overwrite nothing.
 
-        From a folder without ``config.json``, such as a folder of downloaded GGUF files, only tokenizer files are
-        copied. For a GGUF source, they are created from its metadata.
+        From a folder without ``config.json``, such as a folder of downloaded GGUF files, only tokenizer files and
+        generation settings are copied. For a GGUF source, they are created from its metadata.
+
+        Args:
+            folder: folder of the export.
+            tokenizer: whether to copy tokenizer and chat template.
         """
         base = self.checkpoint_dir
         own = (base / "config.json").is_file()
@@ -219,18 +216,16 @@ class ModelSource:
         models = [path.parent.name for path in base.glob("*/config.json")] if (base / MARKER).exists() else []
         for path in sorted(base.rglob("*") if own else base.glob("*")):
             relative, target = path.relative_to(base), folder / path.relative_to(base)
-            if (
-                _stays_behind(relative)
-                or relative.parts[0] in models
-                or not (own or path.name.startswith(_TOKENIZER_FILES))
-                or target.exists()
-            ):
+            is_of_tokenizer = is_tokenizer_file(relative)
+            if _stays_behind(relative) or relative.parts[0] in models or target.exists():
+                continue
+            if not (own or is_of_tokenizer or path.name == GENERATION_CONFIG) or (is_of_tokenizer and not tokenizer):
                 continue
             if path.is_file() and path.stat().st_size <= _MAX_CARRIED_BYTES:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
         for name, content in self._tokenizer_files.items():
-            if not (folder / name).exists():
+            if not (folder / name).exists() and (tokenizer or not is_tokenizer_file(Path(name))):
                 write_json(folder / name, content)
         if self._token_ids:
             write_json(folder / "config.json", {**read_json(folder / "config.json"), **self._token_ids})
