@@ -1,6 +1,7 @@
 """Check of an export: the library that reads the files computes the logits of the trained model."""
 
 import io
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 import torchtune
-from torchtune import evaluation
+from torchtune import config, evaluation
 from torchtune._cli._aside import CrashedError, call_aside
 from torchtune._cli._export_files import Trained, quantize
 from torchtune.checkpoints import CheckpointStore, ModelSource
+from torchtune.data import DataError
 from torchtune.evaluation import Comparison
 from torchtune.models import from_hf_config, stored_dtype
+from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 from torchtune.training import set_default_dtype
 from torchtune.utils import UserError, get_logger
 
@@ -27,6 +30,21 @@ _PROMPTS = (
     "我们今天学习如何训练一个语言模型。",
     "SELECT name, COUNT(*) FROM orders WHERE year = 2024 GROUP BY name;",
     "Dear Sir or Madam,\n\nthank you for your letter of 3 May. I am sorry to",
+)
+_QUESTION = {"role": "user", "content": "What is 17 + 25?"}
+_ANSWER = {"role": "assistant", "content": "It is 42.\n\nThat is 17 + 25."}
+_SYSTEM = {"role": "system", "content": "You answer in one sentence."}
+_AGAIN = {"role": "user", "content": "  And in Köln, 我们?\n"}
+# With and without a system prompt, of one and two turns, as a prompt and finished.
+_CHATS = (
+    [_QUESTION],
+    [_AGAIN],
+    [_SYSTEM, _QUESTION],
+    [_QUESTION, _ANSWER, _AGAIN],
+    [_QUESTION, _ANSWER],
+    [_AGAIN, _ANSWER],
+    [_SYSTEM, _QUESTION, _ANSWER],
+    [_QUESTION, _ANSWER, _AGAIN, _ANSWER],
 )
 _MOST_TOKENS = 48
 # Required libraries besides transformers.
@@ -74,6 +92,32 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Tokenized:
+    """Comparison of the tokenizer that trained with the tokenizer files of an export.
+
+    Attributes:
+        trained: the tokenizer that trained, in words.
+        texts: texts with other ids.
+        chats: conversations with other ids, as texts.
+        is_exact: whether conversations must have the same ids: the tokenizer used the chat template itself.
+    """
+
+    trained: str
+    texts: list[str]
+    chats: list[str]
+    is_exact: bool
+
+    def line(self) -> str:
+        """Return the result in one sentence."""
+        if not self.chats:
+            return f"{len(_PROMPTS)} texts and {len(_CHATS)} conversations have the ids of {self.trained}"
+        return (
+            f"{len(self.chats)} of {len(_CHATS)} conversations have other ids than those of {self.trained}, which has "
+            f"a chat layout of its own: serve the model with that layout. The first is {self.chats[0]!r}"
+        )
+
+
+@dataclass(frozen=True)
 class Check:
     """Result of a check.
 
@@ -81,11 +125,13 @@ class Check:
         measured: comparison of the trained model with the files; None if they were not checked.
         reason: reason for not checking.
         base: comparison of the base with the quantized base, if the weights are quantized.
+        tokenized: comparison of the tokenizers; None if they were not compared.
     """
 
     measured: Measured | None = None
     reason: str = ""
     base: Measured | None = None
+    tokenized: Tokenized | None = None
 
     def verdict(self) -> str:
         """Return the result in one sentence."""
@@ -99,6 +145,8 @@ class Check:
             return [self.verdict()]
         found = [f"checked     in {self.measured.library}, {len(_PROMPTS)} prompts: {self.measured}"]
         found.append(f"            relative difference of a layer at most {max(self.measured.layers.values()):.2g}")
+        if self.tokenized is not None:
+            found.append(f"tokenizer   {self.tokenized.line()}")
         return found + ([] if self.base is None else [f"base        quantized alike: {self.base}"])
 
     def numbers(self) -> dict[str, Any]:
@@ -121,7 +169,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
         device: device of the models.
 
     Raises:
-        FailedCheck: the files have other logits; the message names tensors.
+        FailedCheck: the files have other logits or another tokenizer; the message names tensors or a row.
         EvaluationError: the library cannot read the files.
     """
     if missing := evaluation.missing_packages("transformers", *_LIBRARIES.get(to, ())):
@@ -129,6 +177,10 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     base = None
     try:
         found = call_aside(_measure, trained.path, to, files, device)
+        tokenized = None
+        if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
+            settings = None if trained.run is None else trained.run.settings.get("tokenizer")
+            tokenized = call_aside(_compare_tokenizers, settings, trained.path, files)
         if quant is not None and trained.base is not None:
             try:
                 quantize(trained.base, quant, aside)
@@ -146,7 +198,13 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
         agrees = found.comparison.kl <= (torch.inf if base is None else _TIMES_BASE * base.comparison.kl + _KL_MARGIN)
     if wrong or not agrees:
         raise FailedCheck(_explain(found, base, wrong))
-    return Check(found, base=base)
+    if tokenized is not None and (tokenized.texts or (tokenized.chats and tokenized.is_exact)):
+        first = [*tokenized.texts, *tokenized.chats][0]
+        raise FailedCheck(
+            f"The tokenizer files of the export give other ids than {tokenized.trained}, for example for {first!r}: "
+            "save the checkpoint again with the tokenizer that trained."
+        )
+    return Check(found, base=base, tokenized=tokenized)
 
 
 def _explain(found: Measured, base: Measured | None, wrong: list[str]) -> str:
@@ -170,6 +228,48 @@ def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
     with redirect_stderr(io.StringIO()):  # warnings and progress bars
         library, others, unread = evaluation.read_elsewhere(_reader(to), files, prompts, where)
     return Measured(library, evaluation.compare_models(logits, others), layers, unread)
+
+
+def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: Path) -> Tokenized:
+    """Compare the ids of texts and conversations; see :class:`Tokenized`.
+
+    Args:
+        settings: settings of the tokenizer that trained, if they are known.
+        path: folder of the trained model, whose tokenizer is compared if the other one cannot be built.
+        files: folder of the export.
+    """
+    settings = dict(settings or {})
+    trained = "the tokenizer that trained"
+    try:
+        tokenizer = config.instantiate({**settings, "max_seq_len": None} if "max_seq_len" in settings else settings)
+    except UserError:  # for example, its files are gone
+        tokenizer = None
+    if tokenizer is None:
+        tokenizer, trained = hf_tokenizer(str(path)), "the checkpoint's tokenizer"
+    is_exact = isinstance(tokenizer, HuggingFaceModelTokenizer)
+    texts = list(_PROMPTS)
+    if is_exact:  # other tokenizers encode special tokens in a text as plain text
+        texts += [f"one {token} two" for token in tokenizer.special_tokens]
+    variables = settings.get("chat_template_kwargs") or {}
+    ids, chat_ids = evaluation.tokenize_elsewhere(files, texts, _CHATS, variables)
+    other_texts = [
+        text
+        for text, others in zip(texts, ids, strict=True)
+        if tokenizer.encode(text, add_bos=False, add_eos=False) != others
+    ]
+    other_chats = []
+    for chat, others in zip(_CHATS, chat_ids, strict=True):
+        is_prompt = chat[-1]["role"] == "user"
+        try:
+            ours, _ = tokenizer.tokenize_messages(chat, add_end_tokens=not is_prompt)
+        except DataError:
+            ours = None
+        # Where the template does not end the last turn, training adds the EOS token.
+        if others is not None and ours is not None and not is_prompt:
+            ours = ours[: len(others)] if ours[len(others) :] == [tokenizer.eos_id] else ours
+        if ours != others:
+            other_chats.append(" / ".join(turn["content"] for turn in chat))
+    return Tokenized(trained, other_texts, other_chats, is_exact)
 
 
 def _reader(to: str) -> str:

@@ -21,5 +21,9 @@ __getattr__, __dir__, __all__ = attach(
         "perplexity": "_perplexity",
         "read_eval_rows": "_questions",
     },
-    between_rooms={"missing_packages": "_other_readers", "read_elsewhere": "_other_readers"},
+    between_rooms={
+        "missing_packages": "_other_readers",
+        "read_elsewhere": "_other_readers",
+        "tokenize_elsewhere": "_other_readers",
+    },
 )

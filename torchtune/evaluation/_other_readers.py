@@ -4,7 +4,7 @@ These libraries are optional.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,45 @@ def read_elsewhere(
     except Exception as error:  # raised by the other library
         raise EvaluationError(f"{library} cannot read {files}: {first_line(error)}.") from error
     return f"{library} {module.__version__}", logits, unread
+
+
+def tokenize_elsewhere(
+    files: Path, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
+) -> tuple[list[list[int]], list[list[int] | None]]:
+    """Tokenize texts and conversations with the tokenizer files of a folder in ``transformers``.
+
+    Args:
+        files: the folder.
+        texts: texts, tokenized without special tokens around them.
+        chats: conversations; one that ends with the user's turn gets the generation prompt.
+        variables: further variables of the chat template.
+
+    Returns:
+        Token ids of each text, and of each conversation; None for a conversation that the template refuses.
+
+    Raises:
+        EvaluationError: ``transformers`` cannot read the files.
+        UserError: it is not installed.
+    """
+    transformers = require("transformers", extra="check", purpose="The check of an export")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(files)
+            of_texts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    except Exception as error:  # raised by the other library
+        raise EvaluationError(f"transformers cannot read the tokenizer in {files}: {first_line(error)}.") from error
+    of_chats: list[list[int] | None] = []
+    for chat in chats:
+        is_prompt = chat[-1]["role"] == "user"
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(chat), add_generation_prompt=is_prompt, return_dict=False, **variables
+            )
+        except Exception:  # noqa: BLE001 - there is no template, or it refuses the roles
+            ids = None
+        of_chats.append(ids)
+    return of_texts, of_chats
 
 
 def _read_with_transformers(transformers: Any, folder: Path | str) -> tuple[Any, list[str]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import yaml
 from filelock import FileLock
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
 
 import torchtune
 from tests.tiny import write_checkpoint
@@ -23,6 +25,8 @@ from torchtune.checkpoints import _export
 from torchtune.checkpoints._safetensors_file import TensorSlice
 from torchtune.checkpoints._save_view import SaveView
 from torchtune.modules.peft import LoRA, lora_experts
+from torchtune.tokenizers import hf_tokenizer
+from torchtune.training import fit_vocabulary
 
 pytestmark = [
     pytest.mark.usefixtures("imported_aside"),
@@ -83,6 +87,49 @@ def test_files_compute_what_was_trained(runs, tmp_path, tune, run, to):
     assert f"wrote       {tmp_path / 'out'} (" in done.out
     assert ("vllm serve" in done.out, "--lora-modules out=" in done.out) == (True, to == "adapter")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing is left beside it
+
+
+def save_run(base, folder, tokenizer, *, adapter=None):
+    """A finished run whose tokenizer has the settings ``tokenizer``."""
+    trained = hf_tokenizer(**{name: value for name, value in tokenizer.items() if name != "_component_"})
+    model, _ = torchtune.load(base, adapter=adapter, device="cpu")
+    fit_vocabulary(model, trained, resize=True)
+    if adapter is not None:
+        randomize_adapter(model)
+        torch.nn.init.normal_(model.tok_embeddings.new_rows)
+    saved = torchtune.save(model, folder / "epoch_0", tokenizer=trained)
+    settings = {"recipe": "x", "checkpointer": {"checkpoint_dir": str(base)}, "tokenizer": tokenizer}
+    for path in (saved, folder):
+        (path / "torchtune_config.yaml").write_text(yaml.safe_dump(settings))
+    return saved
+
+
+@pytest.mark.parametrize("to", ["adapter", "merged"])
+def test_adapter_with_new_tokens_is_exported_with_its_tokenizer(runs, tmp_path, tune, to):
+    other = shutil.copytree(runs / "base", tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
+    backend = Tokenizer.from_file(str(other / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken("<|tool|>", special=True)])
+    backend.save(str(other / "tokenizer.json"))
+    settings = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": str(other), "max_seq_len": 8}
+    save_run(runs / "base", tmp_path / "run", settings, adapter=LoRA(rank=2, alpha=6))
+    done = tune("export", str(tmp_path / "run"), "--to", to, "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    assert "8 texts and 8 conversations have the ids of the tokenizer that trained" in done.out
+    assert hf_tokenizer(str(tmp_path / "out")).special_tokens["<|tool|>"] == backend.token_to_id("<|tool|>")
+
+
+def test_export_with_another_tokenizer_than_the_one_that_trained_fails_its_check(runs, tmp_path, tune):
+    settings = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": str(runs / "base")}
+    settings["chat_template"] = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}"
+    saved = save_run(runs / "base", tmp_path / "run", settings)
+    done = tune("export", str(tmp_path / "run"), "--to", "hf", "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    assert "conversations have the ids of the tokenizer that trained" in done.out
+    shutil.copyfile(runs / "base" / "tokenizer_config.json", saved / "tokenizer_config.json")  # as earlier releases did
+    done = tune("export", str(tmp_path / "run"), "--to", "hf", "--output", str(tmp_path / "again"))
+    assert done.code == 3
+    assert "give other ids than the tokenizer that trained, for example for 'What is 17 + 25?'" in done.err
+    assert not (tmp_path / "again").exists()
 
 
 QUANTIZED = [("gguf", "q8_0"), ("gguf", "q4_0"), ("compressed-tensors", "int4"), ("compressed-tensors", "int8")]
