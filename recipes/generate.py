@@ -51,6 +51,12 @@ class Settings:
     temperature: Annotated[float, Range(min=0)] = 0.6
     # Sample from the k most likely tokens; null or 0: from all.
     top_k: Annotated[int | None, Range(min=0)] = None
+    # Sample from the most likely tokens whose probabilities sum to p; null or 1: from all.
+    top_p: Annotated[float | None, Range(min=0, max=1)] = None
+    # Sample from tokens that are at least p times as likely as the most likely one; null or 0: from all.
+    min_p: Annotated[float | None, Range(min=0, max=1)] = None
+    # Builders of functions (tokens [b, s], logits [b, v]) -> logits [b, v], which change the logits before temperature.
+    logits_processors: list[Component] = field(default_factory=list)
     # Generate with a KV cache.
     enable_kv_cache: bool = True
     # Seed of sampling.
@@ -118,6 +124,7 @@ class InferenceRecipe:
         self.tokenizer = config.instantiate(cfg.tokenizer) or checkpoint_tokenizer(self.model, folder)
         training.fit_vocabulary(self.model, self.tokenizer)
         checkpointer.load_model(self.model, device=self.device)
+        self.logits_processors = [config.instantiate(processor) for processor in cfg.logits_processors]
 
     def prompt_row(self, prompt: dict[str, str | None]) -> dict[str, Any]:
         """Return the token ids of the prompt, with the header of the assistant's turn, and its image."""
@@ -141,6 +148,9 @@ class InferenceRecipe:
             max_generated_tokens=limit,
             temperature=cfg.temperature,
             top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            logits_processors=self.logits_processors,
             stop_tokens=self.tokenizer.stop_tokens,
             use_cache=cfg.enable_kv_cache,
             **generation.images_of_row(row, self.device),
@@ -162,16 +172,20 @@ class InferenceRecipe:
         """Answer every prompt of the file without an answer."""
         output = Path(cfg.output) if cfg.output else Path(cfg.prompts).with_suffix(".answers.jsonl")
         started = time.perf_counter()
+        processors = {"logits_processors": cfg.logits_processors} if cfg.logits_processors else {}
         answers = generation.answer_prompts(
             self.model,
             self.tokenizer,
             self.prompts,
             output,
-            {"system": cfg.prompt.get("system")},
+            {"system": cfg.prompt.get("system"), **processors},
             source=cfg.prompts,
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
             top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            logits_processors=self.logits_processors,
             seed=cfg.seed,
             max_sequences=cfg.max_sequences,
         )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.recipes.runs import set_up_on
 from tests.tiny import read_lines, write_checkpoint, write_lines, write_tokenizer
@@ -43,7 +44,30 @@ def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path):
     assert found
     assert found == answer(tmp_path, **said)
     assert found == answer(tmp_path, top_k=0)
-    assert found != answer(tmp_path, top_k=1)
+    greedy = answer(tmp_path, top_k=1)
+    assert found != greedy
+    assert answer(tmp_path, top_p=0.0) == greedy == answer(tmp_path, min_p=1.0)
+
+
+def only(token):
+    """A processor of logits that leaves one token."""
+    return lambda tokens, logits: torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+
+def test_logits_processors_are_components(tmp_path):
+    recipe, cfg = recipe_of(tmp_path, logits_processors=[{"_component_": f"{__name__}.only", "token": 9}])
+    word = recipe.tokenizer.decode([9])
+    assert "".join(recipe.generate(cfg).split()) == word.strip() * 12
+    prompts = tmp_path / "questions.jsonl"
+    prompts.write_text('"the cat"')
+    for token in (9, 10):
+        settings = {"prompts": str(prompts), "logits_processors": [{"_component_": f"{__name__}.only", "token": token}]}
+        recipe, cfg = recipe_of(tmp_path, **settings)
+        if token == 9:
+            recipe.answer_file(cfg)
+        else:
+            with pytest.raises(GenerationError, match="of another model or of other settings"):
+                recipe.answer_file(cfg)
 
 
 def test_a_checkpointer_without_a_folder_needs_both(tmp_path):

@@ -95,6 +95,9 @@ def _evaluate(
             label=Path(adapter or folder).resolve().name,
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
             seed=args.seed,
             max_sequences=args.max_sequences,
         )

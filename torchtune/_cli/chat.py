@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least
+from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, check_most
 
 _HELP = (
     "/reset starts a new conversation, /system TEXT starts one with that system prompt (/system alone: without one), "
@@ -41,12 +41,15 @@ class Chat(Subcommand):
         add("--image", action="append", metavar="FILE", help="image that is shown with the first line; may be repeated")
         add("--temperature", type=float, default=0.6, help="randomness; 0 takes the most likely token (default: 0.6)")
         add("--top-k", type=int, help="sample from the k most likely tokens (default: all)")
+        add("--top-p", type=float, help="sample from the most likely tokens up to this probability (default: all)")
+        add("--min-p", type=float, help="sample from tokens at least this times as likely as the first (default: all)")
         add("--max-new-tokens", type=int, default=1024, help="maximum tokens per answer (default: 1024)")
         add("--seed", type=int, help="seed of sampling (default: random)")
         add_placement(self._parser)
 
     def _run(self, args: argparse.Namespace) -> None:
-        check_least(args, temperature=0, top_k=0, max_new_tokens=1, seed=0)
+        check_least(args, temperature=0, top_k=0, top_p=0, min_p=0, max_new_tokens=1, seed=0)
+        check_most(args, top_p=1, min_p=1)
         from torchtune._cli._target import find_checkpoint
 
         args.model = find_checkpoint(args.model)
@@ -174,6 +177,8 @@ class _Conversation:
             max_new_tokens=limit,
             temperature=self._args.temperature,
             top_k=self._args.top_k,
+            top_p=self._args.top_p,
+            min_p=self._args.min_p,
             stop_tokens=self._tokenizer.stop_tokens,
             rng=self._rng,
             images=[images_of_row(row, self._rng.device)],

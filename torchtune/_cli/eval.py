@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least
+from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, check_most
 from torchtune.utils import UserError
 
 
@@ -54,11 +54,16 @@ class Eval(Subcommand):
         add("--max-new-tokens", type=int, default=256, help="maximum tokens per answer (default: 256)")
         add("--max-sequences", type=int, default=16, help="batch size (default: 16)")
         add("--temperature", type=float, default=0.0, help="randomness; 0 takes the most likely token (default: 0)")
+        add("--top-k", type=int, help="sample from the k most likely tokens (default: all)")
+        add("--top-p", type=float, help="sample from the most likely tokens up to this probability (default: all)")
+        add("--min-p", type=float, help="sample from tokens at least this times as likely as the first (default: all)")
         add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
         add_placement(self._parser)
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)
+        check_least(args, top_k=0, top_p=0, min_p=0)
+        check_most(args, top_p=1, min_p=1)
         self._check_metrics(args)
         from torchtune._cli._target import find_checkpoint
 

@@ -74,3 +74,11 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
         value = getattr(args, name)
         if value is not None and not value >= smallest:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {smallest}.")
+
+
+def check_most(args: argparse.Namespace, **most: float) -> None:
+    """Raise ``UserError`` if an argument is greater than its maximum; arguments that are None are skipped."""
+    for name, largest in most.items():
+        value = getattr(args, name)
+        if value is not None and value > largest:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at most {largest}.")

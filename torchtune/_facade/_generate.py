@@ -11,6 +11,7 @@ from torchtune._facade._origin import ORIGINS, unwrap
 from torchtune.data import Message, MessageLike, as_messages, check_tokenizer
 from torchtune.generation import (
     GenerationError,
+    LogitsProcessor,
     answer_limit,
     generate_tokens,
     images_of_row,
@@ -36,6 +37,9 @@ def generate(
     temperature: float = 0.6,
     top_k: int | None = None,
     seed: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> str | list[str]:
     """Generate answers to one prompt, or to several with continuous batching.
 
@@ -53,6 +57,11 @@ def generate(
         temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most likely tokens.
         seed: seed of sampling; random by default.
+        top_p: sample from the most likely tokens whose probabilities sum to p.
+        min_p: sample from the tokens that are at least p times as likely as the most likely one.
+        logits_processors: functions ``(tokens [b, s], logits [b, v]) -> logits [b, v]`` that change the logits of the
+            next token, before temperature, top_k, top_p and min_p; see
+            :func:`stream_tokens <torchtune.generation.stream_tokens>`.
 
     Returns:
         The text of each answer, without special tokens.
@@ -89,6 +98,9 @@ def generate(
         max_new_tokens=limits,
         temperature=temperature,
         top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        logits_processors=logits_processors,
         stop_tokens=tokenizer.stop_tokens,
         rng=rng,
         max_sequences=_MAX_SEQUENCES,

@@ -30,7 +30,7 @@ _windows = require("lm_eval.utils", extra="eval", purpose="An evaluation by task
 # Maximum number of rows of logits in memory.
 _LOGITS_CHUNK = 1024
 _NAN_MESSAGE = "A log-likelihood is NaN: load the model in fp32, or it diverged."
-_GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")
+_GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p")
 # Number of tokens decoded to find a stop text, in addition to the tokens of the stop text.
 _BEFORE = 8
 _Tokens = tuple[Any, list[int], list[int]]
@@ -277,7 +277,8 @@ class HarnessModel(_harness.TemplateLM):
         room = self.max_length - longest
         texts = [text for text in until if text and text != eos]
         tail = _BEFORE + max((len(self.tok_encode(text, add_special_tokens=False)) for text in texts), default=0)
-        sampling = {"temperature": float(settings.get("temperature") or 0.0), "top_k": settings.get("top_k")}
+        sampling = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
+        sampling["temperature"] = float(settings.get("temperature") or 0.0)
         sampling |= {"stop_tokens": list(stop), "use_cache": self._use_cache}
 
         def has_stop(tokens: list[int]) -> bool:

@@ -64,6 +64,9 @@ def evaluate_answers(
     temperature: float = 0.0,
     seed: int = 0,
     max_sequences: int = 16,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
 ) -> AnswerReport:
     """Generate and score an answer for each row.
 
@@ -86,6 +89,9 @@ def evaluate_answers(
         temperature: 0 is greedy; otherwise see :func:`torchtune.generation.answer_prompts`.
         seed: seed of sampling.
         max_sequences: number of rows that are answered at the same time.
+        top_k: see :func:`torchtune.generation.answer_prompts`.
+        top_p: see :func:`torchtune.generation.answer_prompts`.
+        min_p: see :func:`torchtune.generation.answer_prompts`.
 
     Raises:
         EvaluationError: a right answer is a tool call, but the format of calls is not known from the chat template.
@@ -103,7 +109,10 @@ def evaluate_answers(
         0.0
     """
     digest = model_digest(model, tokenizer)
-    sampling = [max_new_tokens, temperature, seed if temperature else None]
+    truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling: list[Any] = [max_new_tokens, temperature, seed if temperature else None]
+    # Only if given, so that answers of earlier calls are continued.
+    sampling += [{name: value} for name, value in truncation.items() if value is not None]
     what = json.dumps([digest, sampling, [[row.line, row.given] for row in rows]], default=str)
     short = hashlib.sha256(what.encode()).hexdigest()[:8]
     safe = re.sub(r"[^\w.-]+", "_", label) or "model"
@@ -126,6 +135,7 @@ def evaluate_answers(
         source=source,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        **truncation,
         seed=seed,
         max_sequences=max_sequences,
         digest=digest,

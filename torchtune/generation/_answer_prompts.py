@@ -17,6 +17,7 @@ from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
 from torchtune.generation._prompt_file import AnswerFile, Prompt
 from torchtune.generation._prompt_images import images_of_row
+from torchtune.generation._sampling import LogitsProcessor
 from torchtune.generation._tokens import TokenStep, seeded_draws, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.training import checksum_bits
@@ -67,6 +68,9 @@ def answer_prompts(
     max_sequences: int = 16,
     digest: str | None = None,
     on_answer: Callable[[Prompt, str], None] | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> AnswerFile:
     """Answer every prompt that has no answer in a file yet, in a continuous batch.
 
@@ -84,6 +88,9 @@ def answer_prompts(
         max_sequences: number of sequences in the batch.
         digest: :func:`model_digest` of model and tokenizer, if known already.
         on_answer: called with each prompt and its answer, after the answer is written to the file.
+        top_p: see :func:`stream_tokens`.
+        min_p: see :func:`stream_tokens`.
+        logits_processors: see :func:`stream_tokens`.
 
     Returns:
         The file with all answers; call :meth:`AnswerFile.finish` to sort it.
@@ -117,6 +124,10 @@ def answer_prompts(
         "sampling": [max_new_tokens, temperature, top_k, seed],
         **({"images": pixels} if pixels else {}),
     }
+    if top_p is not None or min_p is not None:
+        settings["truncation"] = [top_p, min_p]
+    if logits_processors:
+        settings["processors"] = Fingerprint({"logits_processors": list(logits_processors)}).text
     answers = AnswerFile(output, prompts, settings)
     seed = torch.seed() if seed is None else seed
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
@@ -135,6 +146,9 @@ def answer_prompts(
                 max_new_tokens=[limits[prompt.line] for prompt in part],
                 temperature=temperature,
                 top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                logits_processors=logits_processors,
                 stop_tokens=list(stop),
                 draws=None if temperature == 0 else seeded_draws(keys, max_new_tokens, device, np.float32),
                 max_sequences=max_sequences,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +15,35 @@ from torchtune.generation._continuous_batch import Batch, Request, Row
 from torchtune.generation._decode import decode
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation_error import GenerationError
-from torchtune.generation._tokens import check_finite, draw_tokens
+from torchtune.generation._sampling import Sampling, draw_tokens
+from torchtune.generation._tokens import check_finite
 from torchtune.modules.transformer import TransformerDecoder
+
+
+class Drawn(NamedTuple):
+    """A sampled token.
+
+    Attributes:
+        token: the token.
+        log_prob: its log-probability, see :func:`stream_tokens`.
+        top: the most likely tokens and their log-probabilities, most likely first.
+    """
+
+    token: int
+    log_prob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(eq=False)
 class Job:
-    """A prompt and the settings of its answer; iterating over it yields (token, log-prob) as they are sampled.
+    """A prompt and the settings of its answer; iterating over it yields :class:`Drawn` as tokens are sampled.
 
     Attributes:
         model: name of the model.
         tokens: the prompt.
         limit: maximum number of new tokens.
-        temperature: see :func:`stream_tokens`.
-        top_k: see :func:`stream_tokens`.
+        sampling: how tokens are chosen, see :class:`Sampling`.
+        num_top: number of the most likely tokens to return with each token.
         seed: seed of sampling; ``None`` draws one.
         is_cancelled: set it to end the answer.
         has_left: returns whether nobody waits for the answer any more; called before every token.
@@ -39,8 +55,8 @@ class Job:
     model: str
     tokens: list[int]
     limit: int
-    temperature: float = 1.0
-    top_k: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    num_top: int = 0
     seed: int | None = None
     is_cancelled: bool = False
     has_left: Callable[[], bool] = lambda: False
@@ -50,7 +66,7 @@ class Job:
         self.rng = torch.Generator()
         self.rng.seed() if self.seed is None else self.rng.manual_seed(self.seed)
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
+    def __iter__(self) -> Iterator[Drawn]:
         while (one := self.found.get()) is not None:
             if isinstance(one, Exception):
                 raise one
@@ -71,10 +87,10 @@ class BatchServer:
 
     Example:
         >>> server = torchtune.generation.BatchServer({"tiny": model}, tokenizer.stop_tokens)
-        >>> job = torchtune.generation.Job("tiny", [5, 40, 7], limit=4, temperature=0.0)
+        >>> job = torchtune.generation.Job("tiny", [5, 40, 7], limit=4)
         >>> server.submit(job)
         True
-        >>> tokens = [token for token, _ in job]
+        >>> tokens = [drawn.token for drawn in job]
         >>> server.close()
     """
 
@@ -150,14 +166,17 @@ class BatchServer:
             return found
 
         def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
-            drawn = []
-            for row, values in zip(rows, logits.split(1), strict=True):
+            tokens, log_probs = [], []
+            for row, row_logits in zip(rows, logits.split(1), strict=True):
                 job = jobs[row.index]
                 uniform = torch.rand(1, generator=job.rng).to(device)
-                drawn.append(draw_tokens(values, job.temperature, job.top_k, uniform))
-            tokens = torch.cat([token for token, _ in drawn])
-            probabilities = [probabilities[0, token[0, 0]] for token, probabilities in drawn]
-            return tokens, torch.stack(probabilities).log()
+                token, probabilities = draw_tokens(row_logits, job.sampling, uniform)
+                tokens.append(token)
+                log_probs.append(probabilities[0, token[0, 0]].log())
+                if job.num_top:
+                    values, ids = probabilities[0].topk(min(job.num_top, probabilities.shape[-1]))
+                    tops[row.index] = list(zip(ids.tolist(), values.log().tolist(), strict=True))
+            return torch.cat(tokens), torch.stack(log_probs)
 
         def ends(index: int, token: int) -> bool:
             return self._failure(jobs[index]) is not None or jobs[index].is_cancelled or token in self._stop
@@ -165,13 +184,15 @@ class BatchServer:
         if not (first := newcomers()):
             return
         how = {"size": self._size, "device": device, "use_cache": True}
+        how["processors"] = lambda index: jobs[index].sampling.logits_processors
         counts: dict[int, int] = {}
+        tops: dict[int, list[tuple[int, float]]] = {}  # of the running step
         try:
             with closing(decode(model, first, **how, draw=draw, ends=ends, more=newcomers)) as steps:
                 for indices, tokens, log_probs in steps:
                     check_finite(log_probs, model)
                     for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
-                        jobs[index].found.put((token, log_prob))
+                        jobs[index].found.put(Drawn(token, log_prob, tops.get(index, [])))
                         counts[index] = counts.get(index, 0) + 1
                         if ends(index, token) or counts[index] == jobs[index].limit:
                             running.discard(index)

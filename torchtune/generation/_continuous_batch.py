@@ -166,6 +166,12 @@ class Batch:
         logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1), images=images)
         return logits, list(self._rows)
 
+    def sequences(self, rows: list[Row]) -> list[Tensor]:
+        """Return prompt and new tokens, int64 ``[s]``, of each row of :meth:`forward`, before :meth:`append`."""
+        first = len(self._rows) - len(rows)
+        end = self._end if rows[0].count else self._end - 1  # the column of the first token after a prompt is empty
+        return [self._tokens[index, row.start : end] for index, row in enumerate(rows, first)]
+
     def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
         """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`; rows that end leave before the next step.
 

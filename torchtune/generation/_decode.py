@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchtune.generation._continuous_batch import Batch, Request, Row, Step
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._model_ranks import ModelRanks
+from torchtune.generation._sampling import LogitsProcessor, process_logits
 from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
@@ -25,6 +26,7 @@ def decode(
     use_cache: bool,
     draw: Callable[[Tensor, list[Row]], tuple[Tensor, Tensor]],
     ends: Callable[[int, int], bool],
+    processors: Callable[[int], Sequence[LogitsProcessor]] | None = None,
     step: Step | None = None,
     more: Callable[[Batch], Sequence[Request]] | None = None,
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
@@ -39,6 +41,7 @@ def decode(
         draw: takes logits ``[m, v]`` of the next token and their rows; returns tokens int64 ``[m, 1]`` and a tensor
             to yield with them.
         ends: takes the index of a sequence and its new token; True ends the sequence.
+        processors: takes the index of a sequence; returns its logits processors.
         step: see :class:`Batch`.
         more: called with the batch after every step; returns further prompts. Generation ends when it returns none and
             the batch is finished.
@@ -53,6 +56,8 @@ def decode(
         while True:
             logits, rows = batch.forward()
             if rows:
+                if processors is not None:
+                    logits = _process(logits, batch, rows, processors)
                 tokens, values = draw(logits, rows)
                 tokens = ranks.agree(tokens)
                 indices = [row.index for row in rows]
@@ -62,6 +67,21 @@ def decode(
                 batch.add(more(batch))
             if not ranks.any(batch.is_unfinished):
                 return
+
+
+def _process(
+    logits: Tensor, batch: Batch, rows: list[Row], processors: Callable[[int], Sequence[LogitsProcessor]]
+) -> Tensor:
+    """Return logits ``[m, v]`` after the logits processors of each sequence."""
+    chains = [processors(row.index) for row in rows]
+    if not any(chains):
+        return logits
+    sequences = batch.sequences(rows)
+    processed = [
+        process_logits(tokens[None], row_logits, chain)
+        for tokens, row_logits, chain in zip(sequences, logits.split(1), chains, strict=True)
+    ]
+    return torch.cat(processed)
 
 
 @contextmanager

@@ -9,10 +9,20 @@ from torch import Tensor
 from torchtune._lazy import former_names
 from torchtune.generation._continuous_batch import Request, Row
 from torchtune.generation._decode import decode
+from torchtune.generation._generation_error import GenerationError
+from torchtune.generation._sampling import LogitsProcessor, Sampling, keep_likely
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 
-def sample(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, q: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    q: Tensor | None = None,
+) -> Tensor:
     """Sample a token from logits.
 
     Sampling takes the argmax of ``p / q`` with q ~ Exp(1), which needs no host synchronization.
@@ -21,27 +31,25 @@ def sample(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None
         logits: ``[..., v]``.
         temperature: divides the logits; 0 takes the most likely token (greedy).
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        top_p: sample from the most likely tokens whose probabilities sum to p; ``None`` or 1 samples from all.
+        min_p: sample from the tokens that are at least p times as likely as the most likely one; ``None`` or 0 samples
+            from all.
         q: exponential noise ``[..., v]``; by default sampled here.
 
     Returns:
         int64 ``[..., 1]``.
 
     Raises:
-        ValueError: ``top_k`` or ``temperature`` below 0.
+        GenerationError: ``top_k`` or ``temperature`` below 0, ``top_p`` or ``min_p`` not between 0 and 1.
 
     Example:
         >>> torchtune.generation.sample(torch.tensor([[0.0, 5.0, 1.0]]), top_k=1)
         tensor([[1]])
     """
-    if temperature < 0.0 or (top_k or 0) < 0:
-        raise ValueError(f"temperature is {temperature} and top_k is {top_k}: neither may be below 0.")
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / max(temperature, 1e-5)
-    if top_k:
-        lowest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-        logits = logits.masked_fill(logits < lowest, float("-inf"))
-    probabilities = logits.softmax(dim=-1)
+    probabilities = keep_likely(logits / max(temperature, 1e-5), sampling).softmax(dim=-1)
     if q is None:
         q = torch.empty_like(probabilities).exponential_(1)
     return (probabilities / q).argmax(dim=-1, keepdim=True)
@@ -56,6 +64,8 @@ def generate_next_token(
     mask: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the model and sample the next token.
 
@@ -67,6 +77,8 @@ def generate_next_token(
         mask: bool ``[b, s, t]``, as the model takes it.
         temperature: see :func:`sample`.
         top_k: see :func:`sample`.
+        top_p: see :func:`sample`.
+        min_p: see :func:`sample`.
 
     Returns:
         Next tokens ``[b, 1]`` and their logits ``[b, 1, v]``.
@@ -80,7 +92,8 @@ def generate_next_token(
     hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
     hidden = hidden[-1] if text_decoder(model).output_hidden_states else hidden
     logits = model.output(hidden[:, -1:]).float()
-    return sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, q=q), logits
+    tokens = sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, q=q)
+    return tokens, logits
 
 
 @torch.no_grad()
@@ -96,6 +109,9 @@ def generate(
     rng: torch.Generator | None = None,
     compiled_generate_next_token: Callable[..., tuple[Tensor, Tensor]] | None = None,
     prompt_lengths: Tensor | Sequence[int] | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Generate token by token, and return the logits of every step.
 
@@ -112,18 +128,26 @@ def generate(
             are repeated.
         temperature: see :func:`sample`.
         top_k: see :func:`sample`.
+        top_p: see :func:`sample`.
+        min_p: see :func:`sample`.
         stop_tokens: tokens that end a row; they are returned. Generation ends when all rows have ended.
         rng: random generator, on the model's device.
         compiled_generate_next_token: replaces :func:`generate_next_token` after the first token. It runs with KV
             caches and uncompiled: the lengths of mask and caches change from step to step.
         prompt_lengths: number of tokens of each prompt; by default counted without leading ``pad_id``.
+        top_p: see :func:`sample`.
+        min_p: see :func:`sample`.
+        logits_processors: see :func:`stream_tokens`.
 
     Returns:
-        Tokens ``[b, s + new]``, prompts included, and logits ``[b, new, v]`` of the new tokens (0 after a stop token).
+        Tokens ``[b, s + new]``, prompts included, and logits ``[b, new, v]`` of the new tokens (0 after a stop token),
+        after processors.
 
     Raises:
         ValueError: ``max_generated_tokens`` is below 1, the caches are too small, or some prompts begin with token 0
             and neither ``pad_id`` nor ``prompt_lengths`` defines the padding.
+        GenerationError: there are ``logits_processors`` beside ``compiled_generate_next_token``, which samples alone;
+            see also :func:`sample`.
 
     Example:
         >>> tokens, logits = torchtune.generation.generate(model, torch.tensor([[5, 40, 7]]), max_generated_tokens=2)
@@ -145,7 +169,14 @@ def generate(
         Request(index, row[s - max(length, 1) :], max_generated_tokens, 1)
         for index, (row, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True))
     ]
+    if logits_processors and compiled_generate_next_token is not None:
+        raise GenerationError(
+            "logits_processors do not reach compiled_generate_next_token, which samples by itself: leave one out."
+        )
+    processors = Sampling(logits_processors=tuple(logits_processors)).logits_processors
     sampling = {"temperature": temperature, "top_k": top_k}
+    # A function of the caller's own may take temperature and top_k only.
+    sampling |= {name: value for name, value in (("top_p", top_p), ("min_p", min_p)) if value is not None}
     rows = _Rows(model, tokens, pad_id, stop_tokens or (), rng, compiled_generate_next_token, sampling)
     steps = decode(
         model,
@@ -155,6 +186,7 @@ def generate(
         use_cache=cached or compiled_generate_next_token is not None,
         draw=rows.draw,
         ends=lambda *_: rows.have_ended,
+        processors=lambda index: processors,
         step=None if compiled_generate_next_token is None else rows.step,
     )
     logits = [logits for _, _, logits in steps]

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchtune.generation._sampling import LogitsProcessor
 from torchtune.generation._tokens import stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
@@ -21,6 +22,9 @@ def stream(
     use_cache: bool = True,
     encoder_input: Mapping[str, Any] | None = None,
     encoder_mask: Tensor | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> Iterator[int]:
     """Generate from one prompt and yield every new token; a stop token ends the stream and is not yielded.
 
@@ -34,6 +38,9 @@ def stream(
         use_cache: use a KV cache.
         encoder_input: images of the prompt, as returned by :func:`images_of_row`.
         encoder_mask: mask of these images, bool ``[1, s, t]``. New tokens use the row of the prompt's last token.
+        top_p: see :func:`stream_tokens`.
+        min_p: see :func:`stream_tokens`.
+        logits_processors: see :func:`stream_tokens`.
 
     Raises:
         GenerationError: there are images, but the model reads text only; see also :func:`stream_tokens`.
@@ -50,6 +57,9 @@ def stream(
         max_new_tokens=max_generated_tokens,
         temperature=temperature,
         top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        logits_processors=logits_processors,
         stop_tokens=stop_tokens,
         use_cache=use_cache,
         images=[{name: value for name, value in images.items() if value is not None}],

@@ -14,6 +14,7 @@ from torchtune.generation._continuous_batch import Batch, Request, Row
 from torchtune.generation._decode import decode
 from torchtune.generation._generation_error import GenerationError
 from torchtune.generation._prompt_images import check_images
+from torchtune.generation._sampling import LogitsProcessor, Sampling, draw_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 Prompts = Sequence[Tensor | Sequence[int]]
@@ -66,6 +67,9 @@ def generate_tokens(
     num_samples: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
     stop_tokens: Sequence[int] | None = None,
     rng: torch.Generator | None = None,
     draws: Tensor | None = None,
@@ -91,6 +95,9 @@ def generate_tokens(
             num_samples=num_samples,
             temperature=temperature,
             top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            logits_processors=logits_processors,
             stop_tokens=stop_tokens,
             rng=rng,
             draws=draws,
@@ -118,6 +125,9 @@ def stream_tokens(
     num_samples: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
     stop_tokens: Sequence[int] | None = None,
     rng: torch.Generator | None = None,
     draws: Tensor | None = None,
@@ -144,6 +154,12 @@ def stream_tokens(
         num_samples: number of continuations per prompt.
         temperature: divides the logits; 0 takes the most likely token (greedy).
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        top_p: sample from the most likely tokens whose probabilities sum to p; ``None`` or 1 samples from all.
+        min_p: sample from the tokens that are at least p times as likely as the most likely one; ``None`` or 0 samples
+            from all.
+        logits_processors: callables ``(tokens [b, s], logits [b, v]) -> logits [b, v]`` that change the logits before
+            temperature, top_k, top_p and min_p, in this order. Each is called for one sequence at a time, with its
+            prompt and all new tokens, so that there is no padding; those of ``transformers`` fit.
         stop_tokens: tokens that end a sequence; they are returned.
         rng: random generator, on the device of the prompts.
         draws: uniform random numbers in [0, 1), ``[sequences, longest max_new_tokens]``, instead of ``rng``: one
@@ -158,7 +174,8 @@ def stream_tokens(
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or
-        under softmax(logits) at temperature 0. ``top_k`` does not change log-probabilities.
+        under softmax(logits) at temperature 0, of processed logits. ``top_k``, ``top_p`` and ``min_p`` do not change
+        log-probabilities.
 
     Raises:
         GenerationError: prompts are missing, empty or have unknown token ids, a number is out of range, the sequence
@@ -173,8 +190,7 @@ def stream_tokens(
         tensor([1])
     """
     longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
-    if not (temperature >= 0 and (top_k or 0) >= 0):
-        raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
+    sampling = Sampling(temperature, top_k, top_p, min_p, tuple(logits_processors))
     expected = len(prompts) * num_samples
     if draws is not None and ((more is None and len(draws) != expected) or draws.shape[1] < longest):
         raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{expected}, {longest}] numbers.")
@@ -192,13 +208,23 @@ def stream_tokens(
             uniform = torch.rand(len(rows), generator=rng, device=device)
         else:
             uniform = draws[[row.index for row in rows], [row.count for row in rows]]
-        return draw_tokens(logits, temperature, top_k, uniform)
+        return draw_tokens(logits, sampling, uniform)
 
     def ends(index: int, token: int) -> bool:
         over = is_over is not None and is_over(index, token)
         return over or token in stop
 
-    steps = decode(model, requests, size=size, device=device, use_cache=use_cache, draw=draw, ends=ends, more=more)
+    steps = decode(
+        model,
+        requests,
+        size=size,
+        device=device,
+        use_cache=use_cache,
+        draw=draw,
+        ends=ends,
+        processors=lambda index: sampling.logits_processors,
+        more=more,
+    )
     with closing(steps):
         for indices, tokens, probabilities in steps:
             log_probs = probabilities.gather(-1, tokens)[:, 0].log()
@@ -222,28 +248,6 @@ def seeded_draws(
     generators = (np.random.Generator(np.random.Philox(key=np.array(key, np.uint64))) for key in keys)
     draws = torch.from_numpy(np.stack([generator.random(count, dtype) for generator in generators]))
     return (draws.float() if device.type == "mps" else draws).to(device)
-
-
-def draw_tokens(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample with one uniform number ``[m]`` per row; return tokens ``[m, 1]`` and all probabilities ``[m, v]``."""
-    # A lower temperature changes nothing, and the quotient could be infinite.
-    probabilities = (logits if temperature in (0.0, 1.0) else logits / max(temperature, 1e-30)).softmax(-1)
-    if temperature == 0.0:
-        return logits.argmax(-1, keepdim=True), probabilities
-    kept = probabilities
-    if top_k:
-        lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        kept = probabilities.masked_fill(logits < lowest, 0.0)
-    return _invert(kept, uniform), probabilities
-
-
-def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """Return tokens ``[m, 1]`` by inverting the cumulative ``weights`` ``[m, v]`` at ``draws`` ``[m]``."""
-    cumulated = weights.cumsum(-1)
-    total = cumulated[:, -1:]
-    wanted = (draws[:, None] * total).to(cumulated.dtype)
-    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # never a token of probability 0
-    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=weights.shape[-1] - 1)
 
 
 def _device(model: TransformerDecoder, prompts: Prompts) -> torch.device:

@@ -46,7 +46,7 @@ def test_sample_follows_the_distribution():
     assert set(sample(logits, top_k=2).unique().tolist()) == {1, 2}
     for everything in (99, 0, None):
         assert sample(logits, top_k=everything).unique().numel() == 4
-    with pytest.raises(ValueError, match="neither may be below 0"):
+    with pytest.raises(ValueError, match="both must be at least 0"):
         sample(logits, top_k=-1)
     assert (sample(logits, temperature=0.0) == 2).all()
     noise = torch.ones(20_000, 4)

@@ -1,0 +1,506 @@
+"""Answers that are JSON: which tokens may come next, by a JSON schema.
+
+The grammar is a stack of items. Each item says which characters it accepts next and what replaces it; several stacks are
+followed at the same time, because ``anyOf`` and ``enum`` are decided by later characters.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtune.generation._generation_error import GenerationError
+
+# Items that replace one after a character.
+_Items = tuple["_Item", ...]
+# A stack as (first item, others, size), and () when it is empty: stacks share their ends.
+_Stack = tuple[Any, ...]
+
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_CHECKED = ("type", "enum", "const", "anyOf", "$ref", "properties", "required", "additionalProperties", "items")
+_COUNTS = ("minItems", "maxItems")
+_NOTES = ("title", "description", "default", "examples", "$schema", "$id", "$defs", "definitions", "$comment")
+_MOST_BLANKS = 32  # white space between two parts: a model could write it forever
+_MOST_NODES = 10_000
+_MOST_STATES = 512  # remembered masks
+_MOST_ITEMS = 512  # of a stack: some hundred brackets in each other
+_IN_STRING = '"\\'
+
+
+class _Item:
+    """Part of the text that is still to come."""
+
+    is_optional = False
+
+    def step(self, char: str) -> Iterator[_Items]:
+        """Yield what remains after ``char``, for each way to read it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Text(_Item):
+    """A fixed text."""
+
+    text: str
+
+    def step(self, char: str) -> Iterator[_Items]:
+        if char == self.text[0]:
+            yield (_Text(self.text[1:]),) if len(self.text) > 1 else ()
+
+
+@dataclass(frozen=True)
+class _Blank(_Item):
+    """White space, or none."""
+
+    count: int = _MOST_BLANKS
+    is_optional = True
+
+    def step(self, char: str) -> Iterator[_Items]:
+        if char in " \n\r\t" and self.count:
+            yield (_Blank(self.count - 1),)
+
+
+@dataclass(frozen=True)
+class _String(_Item):
+    """A string after its first quotation mark."""
+
+    def step(self, char: str) -> Iterator[_Items]:
+        if char == '"':
+            yield ()
+        elif char == "\\":
+            yield (_Escape(), self)
+        elif char >= " ":
+            yield (self,)
+
+
+@dataclass(frozen=True)
+class _Escape(_Item):
+    """What follows a backslash; ``digits`` hexadecimal ones after a u."""
+
+    digits: int = 0
+
+    def step(self, char: str) -> Iterator[_Items]:
+        if self.digits:
+            if char in "0123456789abcdefABCDEF":
+                yield (_Escape(self.digits - 1),) if self.digits > 1 else ()
+        elif char == "u":
+            yield (_Escape(4),)
+        elif char in '"\\/bfnrt':
+            yield ()
+
+
+# State of a number -> (characters, next state) that may follow; "." and "e" only in numbers that need not be integers.
+_NUMBER = {
+    "start": [("-", "minus"), ("0", "zero"), ("123456789", "digits")],
+    "minus": [("0", "zero"), ("123456789", "digits")],
+    "zero": [(".", "point"), ("eE", "e")],
+    "digits": [("0123456789", "digits"), (".", "point"), ("eE", "e")],
+    "point": [("0123456789", "fraction")],
+    "fraction": [("0123456789", "fraction"), ("eE", "e")],
+    "e": [("+-", "sign"), ("0123456789", "exponent")],
+    "sign": [("0123456789", "exponent")],
+    "exponent": [("0123456789", "exponent")],
+}
+
+
+@dataclass(frozen=True)
+class _Number(_Item):
+    """The remainder of a number."""
+
+    state: str
+    is_integer: bool
+
+    @property
+    def is_optional(self) -> bool:
+        return self.state in ("zero", "digits", "fraction", "exponent")
+
+    def step(self, char: str) -> Iterator[_Items]:
+        for chars, state in _NUMBER[self.state]:
+            if char in chars and not (self.is_integer and state in ("point", "e")):
+                yield (_Number(state, self.is_integer),)
+
+
+class _Node(_Item):
+    """A value by a checked schema; equal only to itself, so that states are compared fast.
+
+    Attributes:
+        texts: the values of ``enum`` and ``const`` as JSON.
+        types: names of JSON types.
+        alternatives: nodes of ``anyOf`` and ``$ref``.
+        properties: name as JSON, whether it is required, and node, in their order.
+        additional: node of other properties, or ``None``.
+        items: node of array elements.
+        fewest, most: numbers of array elements.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.types: list[str] = []
+        self.alternatives: list[_Node] = []
+        self.properties: list[tuple[str, bool, _Node]] = []
+        self.additional: _Node | None = None
+        self.items: _Node | None = None
+        self.fewest, self.most = 0, None
+
+    def step(self, char: str) -> Iterator[_Items]:
+        for text in self.texts:
+            yield from _Text(text).step(char)
+        for node in self.alternatives:
+            yield from node.step(char)
+        for name in self.types:
+            if name == "object" and char == "{":
+                yield (_Blank(), _Members(self, 0, True))
+            elif name == "array" and char == "[":
+                yield (_Blank(), _Elements(self, 0))
+            elif name == "string" and char == '"':
+                yield (_String(),)
+            elif name in ("number", "integer"):
+                yield from _Number("start", name == "integer").step(char)
+            elif name == "boolean":
+                yield from _Text("true").step(char)
+                yield from _Text("false").step(char)
+            elif name == "null":
+                yield from _Text("null").step(char)
+
+
+@dataclass(frozen=True)
+class _Members(_Item):
+    """An object after its brace, or after a member; ``start`` is the number of the next property."""
+
+    node: _Node
+    start: int
+    is_first: bool
+
+    def step(self, char: str) -> Iterator[_Items]:
+        if char == "}":
+            if not any(is_required for _, is_required, _ in self.node.properties[self.start :]):
+                yield ()
+        elif self.is_first:
+            yield from self._key(char)
+        elif char == ",":
+            yield (_Blank(), _Key(self))
+
+    def _key(self, char: str) -> Iterator[_Items]:
+        if char != '"':
+            return
+        for index, (name, is_required, node) in enumerate(self.node.properties[self.start :], self.start):
+            after = _Members(self.node, index + 1, False)
+            yield (_Text(name[1:]), _Blank(), _Text(":"), _Blank(), node, _Blank(), after)
+            if is_required:
+                return
+        if self.node.additional is not None:
+            after = _Members(self.node, self.start, False)
+            yield (_String(), _Blank(), _Text(":"), _Blank(), self.node.additional, _Blank(), after)
+
+
+@dataclass(frozen=True)
+class _Key(_Item):
+    """A member after a comma."""
+
+    members: _Members
+
+    def step(self, char: str) -> Iterator[_Items]:
+        yield from self.members._key(char)
+
+
+@dataclass(frozen=True)
+class _Elements(_Item):
+    """An array after its bracket, or after an element."""
+
+    node: _Node
+    count: int
+
+    def step(self, char: str) -> Iterator[_Items]:
+        if char == "]":
+            if self.count >= self.node.fewest:
+                yield ()
+        elif self.node.most is not None and self.count >= self.node.most:
+            return
+        elif self.count == 0:
+            for items in self.node.items.step(char):
+                yield (*items, _Blank(), self._next())
+        elif char == ",":
+            yield (_Blank(), self.node.items, _Blank(), self._next())
+
+    def _next(self) -> "_Elements":
+        # Beyond both bounds the number does not matter, and equal states share their masks.
+        most = max(self.node.fewest, self.node.most or 0, 1)
+        return _Elements(self.node, min(self.count + 1, most))
+
+
+def _push(item: _Item, stack: _Stack) -> _Stack:
+    return item, stack, 1 + (stack[2] if stack else 0)
+
+
+def _step(stacks: Iterable[_Stack], char: str) -> frozenset[_Stack]:
+    """Return the stacks after ``char``; none if it cannot follow."""
+    after = set()
+    for stack in stacks:
+        while stack:
+            first, others, size = stack
+            for items in first.step(char):
+                if size + len(items) > _MOST_ITEMS:
+                    continue
+                new = others
+                for item in reversed(items):
+                    new = _push(item, new)
+                after.add(new)
+            if not first.is_optional:
+                break
+            stack = others
+    return frozenset(after)
+
+
+def _is_complete(stacks: Iterable[_Stack]) -> bool:
+    """Return whether the text may end here."""
+    for stack in stacks:
+        while stack and stack[0].is_optional:
+            stack = stack[1]
+        if not stack:
+            return True
+    return False
+
+
+class JSONGrammar:
+    """The JSON texts that fit a schema.
+
+    Objects have their properties in the order of the schema, and no others unless ``properties`` is missing. Supported
+    are ``type``, ``enum``, ``const``, ``anyOf``, ``$ref`` within the schema, ``properties``, ``required``,
+    ``additionalProperties``, ``items``, ``minItems`` and ``maxItems``; notes such as ``title`` have no effect.
+
+    Args:
+        schema: JSON schema; by default any object.
+
+    Raises:
+        GenerationError: the schema is invalid or has something else, such as ``pattern``; the message says where.
+    """
+
+    def __init__(self, schema: Any = None) -> None:
+        self._schema = {"type": "object"} if schema is None else schema
+        self._nodes: dict[str, _Node] = {}  # by place, so that references may be recursive
+        self._anything = self._make_anything()
+        self.start: frozenset[_Stack] = frozenset([_push(self._node(self._schema, "#"), ())])
+        self._check_references()
+
+    def accepts(self, text: str) -> bool:
+        """Return whether a text is JSON of the schema."""
+        stacks = self.start
+        for char in text:
+            stacks = _step(stacks, char)
+        return _is_complete(stacks)
+
+    @staticmethod
+    def _make_anything() -> _Node:
+        node = _Node()
+        node.types = ["object", "array", "string", "number", "boolean", "null"]
+        node.additional = node.items = node
+        return node
+
+    def _node(self, schema: Any, place: str) -> _Node:
+        if schema is True or schema == {}:
+            return self._anything
+        if place in self._nodes:
+            return self._nodes[place]
+        if not isinstance(schema, Mapping):
+            raise GenerationError(f"{place} is {json.dumps(schema)[:40]}: a schema is an object.")
+        if len(self._nodes) >= _MOST_NODES:
+            raise GenerationError(f"the schema has more than {_MOST_NODES:,} parts: shorten it.")
+        for name in schema:
+            if name not in _CHECKED + _COUNTS + _NOTES:
+                raise GenerationError(f"{place} has '{name}', which is not supported: leave it out.")
+        node = self._nodes[place] = _Node()
+        if "$ref" in schema:
+            node.alternatives = [self._referenced(schema["$ref"], place)]
+        elif "anyOf" in schema:
+            options = _checked(schema["anyOf"], list, f"{place}/anyOf")
+            node.alternatives = [self._node(option, f"{place}/anyOf/{i}") for i, option in enumerate(options)]
+        elif "enum" in schema or "const" in schema:
+            values = _checked(schema["enum"], list, f"{place}/enum") if "enum" in schema else [schema["const"]]
+            for value in values:
+                node.texts.append(json.dumps(value, ensure_ascii=False))
+                node.texts.append(json.dumps(value))  # for characters that no token has
+        else:
+            self._add_types(node, schema, place)
+        if not (node.texts or node.types or node.alternatives):
+            raise GenerationError(f"{place} allows no value: add one.")
+        return node
+
+    def _referenced(self, reference: Any, place: str) -> _Node:
+        schema: Any = self._schema
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise GenerationError(f"{place}/$ref is {json.dumps(reference)[:80]}: it must begin with #.")
+        for part in reference[1:].split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(schema, Mapping) or key not in schema:
+                raise GenerationError(f"{place}/$ref: the schema has no {reference[:80]}.")
+            schema = schema[key]
+        return self._node(schema, reference)
+
+    def _check_references(self) -> None:
+        """Raise if references and alternatives lead back to their place before any character."""
+        checked: set[int] = set()
+        for place, start in self._nodes.items():
+            path, waiting = set(), [(start, False)]
+            while waiting:
+                node, is_left = waiting.pop()
+                if is_left:
+                    path.discard(id(node))
+                    checked.add(id(node))
+                elif id(node) in path:
+                    raise GenerationError(f"{place} refers to itself without a value between: give it one.")
+                elif id(node) not in checked:
+                    path.add(id(node))
+                    waiting.append((node, True))
+                    waiting += [(alternative, False) for alternative in node.alternatives]
+
+    def _add_types(self, node: _Node, schema: Mapping[str, Any], place: str) -> None:
+        implied = "object" if "properties" in schema else "array" if "items" in schema else None
+        names = schema.get("type", implied)
+        names = list(_TYPES) if names is None else [names] if isinstance(names, str) else names
+        for name in _checked(names, list, f"{place}/type"):
+            if name not in _TYPES:
+                raise GenerationError(f"{place}/type is {json.dumps(name)[:40]}: use one of {', '.join(_TYPES)}.")
+        node.types = names
+        properties = _checked(schema.get("properties", {}), Mapping, f"{place}/properties")
+        required = _checked(schema.get("required", []), list, f"{place}/required")
+        for name in required:
+            if name not in properties:
+                raise GenerationError(f"{place}/required has {json.dumps(name)[:40]}: it must be among properties.")
+        for name, inner in properties.items():
+            key = json.dumps(name, ensure_ascii=False)
+            node.properties.append((key, name in required, self._node(inner, f"{place}/properties/{name}")))
+        additional = schema.get("additionalProperties", not properties)
+        if additional is not False:
+            if properties:
+                raise GenerationError(
+                    f"{place}/additionalProperties beside properties is not supported: set it to false."
+                )
+            node.additional = self._node(additional, f"{place}/additionalProperties")
+        node.items = self._node(schema.get("items", True), f"{place}/items")
+        node.fewest = _checked(schema.get("minItems", 0), int, f"{place}/minItems")
+        if "maxItems" in schema:
+            node.most = _checked(schema["maxItems"], int, f"{place}/maxItems")
+        if node.most is not None and node.most < node.fewest:
+            raise GenerationError(f"{place}/maxItems is {node.most}, below minItems {node.fewest}: raise it.")
+
+
+def _checked(value: Any, kind: type, place: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        names = {list: "a list", Mapping: "an object", int: "an integer"}
+        raise GenerationError(f"{place} is {json.dumps(value)[:40]}: it must be {names[kind]}.")
+    return value
+
+
+class TokenDecoder:
+    """Decodes single tokens as they are inside of a text: alone, some tokenizers drop a token's space.
+
+    Args:
+        tokenizer: has ``encode`` and ``decode``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode("a", add_bos=False, add_eos=False)
+        self._skipped = len(tokenizer.decode(self._before))
+
+    def __call__(self, token: int) -> str:
+        """Return the text of a token; empty for a special token."""
+        return self._tokenizer.decode([*self._before, token])[self._skipped :]
+
+
+class TokenTexts:
+    """The texts of a tokenizer's tokens, sorted, so that those with an impossible beginning are skipped together.
+
+    Args:
+        tokenizer: has ``encode``, ``decode``, ``vocab_size`` and ``stop_tokens``.
+
+    Raises:
+        GenerationError: a printable ASCII character is no token, so that some JSON cannot be written.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.stop_tokens = list(tokenizer.stop_tokens)
+        decode = TokenDecoder(tokenizer)
+        self.texts = [decode(token) for token in range(tokenizer.vocab_size)]
+        known = set(self.texts)
+        missing = [chr(code) for code in range(32, 127) if chr(code) not in known]
+        if missing:
+            raise GenerationError(f"The tokenizer has no token for {missing[0]!r} alone: JSON cannot be ensured.")
+        order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
+        self._all = [token for token in order if self.texts[token]]
+        self._all_texts = [self.texts[token] for token in self._all]
+        # Tokens that stay in a string, and the few others that a string has to be asked about.
+        is_plain = [all(char >= " " and char not in _IN_STRING for char in text) for text in self._all_texts]
+        self._plain = [token for token, plain in zip(self._all, is_plain, strict=True) if plain]
+        self._marks = [token for token, plain in zip(self._all, is_plain, strict=True) if not plain]
+        self._marks_texts = [self.texts[token] for token in self._marks]
+        self._known: dict[frozenset[_Stack], Tensor] = {}
+
+    def allowed(self, stacks: frozenset[_Stack]) -> Tensor:
+        """Return the tokens that may follow, int64 ``[n]``."""
+        if stacks not in self._known:
+            if len(self._known) >= _MOST_STATES:
+                self._known.clear()
+            self._known[stacks] = torch.tensor(self._find_allowed(stacks), dtype=torch.int64)
+        return self._known[stacks]
+
+    def _find_allowed(self, stacks: frozenset[_Stack]) -> list[int]:
+        tokens: list[int] = []
+        if _is_complete(stacks):
+            tokens += self.stop_tokens
+        if any(stack and isinstance(stack[0], _String) for stack in stacks):
+            return tokens + self._plain + list(_accepted(stacks, self._marks, self._marks_texts))
+        return tokens + list(_accepted(stacks, self._all, self._all_texts))
+
+
+def _accepted(stacks: frozenset[_Stack], tokens: Sequence[int], texts: Sequence[str]) -> Iterator[int]:
+    """Yield the tokens whose texts the grammar accepts; ``texts`` are sorted."""
+    path, before = [stacks], ""  # stacks after each character of the text before
+    index = 0
+    while index < len(texts):
+        text = texts[index]
+        shared = 0
+        while shared < min(len(path) - 1, len(text)) and text[shared] == before[shared]:
+            shared += 1
+        del path[shared + 1 :]
+        while len(path) <= len(text):
+            after = _step(path[-1], text[len(path) - 1])
+            if not after:
+                break
+            path.append(after)
+        before = text
+        if len(path) > len(text):
+            yield tokens[index]
+            index += 1
+        else:  # all texts with this beginning are impossible
+            impossible = text[: len(path)]
+            beyond = impossible[:-1] + chr(min(ord(impossible[-1]) + 1, 0x10FFFF))
+            index = max(bisect_left(texts, beyond, index), index + 1)
+
+
+class JSONFilter:
+    """Logits processor of one sequence: only tokens that keep its answer valid JSON of a grammar.
+
+    An answer that reaches its maximum length is cut, and then incomplete.
+
+    Args:
+        texts: texts of the tokens.
+        grammar: what the answer has to be.
+        prompt_length: number of tokens before the answer.
+    """
+
+    def __init__(self, texts: TokenTexts, grammar: JSONGrammar, prompt_length: int) -> None:
+        self._texts, self._stacks, self._length = texts, grammar.start, prompt_length
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits ``[1, v]`` after ``tokens`` ``[1, s]``, -inf for tokens that are not allowed."""
+        for token in tokens[0, self._length :].tolist():
+            for char in self._texts.texts[token]:
+                self._stacks = _step(self._stacks, char)
+        self._length = tokens.shape[1]
+        allowed = self._texts.allowed(self._stacks).to(logits.device)
+        return torch.full_like(logits, float("-inf")).index_copy_(1, allowed, logits[:, allowed])

@@ -1,0 +1,120 @@
+"""How the next token is chosen from logits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtune.generation._generation_error import GenerationError
+
+# (tokens [b, s], logits [b, v]) -> logits [b, v]
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of sampling, applied in this order: processors, temperature, top-k, top-p, min-p.
+
+    The order, and which tokens are left, are those of ``transformers``.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        top_p: sample from the most likely tokens whose probabilities sum to p; ``None`` or 1 samples from all.
+        min_p: sample from the tokens that are at least p times as likely as the most likely one; ``None`` or 0 samples
+            from all.
+        logits_processors: callables ``(tokens [b, s], logits [b, v]) -> logits [b, v]``, applied in order.
+
+    Raises:
+        GenerationError: a number is out of range, or a processor is not callable.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and (self.top_k or 0) >= 0):
+            raise GenerationError(f"temperature is {self.temperature} and top_k {self.top_k}: both must be at least 0.")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise GenerationError(f"{name} is {value}: it must be between 0 and 1.")
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise GenerationError(
+                    f"logits_processors: {processor!r:.80} cannot be called: give functions that take tokens [b, s] "
+                    "and logits [b, v], and return logits."
+                )
+
+
+def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return logits ``[..., v]``, already divided by the temperature, with -inf for tokens that are not sampled."""
+    if sampling.top_k:
+        lowest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        # From the least likely token on, tokens are removed as long as they sum to at most 1 - p.
+        ascending, order = logits.sort(dim=-1)
+        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        is_removed[..., -1] = False  # the most likely token stays
+        logits = logits.masked_fill(is_removed.scatter(-1, order, is_removed), float("-inf"))
+    if sampling.min_p:
+        probabilities = logits.softmax(dim=-1)
+        highest = probabilities.amax(dim=-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < sampling.min_p * highest, float("-inf"))
+    return logits
+
+
+def process_logits(tokens: Tensor, logits: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
+    """Apply logits processors to logits ``[b, v]`` of the token after ``tokens [b, s]``.
+
+    Raises:
+        GenerationError: a processor returns another shape, or no token that may be sampled.
+    """
+    for processor in processors:
+        name = getattr(processor, "__name__", type(processor).__name__)
+        processed = processor(tokens, logits)
+        if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+            kind = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+            raise GenerationError(
+                f"logits_processors: {name} returned {kind}: it must return logits of the shape {list(logits.shape)}."
+            )
+        logits = processed
+        if logits.isneginf().all(dim=-1).any():
+            raise GenerationError(f"logits_processors: {name} left no token to sample: one logit must be above -inf.")
+    return logits
+
+
+def draw_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample with one uniform number ``[m]`` per row.
+
+    Args:
+        logits: logits ``[m, v]``, after logits processors.
+        sampling: temperature, top-k, top-p and min-p.
+        uniform: random numbers in [0, 1), ``[m]``.
+
+    Returns:
+        Tokens ``[m, 1]``, and the probabilities ``[m, v]`` of all tokens before top-k, top-p and min-p.
+    """
+    # A temperature below 1e-30 changes nothing, and the quotient could be infinite.
+    is_scaled = sampling.temperature not in (0.0, 1.0)
+    scaled = logits / max(sampling.temperature, 1e-30) if is_scaled else logits
+    probabilities = scaled.softmax(-1)
+    if sampling.temperature == 0.0:
+        return logits.argmax(-1, keepdim=True), probabilities
+    likely = keep_likely(scaled, sampling)
+    kept = probabilities if likely is scaled else probabilities.masked_fill(likely.isneginf(), 0.0)
+    return _invert(kept, uniform), probabilities
+
+
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """Return tokens ``[m, 1]`` by inverting the cumulative ``weights`` ``[m, v]`` at ``draws`` ``[m]``."""
+    cumulated = weights.cumsum(-1)
+    total = cumulated[:, -1:]
+    wanted = (draws[:, None] * total).to(cumulated.dtype)
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # never a token of probability 0
+    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=weights.shape[-1] - 1)
