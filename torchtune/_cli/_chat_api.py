@@ -5,6 +5,7 @@ import secrets
 import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -13,7 +14,16 @@ from typing import Any
 from urllib.parse import unquote
 
 from torchtune.data import read_tools
-from torchtune.generation import BatchServer, GenerationError, Job
+from torchtune.generation import (
+    BatchServer,
+    GenerationError,
+    Job,
+    JSONFilter,
+    JSONGrammar,
+    Sampling,
+    TokenDecoder,
+    TokenTexts,
+)
 from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameters_of, parse_calls
 from torchtune.tokenizers import StreamDecoder
 from torchtune.utils import UserError
@@ -30,21 +40,18 @@ _READ = {
     "stream_options": dict,
 }
 _TYPES = {str: "a text", list: "a list", bool: "true or false", dict: "an object"}
-_READ |= dict.fromkeys(("tool_choice", "stop", "temperature", "top_k", "seed"), object)
+_READ |= dict.fromkeys(("tool_choice", "stop", "temperature", "top_k", "top_p", "min_p", "seed", "n"), object)
+_READ |= {"logprobs": bool, "top_logprobs": object, "response_format": dict}
 _READ |= dict.fromkeys(("max_tokens", "max_completion_tokens", "user", "metadata", "store"), object)
 _NEUTRAL = {
-    "n": 1,
-    "top_p": 1,
-    "min_p": 0,
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
     "logit_bias": {},
-    "logprobs": False,
-    "top_logprobs": 0,
     "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
 }
+_MOST_ANSWERS, _MOST_TOP = 128, 20  # of n and top_logprobs, as in the API
+_MOST_STOPS, _LONGEST_STOP = 16, 4096  # texts, and characters of one
 # Format of tool calls -> text that can begin a call; text before it is streamed.
 _STARTS = {
     "hermes": "<tool_call>",
@@ -66,14 +73,23 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "code": code}}
 
 
-def _number(body: Mapping[str, Any], name: str, default: Any, least: float, kinds: type | tuple = int) -> Any:
-    """Return a number of a request, which must be at least ``least``."""
+def _number(
+    body: Mapping[str, Any],
+    name: str,
+    default: Any,
+    least: float,
+    most: float | None = None,
+    kinds: type | tuple = int,
+) -> Any:
+    """Return a number of a request, which must be at least ``least``, and at most ``most``."""
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
+    limit = 2**63 - 1 if most is None else most
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= limit:
         what = "an integer" if kinds is int else "a number"
-        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {what} of at least {least}.")
+        bounds = f"of at least {least}" if most is None else f"between {least} and {most}"
+        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {what} {bounds}.")
     return value
 
 
@@ -105,8 +121,43 @@ class ChatServer(ThreadingHTTPServer):
         self.models, self.tokenizer = models, tokenizer
         self.tool_format, self.max_new_tokens = tool_format, max_new_tokens
         self.sessions, self.started = Sessions(tokenizer), int(time.time())
+        self._texts: TokenTexts | None = None
+        self._texts_lock = threading.Lock()
+        self.decode_token = TokenDecoder(tokenizer)
         self.batch = BatchServer(models, tokenizer.stop_tokens, **limits)
         super().__init__(address, _Handler)  # calls server_close if the port cannot be used
+
+    def model_name(self, asked: Any) -> str:
+        """Return the name of the model of a request: if there is only one, clients may call it as they like."""
+        if asked in self.models:
+            return asked
+        if len(self.models) == 1:
+            return next(iter(self.models))
+        raise ApiError(404, f"There is no model {asked!r}: the models are {', '.join(self.models)}.")
+
+    def json_filter(self, response_format: Mapping[str, Any], prompt_length: int) -> JSONFilter | None:
+        """Return the logits processor of a request's ``response_format``."""
+        kind = response_format.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            schema = None
+        elif kind == "json_schema":
+            described = response_format.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if not isinstance(schema, dict):
+                raise ApiError(400, "response_format.json_schema must be an object with a name and a schema.")
+        else:
+            raise ApiError(400, "response_format.type must be 'text', 'json_object' or 'json_schema'.")
+        try:
+            grammar = JSONGrammar(schema)
+            with self._texts_lock:  # the texts of a large vocabulary take seconds, once
+                if self._texts is None:
+                    self._texts = TokenTexts(self.tokenizer)
+        except (GenerationError, RecursionError) as error:
+            reason = str(error) or "the schema is nested too deeply."
+            raise ApiError(400, f"response_format: {reason}") from error
+        return JSONFilter(self._texts, grammar, prompt_length)
 
     def server_close(self) -> None:
         """End the answers and close the port."""
@@ -126,19 +177,21 @@ class _Answer:
         server: the server.
         body: body of the request.
         session: name of the session in which the finished answer is recorded.
+        index: number of the answer, if the request asks for several.
 
     Attributes:
         job: the job of the batch server.
     """
 
-    def __init__(self, server: ChatServer, body: dict[str, Any], session: str | None) -> None:
-        self._server, self._session = server, session
+    def __init__(self, server: ChatServer, body: dict[str, Any], session: str | None, index: int = 0) -> None:
+        self._server, self._session, self.index = server, session, index
         self._stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
         self._check(body)
         self._tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        self.model = server.model_name(body.get("model"))
         self._begun = self._begin(body)
         self.num_read, self.num_written = len(self._begun.tokens), 0
-        room = server.models[body["model"]].max_seq_len - self.num_read
+        room = server.models[self.model].max_seq_len - self.num_read
         if room < 1:
             raise ApiError(
                 400,
@@ -148,12 +201,30 @@ class _Answer:
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
         limit = _number(body, "max_completion_tokens", limit, 1)
         self._sampling = {
-            "temperature": _number(body, "temperature", 1.0, 0, (int, float)),
+            "temperature": _number(body, "temperature", 1.0, 0, kinds=(int, float)),
             "top_k": _number(body, "top_k", None, 0) or None,
         }
+        # Recorded in sessions only if they truncate, as samples of earlier releases have no such fields.
+        truncation = {"top_p": _number(body, "top_p", 1, 0, 1, (int, float))}
+        truncation["min_p"] = _number(body, "min_p", 0, 0, 1, (int, float))
+        recorded = {"top_p": truncation["top_p"] < 1, "min_p": truncation["min_p"] > 0}
+        numbers = {**self._sampling, **truncation}
+        self._sampling |= {name: truncation[name] for name, is_recorded in recorded.items() if is_recorded}
+        processors = []
+        if (json_filter := self._json_filter(body)) is not None:
+            processors.append(json_filter)
+            self._sampling["response_format"] = body["response_format"]["type"]
         seed = _number(body, "seed", None, 0)
-        self.job = Job(body["model"], self._begun.tokens, min(limit, room), **self._sampling, seed=seed)
+        self.job = Job(
+            self.model,
+            self._begun.tokens,
+            min(limit, room),
+            Sampling(**numbers, logits_processors=processors),
+            num_top=self._num_top(body),
+            seed=None if seed is None else (seed + index) % 2**63,
+        )
         self._log_probs: list[tuple[int, float]] = []
+        self._entries: list[dict[str, Any]] = []
         self.end, self.message, self._texts = "length", {"role": "assistant", "content": ""}, []
 
     def _check(self, body: dict[str, Any]) -> None:
@@ -165,16 +236,33 @@ class _Answer:
             if name not in _READ:
                 what = f" other than {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else ""
                 raise ApiError(400, f"This server samples without {name}{what}: leave it out.")
-        if body.get("model") not in self._server.models:
-            names = ", ".join(self._server.models)
-            raise ApiError(404, f"There is no model {body.get('model')!r}: the models are {names}.")
         choice = body.get("tool_choice")
         if not (isinstance(self._stop, list) and all(isinstance(one, str) and one for one in self._stop)):
             raise ApiError(400, "stop must be a text, or a list of texts.")
+        longest = max(map(len, self._stop), default=0)
+        if len(self._stop) > _MOST_STOPS or longest > _LONGEST_STOP:
+            raise ApiError(
+                400,
+                f"stop has {len(self._stop):,} texts of up to {longest:,} characters: give at most {_MOST_STOPS} of at "
+                f"most {_LONGEST_STOP:,}.",
+            )
         if choice not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced.")
         if body.get("tools") and self._server.tool_format is None:
             raise ApiError(400, "The chat template shows no format of tool calls: start tune serve with --tool-format.")
+
+    def _num_top(self, body: dict[str, Any]) -> int:
+        self.has_log_probs = bool(body.get("logprobs"))
+        num_top = _number(body, "top_logprobs", 0, 0, _MOST_TOP)
+        if num_top and not self.has_log_probs:
+            raise ApiError(400, "top_logprobs needs logprobs: set it to true.")
+        return num_top
+
+    def _json_filter(self, body: dict[str, Any]) -> JSONFilter | None:
+        json_filter = self._server.json_filter(body.get("response_format") or {"type": "text"}, self.num_read)
+        if json_filter is not None and self._tools:
+            raise ApiError(400, "response_format cannot go with tools, whose calls are not in it: leave one out.")
+        return json_filter
 
     def _begin(self, body: dict[str, Any]) -> Any:
         """Tokenize the conversation."""
@@ -184,7 +272,7 @@ class _Answer:
                 raise ApiError(400, "messages end with the assistant's turn: the server does not continue it.")
             self._tools = read_tools(self._tools) or []
             parameters_of(self._tools)
-            return self._server.sessions.begin(self._session, body["model"], messages, self._tools)
+            return self._server.sessions.begin(self._session, self.model, messages, self._tools)
         except UserError as error:
             raise ApiError(400, f"messages: {error}") from error
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -196,11 +284,13 @@ class _Answer:
         start = _STARTS[self._server.tool_format] if self._tools else None
         held = _Held([*self._stop, *([start] if start else [])], start)
         decoder = StreamDecoder(tokenizer)
-        for token, log_prob in self.job:
+        for token, log_prob, top in self.job:
             self._log_probs.append((token, log_prob))
             if token in tokenizer.stop_tokens:
                 self.end = "stop"
                 break
+            if self.has_log_probs:
+                self._entries.append(self._entry(token, log_prob, top))
             text = decoder.put(token)
             special = "" if text or tokenizer.decode([token]) else tokenizer.decode([token], skip_special_tokens=False)
             yield self._put(held.put(text, text or special))
@@ -213,6 +303,29 @@ class _Answer:
         calls = self._calls() if self._tools else {}
         yield self._put(held.before if calls or held.found in self._stop else held.text)
         self._finish(calls)
+
+    def _entry(self, token: int, log_prob: float, top: list[tuple[int, float]]) -> dict[str, Any]:
+        entry = self._described(token, log_prob)
+        entry["top_logprobs"] = [self._described(other, value) for other, value in top]
+        return entry
+
+    def _described(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self._server.decode_token(token) or self._server.tokenizer.decode([token], skip_special_tokens=False)
+        is_part = "\ufffd" in text  # of a character: its bytes are not known
+        # JSON has no infinity; the API writes -9999 for tokens that are not likely at all.
+        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": None if is_part else list(text.encode())}
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether there are log-probs that :meth:`take_log_probs` has not returned yet."""
+        return bool(self._entries)
+
+    def take_log_probs(self) -> dict[str, Any] | None:
+        """Return ``logprobs`` of the tokens since the last call, or ``None`` if the request has none."""
+        if not self.has_log_probs:
+            return None
+        entries, self._entries = self._entries, []
+        return {"content": entries, "refusal": None}
 
     def _put(self, text: str) -> str:
         self._texts.append(text)
@@ -258,6 +371,8 @@ class _Answer:
 class _Held:
     """Buffer of text that may begin a mark, or follows a mark.
 
+    Each character is compared once per mark, by the algorithm of Knuth, Morris and Pratt.
+
     Attributes:
         text: buffered text.
         before: text before the mark.
@@ -266,24 +381,66 @@ class _Held:
 
     def __init__(self, marks: list[str], start: str | None) -> None:
         self._marks, self._start = marks, start
-        self.text = self.before = self._raw = ""
+        self._borders = [_borders(mark) for mark in marks]
+        self._matched = [0] * len(marks)  # how much of each mark the text ends with
+        self._texts: list[str] = []  # without special tokens, since text was sent
+        self._raw: list[str] = []  # with special tokens
+        self.before = ""
         self.found: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The buffered text."""
+        return "".join(self._texts)
 
     def put(self, text: str, raw: str) -> str:
         """Add text (``raw``: with special tokens); return the text that can be sent."""
-        self.text += text
-        self._raw += raw
         if self.found is not None and self.found != self._start:
             return ""
-        places = {mark: self._raw.find(mark) for mark in self._marks if mark in self._raw}
-        if places:
-            self.found = min(places, key=places.get)
-            self.before = self._raw[: places[self.found]]
+        self._texts.append(text)
+        self._raw.append(raw)
+        for count, char in enumerate(raw, 1):
+            completed = self._match(char)
+            # A stop text ends the answer within a tool call, too.
+            if completed is not None and (self.found is None or completed != self._start):
+                held = "".join(self._raw)
+                end = len(held) - len(raw) + count
+                self.found, self.before = completed, held[: end - len(completed)]
+                if completed != self._start:
+                    return ""
+        if self.found is not None or any(self._matched):
             return ""
-        if any(self._raw.endswith(mark[:size]) for mark in self._marks for size in range(1, len(mark))):
-            return ""
-        text, self.text, self._raw = self.text, "", ""
+        text, self._texts, self._raw = self.text, [], []
         return text
+
+    def _match(self, char: str) -> str | None:
+        """Read a character; return the longest mark that it completes."""
+        completed = None
+        for index, mark in enumerate(self._marks):
+            matched, borders = self._matched[index], self._borders[index]
+            while matched and mark[matched] != char:
+                matched = borders[matched - 1]
+            if mark[matched] == char:
+                matched += 1
+            if matched == len(mark):
+                if completed is None or len(mark) > len(completed):
+                    completed = mark
+                matched = borders[matched - 1]
+            self._matched[index] = matched
+        return completed
+
+
+def _borders(mark: str) -> list[int]:
+    """Return, for each beginning of a mark, the length of its longest end that is also a shorter beginning of it."""
+    borders = [0] * len(mark)
+    length = 0
+    for index in range(1, len(mark)):
+        while length and mark[index] != mark[length]:
+            length = borders[length - 1]
+        if mark[index] == mark[length]:
+            length += 1
+        borders[index] = length
+    return borders
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -376,59 +533,87 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.rstrip("/") != "/v1/chat/completions":
             raise ApiError(404, f"There is no {self.path} to POST to.")
         body = self._body()
-        answer = _Answer(self.server, body, self.headers.get("X-Session-Id") or body.get("session"))
-        answer.job.has_left = self._has_left
-        about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body["model"]}
-        if not self.server.batch.submit(answer.job):
+        session = self.headers.get("X-Session-Id") or body.get("session")
+        count = _number(body, "n", 1, 1, _MOST_ANSWERS)
+        answers = [_Answer(self.server, body, session, index) for index in range(count)]
+        about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": answers[0].model}
+        for answer in answers:
+            answer.job.has_left = self._has_left
+        if not self.server.batch.submit(*(answer.job for answer in answers)):
             raise ApiError(503, "Too many requests are waiting: try again later.", "overloaded")
         try:
             if body.get("stream"):
-                self._stream(answer, about, bool((body.get("stream_options") or {}).get("include_usage")))
+                self._stream(answers, about, bool((body.get("stream_options") or {}).get("include_usage")))
             else:
-                for _ in answer:
-                    pass
-                choice = {"index": 0, "message": answer.message, "finish_reason": answer.end}
-                about |= {"object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
+                choices = [self._choice(answer) for answer in answers]
+                about |= {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
                 self._reply(200, about)
         finally:
-            answer.job.is_cancelled = True
+            for answer in answers:
+                answer.job.is_cancelled = True
 
-    def _stream(self, answer: _Answer, about: dict[str, Any], with_usage: bool) -> None:
+    @staticmethod
+    def _choice(answer: _Answer) -> dict[str, Any]:
+        """Return an answer, when it has ended, as the API writes it."""
+        for _ in answer:
+            pass
+        answer.job.is_cancelled = True  # after a stop text, the batch would go on
+        choice = {"index": answer.index, "message": answer.message, "finish_reason": answer.end}
+        return {**choice, "logprobs": answer.take_log_probs()}
+
+    def _stream(self, answers: list[_Answer], about: dict[str, Any], with_usage: bool) -> None:
         """Send server-sent events until the connection is closed."""
         self.close_connection = True
         about["object"] = "chat.completion.chunk"
 
-        def send(delta: dict[str, Any] | None, end: str | None = None, **more: Any) -> None:
-            choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": end}]
+        def write(choices: list[dict[str, Any]], **more: Any) -> None:
             self.wfile.write(f"data: {json.dumps({**about, 'choices': choices, **more})}\n\n".encode())
 
-        pieces = iter(answer)
-        first = next(pieces)  # an error before the first piece has its own HTTP status
+        def send(answer: _Answer, delta: dict[str, Any], end: str | None = None) -> None:
+            log_probs = answer.take_log_probs() if "content" in delta else None
+            write([{"index": answer.index, "delta": delta, "finish_reason": end, "logprobs": log_probs}])
+
+        streams = [(answer, iter(answer)) for answer in answers]
+        first = next(streams[0][1])  # an error before the first piece has its own HTTP status
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-cache")
         self.send_header("Connection", "close")
         self.end_headers()
-        send({"role": "assistant", "content": first})
         try:
-            for text in pieces:
-                if text:
-                    send({"content": text})
+            send(answers[0], {"role": "assistant", "content": first})
+            for answer, pieces in streams[1:]:
+                send(answer, {"role": "assistant", "content": next(pieces)})
+            while streams:
+                # A step of the batch gives every answer a token: a piece of each in turn keeps pace with it.
+                for answer, pieces in list(streams):
+                    text = next(pieces, None)
+                    if text is None:
+                        streams.remove((answer, pieces))
+                        answer.job.is_cancelled = True
+                        self._send_end(answer, send)
+                    elif text:
+                        send(answer, {"content": text})
         except GenerationError as error:
             self.wfile.write(f"data: {json.dumps(ApiError(503, str(error)).body)}\n\n".encode())
             return
+        if with_usage:
+            write([], usage=_usage(answers))
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    @staticmethod
+    def _send_end(answer: _Answer, send: Callable[..., None]) -> None:
+        if answer.has_entries:  # of tokens whose text is not sent, such as a stop text
+            send(answer, {"content": ""})
         calls = answer.message.get("tool_calls", ())
         if calls:
-            send({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
-        send({}, answer.end)
-        if with_usage:
-            send(None, usage=_usage(answer))
-        self.wfile.write(b"data: [DONE]\n\n")
+            send(answer, {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
+        send(answer, {}, answer.end)
 
     def log_message(self, *arguments: Any) -> None:
         """Print nothing for a request."""
 
 
-def _usage(answer: _Answer) -> dict[str, int]:
-    read, written = answer.num_read, answer.num_written
+def _usage(answers: list[_Answer]) -> dict[str, int]:
+    read, written = answers[0].num_read, sum(answer.num_written for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

@@ -30,9 +30,13 @@ __getattr__, __dir__, __all__ = attach(
     between_rooms={
         "Batch": "_continuous_batch",
         "BatchServer": "_batch_server",
+        "JSONFilter": "_json_filter",
+        "JSONGrammar": "_json_filter",
         "Job": "_batch_server",
         "Request": "_continuous_batch",
         "Sampling": "_sampling",
+        "TokenDecoder": "_json_filter",
+        "TokenTexts": "_json_filter",
         "evaluating": "_decode",
         "images_of_batch": "_prompt_images",
         "seeded_draws": "_tokens",

@@ -110,12 +110,13 @@ class BatchServer:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> bool:
-        """Queue a job; return False if too many jobs are waiting, or the server is closed."""
+    def submit(self, *jobs: Job) -> bool:
+        """Queue jobs, all or none; return False if too many jobs are waiting, or the server is closed."""
         with self._changed:
-            if self._is_closed or len(self._waiting) >= self._max_waiting:
+            # The jobs of one request may be more than can wait, but only if no other waits.
+            if self._is_closed or (self._waiting and len(self._waiting) + len(jobs) > self._max_waiting):
                 return False
-            self._waiting.append(job)
+            self._waiting.extend(jobs)
             self._changed.notify()
             return True
 

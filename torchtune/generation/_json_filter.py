@@ -1,7 +1,7 @@
 """Answers that are JSON: which tokens may come next, by a JSON schema.
 
-The grammar is a stack of items. Each item says which characters it accepts next and what replaces it; several stacks are
-followed at the same time, because ``anyOf`` and ``enum`` are decided by later characters.
+The grammar is a stack of items. Each item says which characters it accepts next and what replaces it. Several stacks
+are followed at the same time, because ``anyOf`` and ``enum`` are decided by later characters.
 """
 
 import json

@@ -18,7 +18,7 @@ from tests.serving import serving
 from tests.tiny import write_adapter, write_checkpoint
 from tests.torchtune._cli.test_chat import reference
 from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
-from torchtune._cli._chat_api import ChatServer
+from torchtune._cli._chat_api import ChatServer, _Held
 from torchtune._cli.serve import _load
 from torchtune._cli.tune import main
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -244,10 +244,18 @@ def test_sessions_that_were_not_used_for_longest_are_forgotten(loaded):
         assert len(ask(port, None, "/v1/sessions/a", "GET")[1]["samples"]) == 1
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "top_k": 5}, {"temperature": 0, "top_k": None}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 0, "top_k": None},
+        {"temperature": 1.0, "top_k": None, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": None, "response_format": "json_object"},
+    ],
+)
 def test_samples_of_another_distribution_are_not_trained_on(sampling):
     sample = {"tokens": [5, 6], "prompt_len": 1, "mask": [True], "log_probs": [-0.1], "finished": True}
-    with pytest.raises(RolloutError, match="need one temperature above 0, and no top_k"):
+    with pytest.raises(RolloutError, match="need one temperature above 0, and the whole distribution"):
         episodes_of([{**sample, "sampling": [sampling]}])
 
 
@@ -324,7 +332,6 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
     [
         (b"{", 400, "The body is not valid JSON"),
         ([], 400, "must be a JSON object"),
-        ({"model": "other", "messages": CAT}, 404, "There is no model 'other': the models are tiny."),
         ({"messages": []}, 400, "not in the format of the chat API"),
         ({"messages": [{"role": "judge", "content": "a"}]}, 400, "'judge' is not a role"),
         ({"messages": [*CAT, {"role": "assistant", "content": "so"}]}, 400, "end with the assistant's turn"),
@@ -334,7 +341,29 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
             400,
             "an image",
         ),
-        ({"top_p": 0.9}, 400, "samples without top_p other than 1"),
+        ({"top_p": 1.5}, 400, "top_p is 1.5: it must be a number between 0 and 1"),
+        ({"min_p": -1}, 400, "min_p is -1: it must be a number between 0 and 1"),
+        ({"frequency_penalty": 1}, 400, "samples without frequency_penalty other than 0"),
+        ({"n": 0}, 400, "n is 0: it must be an integer between 1 and 128"),
+        ({"n": 129}, 400, "between 1 and 128"),
+        ({"logprobs": 5}, 400, "logprobs must be true or false"),
+        ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "between 0 and 20"),
+        ({"response_format": "json"}, 400, "response_format must be an object"),
+        ({"response_format": {"type": "xml"}}, 400, "must be 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, 400, "json_schema must be an object with a name and a schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"properties": {"b": {"type": "string", "pattern": "c"}}}},
+                }
+            },
+            400,
+            "response_format: #/properties/b has 'pattern', which is not supported",
+        ),
+        ({"stop": ["a"] * 17}, 400, "stop has 17 texts of up to 1 characters: give at most 16"),
+        ({"stop": "a" * 1_000_000}, 400, "stop has 1 texts of up to 1,000,000 characters"),
         ({"best_of": 2}, 400, "samples without best_of: leave it out"),
         ({"temperature": "hot"}, 400, 'temperature is "hot": it must be a number of at least 0'),
         ({"model": ["tiny"]}, 400, "model must be a text"),
@@ -370,6 +399,112 @@ def test_other_errors_of_requests(server, loaded):
         list(job)
     assert content(port, CAT, temperature=1e-300) == content(port, CAT), "nothing divides by it"
     assert content(port, CAT, top_p=1, n=1, frequency_penalty=0, user="me"), "neutral values are accepted"
+
+
+def test_a_name_of_a_model_is_needed_only_among_several(server, loaded):
+    status, reply = ask(server.server_port, {"model": "gpt-4o-mini", "messages": CAT, "max_tokens": 1})
+    assert (status, reply["model"]) == (200, "tiny")
+    assert ask(server.server_port, {"messages": CAT, "max_tokens": 1})[1]["model"] == "tiny"
+    with running({"tiny": loaded[0], "small": loaded[0]}, loaded[1]) as several:
+        status, reply = ask(several.server_port, {"model": "other", "messages": CAT})
+    assert (status, reply["error"]["message"]) == (404, "There is no model 'other': the models are tiny, small.")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_log_probs_are_those_of_a_forward_pass(streams, server, loaded):
+    model, tokenizer = loaded
+    body = {"messages": CAT, "max_tokens": 5, "seed": 3, "logprobs": True, "top_logprobs": 3, "session": f"p{streams}"}
+    status, reply = ask(server.server_port, {**body, "stream": streams})
+    assert status == 200
+    if streams:
+        chunks = [choice["logprobs"] for event in reply for choice in event["choices"]]
+        content = [entry for chunk in chunks if chunk for entry in chunk["content"]]
+        text = "".join(choice["delta"].get("content", "") for event in reply for choice in event["choices"])
+    else:
+        content = reply["choices"][0]["logprobs"]["content"]
+        text = reply["choices"][0]["message"]["content"]
+    (sample,) = ask(server.server_port, None, f"/v1/sessions/p{streams}", "GET")[1]["samples"]
+    sampled = [token for token in sample["tokens"][sample["prompt_len"] :] if token not in tokenizer.stop_tokens]
+    assert len(content) == len(sampled) > 0
+    tokens = torch.tensor([sample["tokens"]])
+    with torch.no_grad():
+        expected = model(tokens, output="logits")[0, sample["prompt_len"] - 1 : -1].log_softmax(-1)
+    for place, (token, entry) in enumerate(zip(sampled, content, strict=True)):
+        assert entry["logprob"] == pytest.approx(expected[place, token].item(), abs=1e-4)
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
+            expected[place].topk(3).values.tolist(), abs=1e-4
+        )
+        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+    if all(entry["bytes"] for entry in content):
+        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == text
+
+
+def test_several_answers_of_a_request(server):
+    body = {"messages": CAT, "max_tokens": 6, "seed": 5, "n": 3, "temperature": 1.5}
+    reply = ask(server.server_port, body)[1]
+    texts = [choice["message"]["content"] for choice in reply["choices"]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    alone = ask(server.server_port, {**body, "n": 1})[1]
+    assert alone["choices"][0]["message"]["content"] == texts[0]
+    assert reply["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert reply["usage"]["completion_tokens"] > alone["usage"]["completion_tokens"]
+    _, events = ask(server.server_port, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    streamed = ["", "", ""]
+    ends = []
+    for event in events:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content", "")
+            ends += [choice["index"]] if choice["finish_reason"] else []
+    assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
+    assert events[-1]["usage"] == reply["usage"]
+    assert content(server.server_port, CAT, top_p=0.0, temperature=1) == content(server.server_port, CAT)
+    assert content(server.server_port, CAT, min_p=1.0, temperature=1) == content(server.server_port, CAT)
+
+
+def test_answers_are_json_of_the_schema(server):
+    # Random weights write random text: what comes out is JSON because nothing else can.
+    schema = {
+        "type": "object",
+        "properties": {"big": {"type": "boolean"}, "size": {"enum": ["S", "M"]}, "note": {"type": "null"}},
+        "required": ["big", "size"],
+        "additionalProperties": False,
+    }
+    body = {"messages": CAT, "temperature": 2.0, "max_tokens": 400}
+    described = {"type": "json_schema", "json_schema": {"name": "order", "schema": schema, "strict": True}}
+    for seed in range(4):
+        reply = ask(server.server_port, {**body, "seed": seed, "response_format": described})[1]
+        answer = json.loads(reply["choices"][0]["message"]["content"])
+        assert answer.keys() - {"note"} == {"big", "size"}
+        assert answer["big"] in (True, False)
+        assert answer["size"] in ("S", "M")
+        assert answer.get("note") is None
+        assert reply["choices"][0]["finish_reason"] == "stop"
+    reply = ask(server.server_port, {**body, "seed": 0, "response_format": {"type": "json_object"}})[1]
+    (choice,) = reply["choices"]
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    else:
+        assert choice["message"]["content"].startswith("{")
+
+
+def test_stop_texts_are_found_in_one_pass_wherever_pieces_end():
+    def answered(text, marks, size):
+        held = _Held(marks, None)
+        sent = [held.put(text[start : start + size], text[start : start + size]) for start in range(0, len(text), size)]
+        return "".join(sent) + (held.before if held.found else held.text), held.found
+
+    for size in (1, 2, 3, 50):
+        assert answered("a long tail and more", ["tail"], size) == ("a long ", "tail")
+        assert answered("aaaab", ["aab"], size) == ("aa", "aab")
+        assert answered("ababac", ["abac"], size) == ("ab", "abac")
+        assert answered("no such text", ["texts"], size) == ("no such text", None)
+        assert answered("x END y", ["y", "END"], size) == ("x ", "END")
+    # A long stop text that the answer repeats almost to its end, token by token.
+    mark = "a" * 4000 + "b"
+    started = time.perf_counter()
+    assert answered("a" * 100_000, [mark] * 4, 4) == ("a" * 100_000, None)
+    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("streams", [True, False])

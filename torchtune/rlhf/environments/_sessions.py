@@ -26,7 +26,8 @@ class Sample:
         prompt_len: number of prompt tokens.
         mask: for all tokens after the prompt, True at sampled tokens.
         log_probs: for all tokens after the prompt, log-probs of sampled tokens and 0 for other tokens.
-        sampling: ``temperature`` and ``top_k`` of each turn.
+        sampling: ``temperature`` and ``top_k`` of each turn, and ``top_p``, ``min_p`` and ``response_format`` if the
+            request had them.
         finished: whether the last turn ended with a stop token.
 
     Example:
@@ -226,8 +227,8 @@ def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
         samples: ``samples`` of the reply to ``GET /v1/sessions/NAME``.
 
     Raises:
-        RolloutError: a turn was sampled with ``top_k`` or temperature 0, or turns have different temperatures; the
-            log-probs are then not from the sampling distribution.
+        RolloutError: a turn was sampled with ``top_k``, ``top_p``, ``min_p``, ``response_format`` or temperature 0, or
+            turns have different temperatures; the log-probs are then not from the sampling distribution.
 
     Example:
         >>> sample = {"tokens": [5, 6, 7], "prompt_len": 1, "mask": [True, True], "log_probs": [-0.1, -0.2]}
@@ -236,11 +237,16 @@ def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
         2
     """
     temperatures = {turn["temperature"] for sample in samples for turn in sample["sampling"]}
-    top_k = next((turn["top_k"] for sample in samples for turn in sample["sampling"] if turn["top_k"]), None)
-    if top_k or len(temperatures) > 1 or 0 in temperatures:
+    truncated = {}
+    for sample in samples:
+        for turn in sample["sampling"]:
+            truncated |= {name: value for name, value in turn.items() if name != "temperature" and value}
+    if truncated or len(temperatures) > 1 or 0 in temperatures:
+        settings = [f"temperature {', '.join(map(str, sorted(temperatures)))}"]
+        settings += [f"{name} {value}" for name, value in truncated.items()]
         raise RolloutError(
-            f"The samples have the temperature {', '.join(map(str, sorted(temperatures)))} and top_k {top_k}: ratios "
-            "of policies need one temperature above 0, and no top_k."
+            f"The samples have {' and '.join(settings)}: ratios of policies need one temperature above 0, and the "
+            "whole distribution."
         )
     return [
         Episode(

@@ -1,0 +1,188 @@
+"""JSON by a schema: what RFC 8259 and JSON Schema accept, and which tokens may come next."""
+
+import json
+
+import pytest
+
+from torchtune.generation import GenerationError, JSONGrammar, TokenTexts
+from torchtune.generation._json_filter import _step
+
+
+class Tokens:
+    """A tokenizer of given texts; the last token ends an answer."""
+
+    def __init__(self, texts):
+        self.texts = [*map(chr, range(32, 127)), *texts, ""]
+        self.vocab_size, self.stop_tokens = len(self.texts), [len(self.texts) - 1]
+
+    def encode(self, text, add_bos=True, add_eos=True):
+        return [self.texts.index(char) for char in text]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(self.texts[token] for token in ids)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        '{"a": 1}',
+        ' {"a":1}'.strip(),
+        '{"a":[1,2.5e-3,-0,{"b":null},[]],"c":"x\\u00e9\\n\\\\","":true}',
+        '{\n  "é": "🙂"\n}',
+        '{"a": 0.5E+10}',
+    ],
+)
+def test_objects_of_json_are_accepted(text):
+    assert isinstance(json.loads(text), dict)
+    assert JSONGrammar().accepts(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "1",
+        "{",
+        '{"a":01}',
+        '{"a":1,}',
+        '{"a" 1}',
+        "{a:1}",
+        "{'a':1}",
+        '{"a":"\n"}',
+        '{"a":"\\x"}',
+        '{"a":"\\u00g0"}',
+        '{"a":1}x',
+        '{"a":tru}',
+        '{"a":1.}',
+        '{"a":-}',
+        '{"a":1e}',
+        '{"a":NaN}',
+        '{"a":[1,]}',
+        '{"a":[,1]}',
+        '{"a"::1}',
+    ],
+)
+def test_other_texts_are_not(text):
+    assert not JSONGrammar().accepts(text)
+
+
+ORDER = {
+    "type": "object",
+    "title": "an order",
+    "properties": {
+        "count": {"type": "integer"},
+        "drinks": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "minItems": 1, "maxItems": 2},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "next": {"$ref": "#"},
+    },
+    "required": ["count", "drinks"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        ('{"count": 2, "drinks": ["tea"]}', True),
+        ('{"count": -2, "drinks": ["tea", "coffee"], "note": null}', True),
+        ('{"count": 2, "drinks": ["tea"], "note": "hot", "next": {"count": 0, "drinks": ["tea"]}}', True),
+        ('{"count": 2.5, "drinks": ["tea"]}', False),
+        ('{"count": 2e3, "drinks": ["tea"]}', False),
+        ('{"count": 2}', False),
+        ('{"count": 2, "drinks": []}', False),
+        ('{"count": 2, "drinks": ["tea", "tea", "tea"]}', False),
+        ('{"count": 2, "drinks": ["milk"]}', False),
+        ('{"count": 2, "drinks": ["tea"], "note": 5}', False),
+        ('{"count": 2, "drinks": ["tea"], "size": 5}', False),
+        ('{"count": 2, "count": 2, "drinks": ["tea"]}', False),
+        ('{"drinks": ["tea"], "count": 2}', False),  # the order of the schema
+        ("{}", False),
+    ],
+)
+def test_a_schema_decides(text, is_valid):
+    assert JSONGrammar(ORDER).accepts(text) is is_valid
+
+
+def test_kinds_of_schemas():
+    assert JSONGrammar({"const": {"a": 1}}).accepts('{"a": 1}')
+    assert JSONGrammar({"enum": ["ß", 1]}).accepts('"\\u00df"')
+    assert JSONGrammar({"enum": ["ß", 1]}).accepts('"ß"')
+    assert JSONGrammar({"type": ["number", "null"]}).accepts("-1.5e3")
+    assert JSONGrammar({"type": "object", "additionalProperties": {"type": "integer"}}).accepts('{"a": 1, "b": 2}')
+    assert not JSONGrammar({"type": "object", "additionalProperties": {"type": "integer"}}).accepts('{"a": "b"}')
+    tree = {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
+    assert JSONGrammar(tree).accepts("[[], [[]]]")
+    assert not JSONGrammar(tree).accepts("[1]")
+    assert JSONGrammar({}).accepts('["anything", 1]')
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "string", "pattern": "a+"}, "# has 'pattern', which is not supported"),
+        ({"properties": {"a": {"minimum": 0}}}, "#/properties/a has 'minimum'"),
+        ({"type": "text"}, '#/type is "text": use one of object, array'),
+        ({"type": "object", "properties": 5}, "#/properties is 5: it must be an object"),
+        ({"required": ["a"]}, '#/required has "a": it must be among properties'),
+        ({"properties": {"a": {}}, "additionalProperties": True}, "set it to false"),
+        ({"$ref": "#/$defs/a"}, "the schema has no #/\\$defs/a"),
+        ({"$ref": "https://example.com"}, "it must begin with #"),
+        ({"$ref": "#"}, "refers to itself without a value between"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "refers to itself without a value between"),
+        ({"enum": []}, "# allows no value"),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "maxItems is 2, below minItems 3"),
+        ({"items": 3}, "#/items is 3: a schema is an object"),
+    ],
+)
+def test_what_a_schema_cannot_have_is_named(schema, message):
+    with pytest.raises(GenerationError, match=message):
+        JSONGrammar(schema)
+
+
+def test_tokens_are_those_whose_text_may_follow():
+    texts = ['{"', '":', '"}', "}}", " {", "tea", "t\ufffd", "\n", '", "', "ab", "12", "1a"]
+    tokenizer = Tokens(texts)
+    vocabulary = TokenTexts(tokenizer)
+    end = tokenizer.stop_tokens[0]
+    for beginning in (
+        "",
+        "{",
+        '{"',
+        '{"a',
+        '{"a\\',
+        '{"a"',
+        '{"a":',
+        '{"a": 1',
+        '{"a": {"b": "',
+        '{"a": {}',
+        '{"a": {}}',
+    ):
+        stacks = JSONGrammar().start
+        for char in beginning:
+            stacks = _step(stacks, char)
+        expected = set()
+        for token, text in enumerate(tokenizer.texts[:-1]):
+            after = stacks
+            for char in text:
+                after = _step(after, char)
+            if after:
+                expected.add(token)
+        if beginning == '{"a": {}}':
+            expected = {end}
+        assert set(vocabulary.allowed(stacks).tolist()) == expected, beginning
+        assert expected
+
+
+def test_a_vocabulary_that_cannot_write_json_is_refused():
+    tokenizer = Tokens([])
+    tokenizer.texts[tokenizer.texts.index("{")] = "x"
+    with pytest.raises(GenerationError, match=r"no token for '\{' alone"):
+        TokenTexts(tokenizer)
+
+
+def test_nesting_has_a_limit():
+    grammar = JSONGrammar({})
+    assert grammar.accepts("[" * 100 + "]" * 100)
+    assert not grammar.accepts("[" * 100_000 + "]" * 100_000)
