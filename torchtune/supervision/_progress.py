@@ -7,6 +7,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+# Metric -> name and format on the screen, most important first: the last ones are left out where the line is too short.
 _SHOWN = {
     "loss": ("loss", "{:.4f}"),
     "val_loss": ("val_loss", "{:.4f}"),
@@ -17,12 +18,15 @@ _SHOWN = {
     "tokens_per_second_per_gpu": ("tok/s", "{:,.0f}"),
     "mfu": ("MFU", "{:.0%}"),
 }
+_ON_TERMINAL = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_IN_FILE = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 
 class ProgressBar:
     """Shows step, total, loss, tokens per second and remaining time on rank 0.
 
-    A terminal shows one line; a log file or pipe gets a plain line every ``interval`` seconds and at the end.
+    A terminal shows one line, with as many of the metrics as leave room for the bar; lines of the library's logger are
+    printed above it. A log file or pipe gets a plain line every ``interval`` seconds and at the end.
 
     Args:
         total: optimizer steps of the run.
@@ -41,7 +45,6 @@ class ProgressBar:
         file = sys.stderr if file is None else file
         terminal = file.isatty()
         sized = terminal and _has_size(file)
-        self._shown: dict[str, str] = {}
         self._bar = _Bar(
             total=total,
             initial=initial,
@@ -52,7 +55,7 @@ class ProgressBar:
             mininterval=0.1 if terminal else interval,
             miniters=1,
             unit="step",
-            bar_format=None if terminal else "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            bar_format=_ON_TERMINAL if terminal else _IN_FILE,
         )
 
     def __enter__(self) -> "ProgressBar":
@@ -62,8 +65,7 @@ class ProgressBar:
         """Show loss, reward, accuracy (also of validation), tokens per second and MFU; other metrics are ignored."""
         for name, (label, form) in _SHOWN.items():
             if name in metrics:
-                self._shown[label] = form.format(float(metrics[name]))
-        self._bar.set_postfix(self._shown, refresh=False)
+                self._bar.shown[label] = form.format(float(metrics[name]))
 
     def advance(self, step: int) -> None:
         """Set the number of completed steps, including steps before a resume."""
@@ -83,9 +85,30 @@ def _has_size(file: IO[str]) -> bool:
 
 
 class _Bar(tqdm):
-    """tqdm without its monitor thread, which outlives the bar."""
+    """tqdm without its monitor thread, which outlives the bar, and with as many metrics as fit.
+
+    Attributes:
+        shown: name and text of each metric.
+    """
 
     monitor_interval = 0
+
+    def __init__(self, **options: Any) -> None:
+        self.shown: dict[str, str] = {}
+        super().__init__(**options)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What a line is made of."""
+        values = super().format_dict
+        labels = [label for label, _ in _SHOWN.values() if label in self.shown]
+        while True:
+            values["postfix"] = ", ".join(f"{label}={self.shown[label]}" for label in labels)
+            # Without a number of columns, the bar has ten.
+            shortest = self.format_meter(**{**values, "ncols": None})
+            if not labels or values["ncols"] is None or len(shortest) <= values["ncols"]:
+                return values
+            labels.pop()
 
 
 class _Lines:

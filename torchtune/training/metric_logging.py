@@ -16,7 +16,7 @@ from torchtune.training._metric_logger import (
     save_config,
     to_number,
 )
-from torchtune.utils import AppendedFile, atomic_write, get_logger, get_world_size_and_rank, valid_json
+from torchtune.utils import AppendedFile, above_bars, atomic_write, get_logger, get_world_size_and_rank, valid_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -101,7 +101,9 @@ class StdoutLogger(MetricLoggerInterface):
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Print the scalars of one step in one line."""
-        print(f"Step {step} | " + " ".join(f"{name}:{to_number(data)}" for name, data in payload.items()), flush=True)
+        metrics = " ".join(f"{name}:{to_number(data)}" for name, data in payload.items())
+        with above_bars(sys.stdout):
+            print(f"Step {step} | {metrics}", flush=True)
 
     def close(self) -> None:
         """Flush standard output."""

@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = attach(
         "MACHINES_VARIABLE": "_log_files",
         "LostRankError": "_user_error",
         "UserError": "_user_error",
+        "above_bars": "_logging",
         "allocates_on_host": "_simulated",
         "atomic_directory": "_atomic_files",
         "atomic_write": "_atomic_files",

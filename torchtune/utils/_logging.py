@@ -4,8 +4,10 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -26,12 +28,43 @@ def get_logger(level: str | None = None) -> logging.Logger:
     """
     logger = logging.getLogger("torchtune")
     if not logger.hasHandlers():
-        handler = logging.StreamHandler()
+        handler = _ScreenHandler()
         handler.setFormatter(logging.Formatter(SCREEN_FORMAT))
         logger.addHandler(handler)
     if level is not None:
         logger.setLevel(level.upper())
     return logger
+
+
+@contextmanager
+def above_bars(stream: Any) -> Iterator[None]:
+    """Context manager for whole lines that are printed to ``stream``: progress bars move below them."""
+    tqdm = sys.modules.get("tqdm")  # without it, there is no bar
+    bars = [] if tqdm is None else _bars_on(stream, tqdm.tqdm)
+    for bar in bars:
+        bar.clear(nolock=True)
+    yield
+    # Without tqdm's lock, which forked processes share: one that is killed while it holds the lock would stop the log.
+    for bar in bars:
+        bar.refresh(nolock=True)
+
+
+def _bars_on(stream: Any, tqdm: type) -> list[Any]:
+    try:
+        bars = list(tqdm._instances)
+    except RuntimeError:  # another thread makes a bar at this moment
+        return []
+    screens = (sys.stdout, sys.stderr)
+    return [bar for bar in bars if not bar.disable and (bar.fp == stream or (bar.fp in screens and stream in screens))]
+
+
+class _ScreenHandler(logging.StreamHandler):
+    """Prints to stderr, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        with above_bars(self.stream):
+            super().emit(record)
 
 
 def get_rank() -> int:

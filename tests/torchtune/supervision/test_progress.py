@@ -24,7 +24,7 @@ def test_plain_lines_where_there_is_no_terminal():
     assert "\r" not in file.getvalue()
     assert lines[0].startswith("step 4/10")
     assert lines[-1].startswith("step 7/10")
-    assert "loss=0.1429, tok/s=1,234" in lines[-1]
+    assert "loss=0.1429, val_loss=0.2500, tok/s=1,234" in lines[-1]
 
 
 def test_other_ranks_are_silent(monkeypatch):
@@ -89,32 +89,95 @@ def test_the_second_signal_ends_at_once(number, code):
     assert done.returncode in (code, -int(number))
 
 
-def test_one_line_is_redrawn_on_a_terminal():
+def screen_of(script, columns):
+    """The lines of a terminal after a script: a carriage return moves the cursor, and long lines are wrapped."""
+    import fcntl
     import pty
-
-    script = (
-        "from torchtune.training import ProgressBar\n"
-        "with ProgressBar(total=6, initial=2) as progress:\n"
-        "    for step in range(3, 7):\n"
-        "        progress.update_metrics({'loss': 1.25})\n"
-        "        progress.advance(step)\n"
-    )
-    output = []
-
-    def read(descriptor):
-        output.append(os.read(descriptor, 4096))
-        return output[-1]
+    import struct
+    import termios
 
     pid, descriptor = pty.fork()
     if pid == 0:
+        os.read(0, 1)  # the window has its size
         os.execv(sys.executable, [sys.executable, "-c", script])
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    attributes = termios.tcgetattr(descriptor)
+    attributes[3] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
+    os.write(descriptor, b"\n")
+    output = b""
     try:
-        while read(descriptor):
-            pass
+        while data := os.read(descriptor, 4096):
+            output += data
     except OSError:  # the other end is closed
         pass
-    assert os.waitpid(pid, 0)[1] == 0
-    text = b"".join(output).decode()
-    assert text.count("\r") >= 2
-    assert "6/6" in text
-    assert "loss=1.2500" in text
+    assert os.waitpid(pid, 0)[1] == 0, output.decode()
+    lines, column = [""], 0
+    for char in output.decode():
+        if char == "\r":
+            column = 0
+        elif char == "\n":
+            lines.append("")
+        else:
+            if column == columns:
+                lines.append("")
+                column = 0
+            lines[-1] = lines[-1][:column].ljust(column) + char + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines], output.decode()
+
+
+RUN = """
+import sys
+from torchtune.training import ProgressBar
+from torchtune.training.metric_logging import StdoutLogger
+from torchtune.utils import get_logger
+
+with ProgressBar(total=10_000, initial=2) as progress:
+    for step in range(3, 7):
+        progress.update_metrics({"loss": 1.25, "tokens_per_second_per_gpu": 12345.0, "mfu": 0.5})
+        progress.advance(step)
+        if step == 4:
+            progress.update_metrics({"val_loss": 2.5})
+            get_logger("INFO").info("step_4 was saved.")
+            StdoutLogger().log("loss", 1.25, step=4)
+"""
+
+
+def test_a_terminal_has_lines_above_one_bar():
+    lines, output = screen_of(RUN, 80)
+    assert output.count("\r") >= 2
+    assert lines[0] == "INFO:torchtune:step_4 was saved."
+    assert lines[1] == "Step 4 | loss:1.25"
+    assert "6/10000 [" in lines[2]
+    assert lines[2].endswith("loss=1.2500, val_loss=2.5000]")
+    assert len(lines[2]) <= 80
+    assert lines[2].index("| 6/") - lines[2].index("%|") >= 10, "the bar can be seen"
+    assert lines[3:] == [""]
+
+
+@pytest.mark.parametrize(
+    ("columns", "end"),
+    [
+        (120, "loss=1.2500, val_loss=2.5000, tok/s=12,345, MFU=50%]"),
+        (84, "loss=1.2500, val_loss=2.5000, tok/s=12,345]"),
+        (60, "loss=1.2500]"),
+        (40, "]"),
+    ],
+)
+def test_metrics_are_left_out_where_the_line_is_short(columns, end):
+    import fcntl
+    import struct
+    import termios
+
+    reader, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(terminal, "w") as file, training.ProgressBar(total=10_000, initial=5, file=file) as progress:
+        progress.update_metrics({"loss": 1.25, "val_loss": 2.5, "tokens_per_second_per_gpu": 12345.0, "mfu": 0.5})
+        progress.advance(6)
+        progress.close()
+        line = os.read(reader, 4096).decode().rstrip().split("\r")[-1]
+    os.close(reader)
+    assert "6/10000" in line
+    assert line.endswith(end)
+    assert len(line) <= columns
