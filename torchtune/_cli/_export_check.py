@@ -1,6 +1,9 @@
 """Check of an export: the library that reads the files computes the logits of the trained model."""
 
 import io
+import math
+import sys
+import time
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
@@ -59,6 +62,7 @@ _OF_LOGITS, _OF_ROUNDED_LOGITS = 2e-3, 0.1
 # base from the base, plus a margin.
 _TIMES_BASE, _KL_MARGIN = 3.0, 0.02
 _NAMED = 5
+_SECONDS_BETWEEN = 10.0
 
 
 class FailedCheck(UserError):
@@ -217,14 +221,16 @@ def _explain(found: Measured, base: Measured | None, wrong: list[str]) -> str:
 
 def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
     """Compare a model with files: by logits in the library that reads them, and by layers in this library."""
+    say("checking", f"the logits of {path}, {len(_PROMPTS)} prompts")
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
     prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MOST_TOKENS]) for text in _PROMPTS]
     logits, where = evaluation.logits_of(model, prompts), next(model.parameters()).device
     try:
-        layers = evaluation.compare_layers(model, _read_again(path, to, files, where))
+        layers = evaluation.compare_layers(model, _read_again(path, to, files, where), _PrintedAtTimes())
     except UserError as error:
         layers = {str(error).rstrip("."): torch.inf}
     del model
+    say("checking", f"the logits of the files in {_reader(to)}")
     with redirect_stderr(io.StringIO()):  # warnings and progress bars
         library, others, unread = evaluation.read_elsewhere(_reader(to), files, prompts, where)
     return Measured(library, evaluation.compare_models(logits, others), layers, unread)
@@ -270,6 +276,23 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: P
         if ours != others:
             other_chats.append(" / ".join(turn["content"] for turn in chat))
     return Tokenized(trained, other_texts, other_chats, is_exact)
+
+
+def say(label: str, text: str) -> None:
+    """Print what an export does: with a large model, each part takes minutes."""
+    print(f"{label:<12}{text}", file=sys.stderr, flush=True)
+
+
+class _PrintedAtTimes:
+    """Prints how many weights are compared, at first and then after ten seconds or more."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def __call__(self, number: int, total: int) -> None:
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN:
+            say("checking", f"weight {number} of {total}")
+            self._last = time.monotonic()
 
 
 def _reader(to: str) -> str:

@@ -5,7 +5,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from torchtune._cli._export_check import Check, FailedCheck, check_files
+from torchtune._cli._export_check import Check, FailedCheck, check_files, say
 from torchtune._cli._export_files import Trained, find_trained, write_files
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
 from torchtune.evaluation import EvaluationError
@@ -42,6 +42,7 @@ def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
     """Write the files to a temporary folder, check them, and move them to the output folder."""
     with atomic_directory(output) as aside:
         files = aside / "files"
+        say("writing", f"the files of {output}")
         write_files(trained, args.to, args.quant, files, aside / "merged")
         check = _check(trained, args, files, aside / "base")
         shutil.rmtree(aside / "base", ignore_errors=True)

@@ -1,6 +1,6 @@
 """Compare two models: their logits for the same prompts, and the outputs of each of their layers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,9 @@ def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tens
 
 
 @torch.no_grad()
-def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
+def compare_layers(
+    first: nn.Module, second: nn.Module, on_weight: Callable[[int, int], None] | None = None
+) -> dict[str, float]:
     """Compare the outputs of each layer of two models, including adapters.
 
     Linear layers and experts are compared by their outputs for a random input, so an adapter equals its merged weight;
@@ -105,6 +107,7 @@ def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
     Args:
         first: a model of :mod:`torchtune.models`, in evaluation mode.
         second: another with the same description, with or without adapters.
+        on_weight: called before each weight with its number, from 1, and the number of weights.
 
     Returns:
         Hugging Face name of each weight -> norm of the difference, relative to the norm of the first model's output
@@ -117,7 +120,9 @@ def compare_layers(first: nn.Module, second: nn.Module) -> dict[str, float]:
     weights, errors = ModelWeights(second), {}
     spec, description = weights.identity
     external = {name: group.external for group in spec.weight_map("hf").groups(description) for name in group.tune}
-    for name in sorted(weights.base):
+    for number, name in enumerate(sorted(weights.base), 1):
+        if on_weight is not None:
+            on_weight(number, len(weights.base))
         one, two = _computed(first, name), _computed(second, name)
         size = (one - two).norm(dim=-1)
         parts = torch.where(size > 0, size / one.norm(dim=-1), size).nan_to_num(torch.inf).tolist()

@@ -79,6 +79,7 @@ def test_files_compute_what_was_trained(runs, tmp_path, tune, run, to):
     model = runs / run / ("" if run == "full" else "epoch_0")
     done = tune("export", str(model), "--to", to, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
+    assert f"writing     the files of {tmp_path / 'out'}" in done.err, "it takes minutes for a large model"
     found = numbers(tmp_path / "out")["trained"]
     assert found["equal_tokens"] == found["tokens"] > 100
     assert found["max_difference"] < 1e-3

@@ -52,7 +52,10 @@ def test_layers_with_an_adapter_equal_merged_ones_and_the_changed_one_is_named(t
     randomize_adapter(model)
     merged, _ = torchtune.load(torchtune.save(model, tmp_path / "merged", contents="merged"), device="cpu")
     names = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkvo"}
-    errors = compare_layers(model, merged)
+    counted = []
+    errors = compare_layers(model, merged, lambda number, total: counted.append((number, total)))
+    assert counted == [(number, len(counted)) for number in range(1, len(counted) + 1)]
+    assert len(counted) > 1
     assert names < errors.keys()
     assert max(errors.values()) < 1e-5
     with torch.no_grad():
