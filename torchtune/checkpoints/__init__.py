@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = attach(
         "MODEL_KEY": "_model_type",
         "ModelSource": "_model_source",
         "ModelType": "_model_type",
+        "ModuleCheckpointer": "_module_checkpointer",
         "OPT_KEY": "_model_type",
         "RNG_KEY": "_model_type",
         "ResumePoint": "_directories",

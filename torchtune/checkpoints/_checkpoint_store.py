@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
 from torchtune.checkpoints._checkpoint_error import CheckpointError
@@ -30,11 +31,12 @@ from torchtune.checkpoints._model_weights import ModelWeights, identity
 from torchtune.checkpoints._models_of_run import ModelsOfRun
 from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._resumed_settings import check_resumed_settings
+from torchtune.checkpoints._safetensors_file import TensorFile
 from torchtune.checkpoints._save_view import Contents, SaveView, contents_of
 from torchtune.checkpoints._saved_tokenizer import check_tokenizer
 from torchtune.checkpoints._saving import Job, Saver
 from torchtune.checkpoints._sources import find_files
-from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, load_state, local_state, optimizers_of
+from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, LocalState, load_state, local_state, optimizers_of
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training.parallel import Ranks, reshard
@@ -219,8 +221,12 @@ class CheckpointStore:
         """
         output_dir = self.require_output_dir()
         self._ranks.run_on_rank_0(self.lock.check_unused)
-        for source in self.sources.values():
-            self._ranks.run_on_rank_0(partial(check_output_dir, output_dir, source.checkpoint_dir, resume=resume))
+        for folder in self._source_folders():
+            self._ranks.run_on_rank_0(partial(check_output_dir, output_dir, folder, resume=resume))
+
+    def _source_folders(self) -> list[Path | None]:
+        """Return the folders of the sources; None for a model that begins without files."""
+        return [source.checkpoint_dir for source in self.sources.values()]
 
     def lock_output_dir(self) -> None:
         """Lock the output folder against other runs until :meth:`close`, or until the process ends.
@@ -375,13 +381,46 @@ class CheckpointStore:
         for model_name, view in views.items():
             view.check(resumable=state is not None)
             exports.append(export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name)))
-        saved = None if state is None else local_state(state, parameters, self._ranks)
         adapted = [name for name, view in views.items() if view.has_adapter and state is not None]
-        record = ModelsOfRun.of(views, self.sources, adapted)
 
-        def write_small_files(folder: Path) -> None:
+        def write_exports(folder: Path) -> None:
             for export in exports:
                 export.write_small_files(folder, tokenizer)
+
+        # Computing these weights needs collectives, which must not run in the background of training.
+        together = any(view.merges or view.stored for view in views.values())
+        optimizers = []
+        if not together:
+            optimizers = [optimizer for item in (state or {}).items() for _, optimizer in optimizers_of(*item)]
+        return self._save(
+            name,
+            [file for export in exports for file in export.files],
+            write_exports,
+            None if state is None else local_state(state, parameters, self._ranks),
+            ModelsOfRun.of(views, self.sources, adapted),
+            cfg=cfg,
+            optimizers=optimizers,
+            async_save=async_save,
+            optional=optional,
+        )
+
+    def _save(
+        self,
+        name: str,
+        files: list[TensorFile],
+        write_exports: Callable[[Path], None],
+        saved: LocalState | None,
+        record: ModelsOfRun,
+        *,
+        cfg: Any,
+        optimizers: Sequence[Optimizer],
+        async_save: bool,
+        optional: bool,
+    ) -> Path:
+        """Write a checkpoint of tensor files, other files, and the training state; see :meth:`save`."""
+
+        def write_small_files(folder: Path) -> None:
+            write_exports(folder)
             if cfg is not None:
                 from torchtune.config import save_config
 
@@ -393,11 +432,7 @@ class CheckpointStore:
 
         output_dir = self.require_output_dir()
         own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
-        files = [file for export in exports for file in export.files]
         job = Job(output_dir, name, files, own, agreed, write_small_files, self.keep_last_n_checkpoints, optional)
-        # Computing these weights needs collectives, which must not run in the background of training.
-        together = any(view.merges or view.stored for view in views.values())
-        optimizers = [] if together else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, in_background=async_save, optimizers=optimizers)
         return output_dir / name
 

@@ -9,6 +9,7 @@ from torchtune.config import locate
 from torchtune.data import (
     Batch,
     DataError,
+    check_tokenizer,
     collate_documents,
     padded_collate_sft,
     padded_collate_tiled_images_and_mask,
@@ -27,8 +28,8 @@ def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
         tokenizer: passed to every dataset.
 
     Raises:
-        DataError: see the datasets; a dataset from outside this library is empty, or its examples lack ``tokens`` and
-            ``labels``.
+        DataError: see the datasets; the tokenizer has no ``vocab_size``; or a dataset from outside this library is
+            empty, or its examples lack ``tokens`` and ``labels``.
 
     Example:
         >>> rows = [{"input": "Who?", "output": "one cat"}]
@@ -36,6 +37,8 @@ def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
         >>> len(torchtune.datasets.instantiate_dataset(node, tokenizer))
         1
     """
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, "vocab_size", reader="a recipe")
     if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
         parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
         return parts[0] if len(parts) == 1 else ConcatDataset(parts)

@@ -68,7 +68,7 @@ class PreferenceDataset(TokenizedDataset):
     ) -> None:
         if packed:
             raise DataError("packed=True is not possible for preference data: set it to False.")
-        check_tokenizer(tokenizer)
+        check_tokenizer(tokenizer, "__call__", reader="a dataset of conversations")
         self._transform, self._tokenizer = message_transform, tokenizer
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         limit = getattr(tokenizer, "max_seq_len", None)

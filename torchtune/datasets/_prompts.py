@@ -55,7 +55,7 @@ class PromptDataset(TokenizedDataset):
         filter_fn: Callable[..., bool] | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
-        check_tokenizer(tokenizer)
+        check_tokenizer(tokenizer, "__call__", reader="a dataset of conversations")
         self._column, self._system, self._tokenizer = column, new_system_prompt, tokenizer
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         if found.skips:

@@ -50,7 +50,7 @@ class SFTTransform(Transform):
         allow_any_order: bool = False,
         allow_empty_answers: bool = False,
     ) -> None:
-        check_tokenizer(model_transform)
+        check_tokenizer(model_transform, "__call__", reader="a dataset of conversations")
         self.message_transform = message_transform
         self.model_transform = model_transform
         self.allow_any_order, self.allow_empty_answers = allow_any_order, allow_empty_answers

@@ -16,7 +16,7 @@ class TextTransform:
     """Converts a row of text to tokens and labels; see :class:`TextCompletionDataset`."""
 
     def __init__(self, tokenizer: Any, column: str, add_eos: bool, max_seq_len: int | None, cut: bool) -> None:
-        check_tokenizer(tokenizer)
+        check_tokenizer(tokenizer, "encode", reader="a dataset of texts")
         # Control tokens in a document are plain text; tokenizers without `encode_text` never parse them.
         self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
         self._column, self._add_eos = column, add_eos

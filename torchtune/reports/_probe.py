@@ -12,7 +12,7 @@ import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces, texts_of
 from torchtune.datasets import instantiate_dataset, workers
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
-from torchtune.modules import text_decoder
+from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.rlhf.loss import KTOLoss
 from torchtune.supervision import row_lengths
 from torchtune.training import RNGState, SettingsView
@@ -90,8 +90,11 @@ class Probe:
     def _answers(self, seconds: float) -> list[dict[str, str]]:
         """Return greedy answers; none for images, reward models or context parallelism, or if it takes too long."""
         model, tokenizer = self._recipe.model, getattr(self._recipe, "tokenizer", None)
-        if text_decoder(model) is not model or self._recipe.dims.cp > 1 or not hasattr(tokenizer, "decode"):
+        if text_decoder(model) is not model or self._recipe.dims.cp > 1:
             return []
+        generates = isinstance(model, TransformerDecoder)
+        if not (generates and hasattr(tokenizer, "decode") and hasattr(tokenizer, "stop_tokens")):
+            return []  # a model or tokenizer of the user's own, which need not generate
         if getattr(model.output, "out_features", 2) == 1:  # a reward model
             return []
         rows = [self._dataset[index] for index in _spread(self._indices, _PROMPTS)]

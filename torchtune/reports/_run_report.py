@@ -156,7 +156,9 @@ class RunReport:
     def _summary_rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
         total, trained = count_parameters(recipe.model)
-        yield "model", f"{component_name(cfg.model)}, weights of {cfg.checkpointer.get('checkpoint_dir')}"
+        base = cfg.checkpointer.get("checkpoint_dir")
+        weights = "its own initial weights" if base is None else f"weights of {base}"
+        yield "model", f"{component_name(cfg.model)}, {weights}"
         yield "parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"
         dataset = recipe.loader.dataset
         tokens = count_tokens(dataset)
@@ -229,6 +231,9 @@ class RunReport:
         base = self._cfg.checkpointer.get("checkpoint_dir")
         if (saved[-1] / ADAPTER_FILE).is_file():
             yield "result", f"{saved[-1]}, an adapter in PEFT's layout for {base}"
+        elif not (saved[-1] / "config.json").is_file():
+            yield "result", f"{saved[-1]}, the state dict of a {type(self._recipe.model).__name__}"
+            return  # no command of the library builds it
         else:
             inside = " with the adapter merged; the adapter is in adapter/" if (saved[-1] / "adapter").is_dir() else ""
             yield "result", f"{saved[-1]}, a Hugging Face model{inside}"

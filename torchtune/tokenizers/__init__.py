@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = attach(
         "HuggingFaceBaseTokenizer": "_hf_tokenizer",
         "HuggingFaceModelTokenizer": "_hf_model_tokenizer",
         "ModelTokenizer": "_protocols",
+        "RecipeTokenizer": "_protocols",
         "SavableTokenizer": "_protocols",
         "SentencePieceBaseTokenizer": "_sentencepiece",
         "StreamDecoder": "_stream_decoder",

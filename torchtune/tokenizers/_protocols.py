@@ -22,6 +22,30 @@ class BaseTokenizer(Protocol):
         ...
 
 
+class RecipeTokenizer(Protocol):
+    """Protocol of a tokenizer of your own in a recipe: the number of its tokens, and what your dataset calls.
+
+    A dataset of your own gets the tokenizer and calls what it likes. Everything else is optional, and needed for:
+
+    ==================================================================  ===============================================
+    attribute or method                                                 needed for
+    ==================================================================  ===============================================
+    ``encode(text, add_bos=True, add_eos=True) -> ids``                 ``text_completion_dataset``
+    ``__call__({"messages": [...]}, inference=False) -> {"tokens":      all datasets of conversations; ``mask`` is True
+    ids, "mask": bools}``                                               where a token is not trained on
+    ``decode(ids) -> text`` and ``stop_tokens`` (a list of ids)         generation, rollouts, answers in the report
+    ``max_seq_len``                                                     truncation and packing
+    ``pad_id``                                                          padded batches; 0 without it
+    ``fingerprint`` (a text that changes when the tokenizer does)       reuse of tokenized rows between runs
+    ==================================================================  ===============================================
+
+    Attributes:
+        vocab_size: one more than the largest id; the embedding must have as many rows.
+    """
+
+    vocab_size: int
+
+
 class ModelTokenizer(Protocol):
     """Protocol of a tokenizer for conversations, in a model's chat layout."""
 

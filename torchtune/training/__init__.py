@@ -19,6 +19,7 @@ _CHECKPOINTS = (
     "MODEL_KEY",
     "ModelSource",
     "ModelType",
+    "ModuleCheckpointer",
     "OPT_KEY",
     "RNG_KEY",
     "SEED_KEY",

@@ -13,7 +13,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     """Check that the model's embedding has a row for every token of ``tokenizer``, and enlarge it on request.
 
     Args:
-        model: a materialized decoder with ``tok_embeddings``.
+        model: a materialized decoder with ``tok_embeddings``; nothing is known of another module.
         tokenizer: has ``vocab_size``, one more than its largest id.
         resize: enlarge embedding and output in place if they are too small; they never shrink. If the embedding is
             frozen (training with adapters), only the new rows are trained.
@@ -29,7 +29,10 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     if getattr(tokenizer, "takes_images", False):
         _check_images(model, tokenizer)
     decoder = text_decoder(model)
-    embedding, needed = decoder.tok_embeddings, tokenizer.vocab_size
+    embedding = getattr(decoder, "tok_embeddings", None)
+    if embedding is None:  # a module of the user's own, whose layers have other names
+        return
+    needed = tokenizer.vocab_size
     rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
     if needed <= rows:
         return

@@ -1,0 +1,233 @@
+"""Checkpoints of modules that are not built by this library."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune.checkpoints._checkpoint_error import CheckpointError
+from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
+from torchtune.checkpoints._directories import ResumePoint
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, shards
+from torchtune.checkpoints._models_of_run import ModelsOfRun
+from torchtune.checkpoints._open_source import open_source
+from torchtune.checkpoints._safetensors_file import Entry
+from torchtune.checkpoints._sources import SAFETENSORS_INDEX, find_files, stream
+from torchtune.checkpoints._state import load_state, local_state
+from torchtune.training.parallel import Ranks
+from torchtune.utils import doing, write_json
+
+
+class ModuleCheckpointer(CheckpointStore):
+    """Checkpoints of any ``nn.Module``: its state dict, buffers included, in ``model.safetensors``.
+
+    For copied recipes that train a model of your own, on one process. Checkpoints have the completion marker, the
+    training state and the exact resume of :class:`CheckpointStore`; names are those of ``module.state_dict()``, so that
+    ``module.load_state_dict(safetensors.torch.load_file(path))`` reads them.
+
+    Args:
+        checkpoint_dir: folder of ``model.safetensors`` (or its shards) to begin with, such as a checkpoint of another
+            run; None begins with the values of the module.
+        output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``.
+        keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
+            ``step_N``.
+
+    Raises:
+        CheckpointError: ``keep_last_n_checkpoints`` is below 1, or there are several processes.
+
+    Example:
+        >>> module = torch.nn.Linear(4, 2)
+        >>> checkpointer = torchtune.training.ModuleCheckpointer(output_dir=folder / "run")
+        >>> checkpointer.load_model(module)
+        >>> path = checkpointer.save("epoch_0", module)
+        >>> checkpointer.close()
+        >>> again = torchtune.training.ModuleCheckpointer(path, output_dir=folder / "next")
+        >>> again.load_model(torch.nn.Linear(4, 2))
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | Path | None = None,
+        output_dir: str | Path | None = None,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        super().__init__({}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
+        self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
+        if Ranks(CheckpointError).size > 1:
+            raise CheckpointError("checkpointer: ModuleCheckpointer saves models of one process: start one.")
+
+    def _source_folders(self) -> list[Path | None]:
+        return [self.checkpoint_dir]
+
+    def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:
+        """Check that the files of ``checkpoint_dir`` have the names and shapes of the module, without reading values.
+
+        Raises:
+            CheckpointError: see :meth:`load_model`.
+        """
+        if self.checkpoint_dir is not None:
+            _check_names(model, self.checkpoint_dir)
+
+    @doing("loading the checkpoint")
+    def load_model(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        name: str = POLICY,
+        whole: bool = False,
+    ) -> None:
+        """Load the module from ``checkpoint_dir``, if there is one, and move it to ``device``.
+
+        Args:
+            model: the module, with its initial values.
+            device: device of the module.
+            dtype: dtype of floating-point parameters and buffers; unchanged by default.
+            name: accepted for recipes; there is one model.
+            whole: accepted for recipes; files must always have all tensors.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or do not fit the module; or a tensor has no values, because
+                the module was built on the meta device.
+        """
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_meta:
+                raise CheckpointError(
+                    f"model: '{key}' has no values: a module of your own is built on a real device, so remove "
+                    'torch.device("meta") in setup_model of the recipe.'
+                )
+        model.to(device=device, dtype=dtype)
+        if self.checkpoint_dir is not None:
+            _load(model, self.checkpoint_dir)
+
+    def check_contents(self, models: nn.Module, *, contents: Any = "model", resumable: bool = True) -> None:
+        """Check before training that :meth:`save` can write the module's state dict.
+
+        Raises:
+            CheckpointError: an entry of the state dict is not a tensor that a file can hold, or a trained parameter is
+                not in it.
+        """
+        tensors = _state_dict(models)
+        try:
+            shards([Entry.of(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
+        except ValueError as error:
+            raise CheckpointError(f"model: {error}") from error
+        for key, parameter in models.named_parameters():
+            if parameter.requires_grad and key not in tensors:
+                raise CheckpointError(
+                    f"model: '{key}' is trained, but is not in state_dict(), so that no checkpoint would hold it: "
+                    "leave it there."
+                )
+
+    @doing("resuming")
+    def resume(self, point: ResumePoint, models: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load module and training state of ``point``; see :meth:`CheckpointStore.resume`.
+
+        Raises:
+            CheckpointError: the checkpoint has another module, or belongs to another kind of run.
+        """
+        ModelsOfRun.read(point.path).check_trained([POLICY], point.path)
+        self._saver.wait()
+        _load(models, point.path)
+        load_state(state, dict(models.named_parameters()), point.path, self._ranks.rank)
+
+    def save(
+        self,
+        name: str,
+        models: nn.Module,
+        *,
+        contents: Any = "model",
+        state: Mapping[str, Any] | None = None,
+        cfg: Any = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        async_save: bool = False,
+        optional: bool = False,
+    ) -> Path:
+        """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save` for the arguments.
+
+        Args:
+            name: ``epoch_N`` or ``step_N``.
+            models: the module.
+            contents: accepted for recipes; the whole state dict is written.
+            state: training state for a resume; None for the last checkpoint of a run.
+            cfg: settings of the run, saved as ``torchtune_config.yaml``.
+            max_shard_bytes: maximum bytes of tensors per file.
+            async_save: copy the tensors to host memory, and write them in the background.
+            optional: on failure to write, log a warning and continue without this checkpoint.
+
+        Returns:
+            The checkpoint folder.
+
+        Raises:
+            UserError: the state dict cannot be written, or the disk is full or not writable.
+        """
+        self._saver.wait()
+        entries = [Entry.of(key, tensor) for key, tensor in _state_dict(models).items()]
+        files, index = shards(entries, max_shard_bytes)
+
+        def write_index(folder: Path) -> None:
+            if index is not None:
+                write_json(folder / SAFETENSORS_INDEX, index)
+
+        saved = None if state is None else local_state(state, dict(models.named_parameters()), self._ranks)
+        # Buffers may change in the next forward pass, so that the copy does not wait for an optimizer's step.
+        return self._save(
+            name,
+            files,
+            write_index,
+            saved,
+            ModelsOfRun(),
+            cfg=cfg,
+            optimizers=[],
+            async_save=async_save,
+            optional=optional,
+        )
+
+    def save_quantized(self, name: str, model: nn.Module, quantizer: Any) -> Path:
+        """Raise: layers of another library are not quantized here.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError("quantizer: a module of your own is not saved quantized: set it to null.")
+
+
+def _state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's state dict. Raises ``CheckpointError`` for other entries."""
+    tensors = {}
+    for key, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"model: state_dict() has '{key}', a {type(value).__name__}: only tensors are saved, register it as a "
+                "buffer."
+            )
+        tensors[key] = value.detach().contiguous()
+    return tensors
+
+
+def _check_names(model: nn.Module, folder: Path) -> Any:
+    """Return the source of a folder, whose tensors have the names and shapes of the module's state dict."""
+    source = open_source(find_files(folder))
+    tensors, names = _state_dict(model), set(source.names())
+    for key, tensor in tensors.items():
+        if key not in names:
+            raise CheckpointError(f"{folder}: it lacks '{key}' of the model: it was saved by another one.")
+        if tuple(source.shape(key)) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{folder}: '{key}' has the shape {list(source.shape(key))}, and {list(tensor.shape)} in the model: it "
+                "was saved by another one."
+            )
+    for key in sorted(names - tensors.keys()):
+        raise CheckpointError(f"{folder}: it has '{key}', which is not in the model: it was saved by another one.")
+    return source
+
+
+@torch.no_grad()
+def _load(model: nn.Module, folder: Path) -> None:
+    """Copy the tensors of a folder into the module's state dict."""
+    source = _check_names(model, folder)
+    model.load_state_dict(dict(stream(source)))
