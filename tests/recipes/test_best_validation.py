@@ -109,6 +109,29 @@ def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path):
     assert run.recipe.global_step == 2
 
 
+def test_a_copied_recipe_keeps_the_best_by_a_metric_of_its_own(tmp_path):
+    measured = "                if name := control.checkpoint_due(self.global_step):\n"
+    own = "                control.record_validation(self.global_step, {'score': -abs(self.global_step - 3)})\n"
+    changes = {measured: own + measured}
+    run = start(NAME, tmp_path, changes=changes, epochs=1, max_steps_per_epoch=5, keep_best="max:score")
+    assert run.recipe.best.best_checkpoint()[1] == "score 0.0000 at step 3"
+    record = json.loads((run.output_dir / "best.json").read_text())
+    assert (record["keep_best"], record["best"][-1]["checkpoint"]) == ("max:score", "step_3")
+
+
+def test_a_validation_without_a_metric_of_ones_own_is_no_mistake(tmp_path):
+    best = BestValidation(tmp_path, "max:score", patience=1)
+    assert not best.update(1, {"val_loss": 2.0})
+    assert best.is_missing
+    assert not best.should_stop
+    assert best.update(2, {"score": 0.5})
+    assert not best.update(3, {"val_loss": 1.0})
+    assert not best.is_missing
+    assert not best.should_stop
+    assert not best.update(4, {"score": 0.4})
+    assert best.should_stop
+
+
 def test_nan_is_never_the_best(tmp_path):
     best = BestValidation(tmp_path, "max:val_x", patience=2)
     seen = [best.update(step, {"val_x": value}) for step, value in enumerate([math.nan, 1.0, math.inf, 0.5])]

@@ -247,6 +247,10 @@ def _check_sources(dataset: Any) -> None:
 class _NoTokenizer:
     """Placeholder for the tokenizer, which checks of file names do not use."""
 
+    def __call__(self, sample: Any, inference: bool = False) -> Any:
+        """Raise: no row is read."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> None:
         return None if not name.startswith("__") else object.__getattribute__(self, name)
 

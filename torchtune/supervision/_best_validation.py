@@ -19,6 +19,11 @@ class ValidationMetricError(UserError):
     raised_on_all = True
 
 
+def is_own_metric(keep_best: str) -> bool:
+    """Return whether ``keep_best`` names a metric of a copied recipe, not one of its validation."""
+    return not keep_best.removeprefix(_MAXIMIZE_PREFIX).startswith("val_")
+
+
 class BestValidation:
     """Tracks the best validation by one metric, and counts the validations since.
 
@@ -27,8 +32,9 @@ class BestValidation:
 
     Args:
         output_dir: folder of the run.
-        metric: validation metric, such as ``val_loss``; with the prefix ``max:``, higher is better. None means
-            ``val_loss`` if ``patience`` is set; otherwise nothing is compared.
+        metric: validation metric, such as ``val_loss``, or any name without ``val_`` that a copied recipe passes to
+            :meth:`update`; with the prefix ``max:``, higher is better. None means ``val_loss`` if ``patience`` is set;
+            otherwise nothing is compared.
         patience: number of validations without improvement after which the run ends; None never ends it.
         dims: processes of the run; the main process writes ``best.json``. None means a single process.
 
@@ -56,7 +62,13 @@ class BestValidation:
         self._records: list[dict[str, Any]] = []
         self._best: tuple[int, float] | None = None  # step, value
         self._num_worse = 0
+        self._has_metric = False
         self._needs_checkpoint = False  # the best has no checkpoint yet
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is a metric, and no call of :meth:`update` had it."""
+        return self.metric is not None and not self._has_metric
 
     @property
     def should_stop(self) -> bool:
@@ -67,10 +79,13 @@ class BestValidation:
         """Compare a validation with the best so far; return whether it is better; NaN and infinity never are.
 
         Raises:
-            ValidationMetricError: the first validation lacks the metric.
+            ValidationMetricError: the first validation lacks the metric, and its name is that of a validation metric.
         """
         if self.metric is None:
             return False
+        if self.metric not in metrics and is_own_metric(self.metric):
+            return False  # the recipe validates and measures at different steps
+        self._has_metric = self._has_metric or self.metric in metrics
         if self._best is None and self.metric not in metrics:
             raise ValidationMetricError(
                 f"keep_best: validation has no {self.metric}: choose one of {', '.join(sorted(metrics))}, with "

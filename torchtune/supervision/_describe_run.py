@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtune.supervision._best_validation import is_own_metric
 from torchtune.training import RecipeSettingsError, SettingsView
 
 _WIDTH = 12  # width of the column of names
@@ -33,6 +34,8 @@ def explain_no_validation(cfg: SettingsView, steps: int) -> str | None:
     if every is None:
         return "it is never measured: run_val_every_n_steps is not set"
     reason = f"run_val_every_n_steps is {every:,} and the run has {steps:,} steps: set it to at most that"
+    if cfg.keep_best is not None and is_own_metric(cfg.keep_best):
+        return f"it is never measured: {reason}"
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None:
             raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")

@@ -1,5 +1,6 @@
 """Decide when a run saves and stops."""
 
+import logging
 import math
 import signal
 import time
@@ -223,6 +224,13 @@ class RunControl:
         """
         if self._failure is not None:
             raise self._failure
+        if step >= total and self._best.is_missing:
+            log_rank_zero(
+                get_logger(),
+                f"keep_best: the run never measured {self._best.metric}, so no checkpoint is the best: pass it to "
+                "record_validation in train.",
+                logging.WARNING,
+            )
         if step >= total:
             return 0
         if self.exit_code == 0 and self._best.should_stop:

@@ -38,7 +38,13 @@ def get_logger(level: str | None = None) -> logging.Logger:
 
 @contextmanager
 def above_bars(stream: Any) -> Iterator[None]:
-    """Context manager for whole lines that are printed to ``stream``: progress bars move below them."""
+    """Context manager for whole lines that are printed to ``stream``: progress bars move below them.
+
+    Example:
+        >>> with torchtune.utils.above_bars(sys.stdout):
+        ...     print("step_10 was saved.")
+        step_10 was saved.
+    """
     tqdm = sys.modules.get("tqdm")  # without it, there is no bar
     bars = [] if tqdm is None else _bars_on(stream, tqdm.tqdm)
     for bar in bars:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.recipes.runs import RECIPES, write_config
+from tests.tiny_images import CONFIGS, image_text_model, write_image_checkpoint, write_pictures
 from torchtune._cli._selfchecks import NotChecked, _Checks, selfcheck
 from torchtune._cli._target import RecipeTarget
 from torchtune.data import collate_documents
@@ -23,6 +24,9 @@ FAULTS = {
         DIVISION: "loss = self.compute_loss(batch) / batch.num_labels / len(step.batches)"
     },
     "optimizer without its state": {STATE: f"{STATE}            self.optimizer.state.clear()\n"},
+    "a term beside the loss": {
+        "            return total\n": "            return total + 0.01 * hidden.square().mean() * batch.num_labels\n"
+    },
     "another model saved than trained": {
         SAVE: f"        self.model.norm.scale.data.mul_(1.5)\n{SAVE}",
         BATCHES: f"                self.model.norm.scale.data.div_(1.5 if self.global_step else 1)\n{BATCHES}",
@@ -139,6 +143,20 @@ def test_a_checkpoint_is_measured_by_the_loss_of_the_config(shared, tmp_path):
 def test_a_checkpoint_of_another_model(shared, tmp_path):
     with pytest.raises(UserError, match=r"the saved model's loss is .*, and the run continues with"):
         checks(shared, tmp_path, "another model saved than trained").load()
+
+
+def test_a_term_beside_the_loss_is_why_losses_differ(shared, tmp_path):
+    found = checks(shared, tmp_path, "a term beside the loss").load()
+    assert found.startswith("loss not compared, because the recipe does not train on the config's loss alone")
+    assert "read by transformers" in found, "the files are still compared"
+
+
+def test_a_model_of_images_is_loaded_with_its_images(tmp_path):
+    write_image_checkpoint(image_text_model(CONFIGS["qwen3_vl"]()), tmp_path / "checkpoint")
+    model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(tmp_path / "checkpoint")}
+    pictures = {"model": model, **write_pictures(tmp_path), "collate_fn": "torchtune.data.collate_documents"}
+    found = checks(tmp_path, tmp_path, name="full_finetune_single_device", lr_scheduler=None, **pictures)
+    assert found.load().startswith("loss ")
 
 
 @pytest.mark.parametrize(
