@@ -123,6 +123,7 @@ class InferenceRecipe:
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
         self.tokenizer = config.instantiate(cfg.tokenizer) or checkpoint_tokenizer(self.model, folder)
         training.fit_vocabulary(self.model, self.tokenizer)
+        generation.check_generates(self.model)
         checkpointer.load_model(self.model, device=self.device)
         self.logits_processors = [config.instantiate(processor) for processor in cfg.logits_processors]
 

@@ -9,6 +9,7 @@ import torchtune
 from torchtune import evaluation, training
 from torchtune._cli.data import dataset_node
 from torchtune.datasets import format_of, instantiate_dataset, read_rows
+from torchtune.generation import check_generates
 from torchtune.modules import text_decoder
 from torchtune.reports import SETTINGS, RunFolder, compare_rows
 from torchtune.utils import UserError, valid_json, write_json
@@ -79,6 +80,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     images = node is not None or any(row.has_images for row in rows)
     model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device, images=images)
+    check_generates(model)
     dtype = training.precision.DTYPE_NAMES[text_decoder(model).tok_embeddings.weight.dtype]
     found: dict[str, Any] = {"model": folder, "adapter": adapter, "dtype": dtype, "perplexity": None, "answers": None}
     if node is not None:

@@ -76,6 +76,17 @@ def _check_format(trained: Trained, to: str) -> None:
         raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
     if to == "hf" and trained.adapter is not None:
         raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
+    if to in ("gguf", "ollama") and _is_classifier(trained.checkpoint):
+        raise UserError(
+            f"{trained.checkpoint} is a classifier or a reward model, and GGUF files are written of language models: "
+            "choose --to hf."
+        )
+
+
+def _is_classifier(folder: Path) -> bool:
+    config = folder / "config.json"
+    names = (read_json(config).get("architectures") or []) if config.is_file() else []
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _size(folder: Path) -> str:

@@ -100,12 +100,13 @@ class _Conversation:
         import torch
 
         import torchtune
-        from torchtune.generation import fast_linears
+        from torchtune.generation import check_generates, fast_linears
 
         self._args, self._system = args, args.system
         self._model, self._tokenizer = torchtune.load(
             args.model, adapter=args.adapter, dtype=args.dtype, device=args.device, images=bool(args.image)
         )
+        check_generates(self._model)
         self._rng = torch.Generator(self._model.tok_embeddings.weight.device)
         if args.seed is None:
             self._rng.seed()

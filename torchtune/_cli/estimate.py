@@ -3,7 +3,7 @@
 import argparse
 
 from torchtune._cli._target import find_targets
-from torchtune._cli.run import Command, estimate, parse_command
+from torchtune._cli.run import Command, estimate, parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 
 
@@ -30,7 +30,8 @@ class Estimate(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         command: Command = parse_command(args.tokens)
-        if command.help or command.config is None:
+        if command.help or not args.tokens:
             self._parser.print_help()
             return
-        estimate(*find_targets(command.recipe, command.config), command)
+        config = require_config(command, self.name, "--simulate 8xH100")
+        estimate(*find_targets(command.recipe, config), command)

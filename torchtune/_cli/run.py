@@ -89,6 +89,24 @@ def parse_command(tokens: list[str]) -> Command:
     return command
 
 
+def require_config(command: Command, name: str, options: str = "") -> str:
+    """Return the config of a command line.
+
+    Args:
+        command: the command line.
+        name: the subcommand, for the message.
+        options: further options to show.
+
+    Raises:
+        UserError: there is none; a YAML file in its place is named with ``--config``.
+    """
+    if command.config is not None:
+        return command.config
+    is_file = str(command.recipe).endswith((".yaml", ".yml"))
+    words = ["tune", name, "--config", command.recipe if is_file else "CONFIG", *options.split()]
+    raise UserError(f"tune {name} needs a config: {' '.join(words)}.")
+
+
 def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
     """Simulate a parsed command; see :func:`torchtune._cli._simulated_run.simulate_run`."""
     from torchtune._cli._simulated_run import simulate_run

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from torchtune._cli._target import find_targets
-from torchtune._cli.run import parse_command
+from torchtune._cli.run import parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 
 
@@ -30,12 +30,13 @@ class Selfcheck(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         command = parse_command(args.tokens)
-        if command.help or command.config is None:
+        if command.help or not args.tokens:
             self._parser.print_help()
             return
+        config_name = require_config(command, self.name)
         from torchtune._cli._selfchecks import selfcheck
 
-        recipe, config = find_targets(command.recipe, command.config)
+        recipe, config = find_targets(command.recipe, config_name)
         folder, failed = Path(tempfile.mkdtemp(prefix="torchtune-selfcheck-")), 0
         for verdict in selfcheck(recipe, config, command.overrides, folder):
             failed += verdict.state == "failed"

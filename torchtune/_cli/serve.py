@@ -84,8 +84,10 @@ def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any
     """Load the model, and a copy with shared parameters for each adapter."""
     import torchtune
     from torchtune._facade import adapted_copy
+    from torchtune.generation import check_generates
 
     base, tokenizer = torchtune.load(path, dtype=args.dtype, device=args.device)
+    check_generates(base)
     models = {name: base}
     for text in args.adapter:
         name, mark, adapter = text.partition("=")

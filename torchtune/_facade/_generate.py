@@ -13,6 +13,7 @@ from torchtune.generation import (
     GenerationError,
     LogitsProcessor,
     answer_limit,
+    check_generates,
     generate_tokens,
     images_of_row,
     prompt_row,
@@ -141,8 +142,7 @@ def _check_model(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
     decoder = text_decoder(model)
     if not isinstance(decoder, TransformerDecoder):
         raise GenerationError(f"model: a {type(model).__name__} does not generate: give a decoder of torchtune.models.")
-    if getattr(getattr(decoder, "description", None), "is_classifier", False):
-        raise GenerationError("model: it is a classifier and does not generate text: give a language model.")
+    check_generates(decoder)
     if empty := [name for name, tensor in decoder.named_parameters() if tensor.is_meta]:
         raise GenerationError(f"model: '{empty[0]}' has no values: load the weights first.")
     check_tokenizer(tokenizer)

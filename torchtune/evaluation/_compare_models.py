@@ -24,7 +24,8 @@ class Comparison:
     Attributes:
         max_difference: largest absolute difference of two logits.
         mean_difference: mean absolute difference.
-        spread: standard deviation of the first model's logits, for comparison.
+        spread: standard deviation of the first model's logits of a token, for comparison; of its scores, if it gives
+            one number.
         kl: Kullback-Leibler divergence of the second model's distribution from the first one's, in nats per token.
         equal_tokens: number of positions at which both models have the same argmax.
         tokens: number of tokens.
@@ -62,7 +63,7 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
         >>> same.max_difference, same.kl, same.equal_tokens
         (0.0, 0.0, 3)
     """
-    maxima, totals = [], torch.zeros(4, dtype=torch.float64)
+    maxima, scores, totals = [], [], torch.zeros(4, dtype=torch.float64)
     equal = tokens = 0
     for one, two in zip(first, second, strict=True):
         if one.shape != two.shape:
@@ -71,10 +72,14 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
         difference, (log_p, log_q) = (one - two).abs(), (part.log_softmax(-1) for part in (one, two))
         kl = (log_p.exp() * (log_p - log_q)).sum()
         maxima.append(difference.max())
+        if one.shape[-1] == 1:  # a reward model: a single number differs from others only in other prompts
+            scores.append(one.flatten())
         totals += torch.stack([difference.sum(), one.var(-1, correction=0).sum(), kl, torch.tensor(one.numel())])
         equal += int((one.argmax(-1) == two.argmax(-1)).sum())
         tokens += len(one)
     mean, variance, kl = totals[0] / totals[3], totals[1] / tokens, totals[2] / tokens
+    if scores:
+        variance = torch.cat(scores).var(correction=0)
     return Comparison(float(torch.stack(maxima).max()), float(mean), float(variance.sqrt()), float(kl), equal, tokens)
 
 

@@ -14,6 +14,7 @@ from torchtune.data import collate_documents
 from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.evaluation._harness_images import explain_no_images, image_question
 from torchtune.generation import (
+    check_generates,
     fast_linears,
     images_of_batch,
     images_of_row,
@@ -66,6 +67,7 @@ class HarnessModel(_harness.TemplateLM):
         enable_kv_cache: bool = True,
     ) -> None:
         super().__init__()
+        check_generates(model)
         if max_length is not None and max_length > model.max_seq_len:
             raise EvaluationError(
                 f"max_seq_length is {max_length} and the model's context {model.max_seq_len}: set it to at most that."

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "TokenStep": "_tokens",
         "answer_limit": "_answer_prompts",
         "answer_prompts": "_answer_prompts",
+        "check_generates": "_decode",
         "fast_linears": "_fast_linear",
         "generate": "_generation",
         "generate_next_token": "_generation",

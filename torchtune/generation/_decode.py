@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchtune.generation._continuous_batch import Batch, Request, Row, Step
 from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._generation_error import GenerationError
 from torchtune.generation._model_ranks import ModelRanks
 from torchtune.generation._sampling import LogitsProcessor, process_logits
 from torchtune.modules.common_utils import attention_modules
@@ -15,6 +16,24 @@ from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 # Minimum number of new tokens for which converting weights to oneDNN's layout and back saves time.
 _WORTH_PACKING = 32
+
+
+def check_generates(model: nn.Module) -> None:
+    """Check that a model is one of a language.
+
+    Args:
+        model: a decoder, or a model of text and images.
+
+    Raises:
+        GenerationError: it is a classifier or a reward model, whose outputs are no tokens.
+
+    Example:
+        >>> torchtune.generation.check_generates(model)  # raises for a reward model
+    """
+    if getattr(getattr(text_decoder(model), "description", None), "is_classifier", False):
+        raise GenerationError(
+            "model: it is a classifier or a reward model, which gives scores and no text: give a language model."
+        )
 
 
 def decode(
@@ -49,6 +68,7 @@ def decode(
     Yields:
         Indices of the unfinished sequences, their next tokens ``[m, 1]`` and the second tensor of ``draw``.
     """
+    check_generates(model)
     ranks = ModelRanks(model)
     pack = use_cache and max(request.limit for request in requests) >= _WORTH_PACKING
     with ranks, evaluating(model), fast_linears(model, pack=pack), _without_caches(model):

@@ -1,0 +1,70 @@
+"""Commands with a reward model, and commands without their config: one sentence each."""
+
+import json
+
+import pytest
+import torch
+
+from tests.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    """A checkpoint of a reward model."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    folder = write_checkpoint(tmp_path_factory.mktemp("reward") / "model")
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder, num_labels=1))
+    model.save_pretrained(folder)
+    (folder.parent / "rows.jsonl").write_text(json.dumps({"prompt": "the cat", "answer": "sees"}))
+    return folder
+
+
+NO_TEXT = "error: model: it is a classifier or a reward model, which gives scores and no text: give a language model.\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "chat --model MODEL",
+        "serve MODEL --port 0",
+        "run generate --config any_generation checkpointer.checkpoint_dir=MODEL device=cpu prompt.user=Hi",
+        "eval MODEL --data ROWS --score exact",
+    ],
+)
+def test_what_gives_scores_is_not_asked_for_text(command, reward, tune, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = str(reward.parent / "rows.jsonl")
+    done = tune(*command.replace("MODEL", str(reward)).replace("ROWS", rows).split())
+    assert done.code in (1, 2)
+    assert done.err.endswith(NO_TEXT)
+
+
+@pytest.mark.parametrize("to", ["gguf", "ollama"])
+def test_a_reward_model_has_no_gguf_file(to, reward, tune, tmp_path):
+    done = tune("export", reward, "--to", to, "--output", tmp_path / "out")
+    assert done.code == 2
+    assert (
+        "is a classifier or a reward model, and GGUF files are written of language models: choose --to hf" in done.err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("imported_aside")
+def test_scores_of_an_export_are_compared_by_their_spread_over_prompts(reward, tune, tmp_path):
+    done = tune("export", reward, "--to", "hf", "--output", tmp_path / "out")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("estimate mine.yaml", "tune estimate needs a config: tune estimate --config mine.yaml --simulate 8xH100."),
+        ("estimate mine.py epochs=1", "tune estimate needs a config: tune estimate --config CONFIG --simulate 8xH100."),
+        ("selfcheck mine.yaml", "tune selfcheck needs a config: tune selfcheck --config mine.yaml."),
+    ],
+)
+def test_a_command_without_a_config_says_how_to_give_it(command, expected, tune):
+    done = tune(*command.split())
+    assert (done.code, done.err, done.out) == (2, f"error: {expected}\n", "")
