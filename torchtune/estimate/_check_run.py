@@ -209,7 +209,7 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     made = config.instantiate(cfg.optimizer, [matrix])
     if isinstance(made, GroupedOptimizer) and model is not None:
         made.assign(trained, model, quiet=True)
-        for members in made.members().values():
+        for members in made.members(parameter for _, parameter in trained).values():
             made.adopt(matrix, members[0])
             made.make([matrix])
 

@@ -40,6 +40,24 @@ def test_a_run_that_can_start(name, processes, folder):
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("{_component_: torchtune.training.MuonWithAdamW, lr: 1.0e-3}", []),
+        ("{_component_: torchtune.training.GroupedOptimizer, groups: [{pattern: lora_b, lr_ratio: 16}]}", []),
+        (
+            "{_component_: torchtune.training.GroupedOptimizer, groups: "
+            "[{pattern: lora_b, optimizer: torch.optim.SGD, momentum: -1.0}]}",
+            ["optimizer, group 'lora_b': SGD: Invalid momentum value: -1.0"],
+        ),
+    ],
+)
+def test_the_optimizer_of_each_group_is_tried(optimizer, said, folder):
+    problems = find_problems(settings(LORA, folder, f"optimizer={optimizer}"), thorough=True)
+    assert len(problems) == len(said)
+    assert all(text in problem for text, problem in zip(said, problems, strict=True))
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("dataset.data_files=nope/missing.jsonl", "nope/missing.jsonl"),

@@ -139,18 +139,20 @@ class GroupedOptimizer:
 
         Raises:
             KeyError: a parameter was not assigned.
+            UserError: an optimizer refuses its parameters or settings.
         """
         base, made = [], {}
         for number, members in sorted(self.members(parameters).items()):
-            *_, cls, settings = self._groups[number]
+            pattern, _, cls, settings = self._groups[number]
             if cls is None:
                 base.append({"params": members, **settings})
                 made.setdefault(self._class.__name__, None)
             else:
                 taken = cls is self._class or cls.__name__ in made
-                made[f"{cls.__name__} {number}" if taken else cls.__name__] = cls(members, **settings)
+                name = f"{cls.__name__} {number}" if taken else cls.__name__
+                made[name] = _build(cls, members, settings, f"optimizer, group '{pattern}'")
         if base:
-            made[self._class.__name__] = self._class(base, **self._settings)
+            made[self._class.__name__] = _build(self._class, base, self._settings, "optimizer")
         return next(iter(made.values())) if len(made) == 1 else OptimizerMap(made)
 
 
@@ -215,6 +217,13 @@ def _optimizer_class(path: Any, where: str) -> type[Optimizer]:
     if not isinstance(cls, type) or not issubclass(cls, Optimizer):
         raise UserError(f"{where}: '{path}' is no optimizer: name a class such as torch.optim.AdamW.")
     return cls
+
+
+def _build(cls: type[Optimizer], parameters: Sequence[Any], settings: Mapping[str, Any], where: str) -> Optimizer:
+    try:
+        return cls(parameters, **settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {cls.__name__}: {error}") from error
 
 
 def _check_keys(cls: type[Optimizer], settings: Mapping[str, Any], where: str) -> None:
