@@ -288,11 +288,8 @@ class Batch(MutableMapping[str, Any]):
         wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
         if self.documents is None:
             return wide.sum(dim=1).to(values.dtype)
-        boundaries = self.documents.cu_seqlens.to(values.device)
         count, (rank, size) = len(self.documents.lengths), self.shard
-        # Without output_size, the lengths would be read from the device, which synchronizes.
-        numbers = torch.arange(count, device=values.device)
-        document = numbers.repeat_interleave(boundaries.diff(), output_size=self.documents.num_tokens)
+        document = self.documents.document_ids().to(values.device)
         sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
         if self.documents.shared is not None:
             sums = self.documents.shared.map(lambda tensor: tensor.to(sums.device)).sums(sums)

@@ -158,7 +158,20 @@ class Documents:
         last = self.cu_seqlens[1:].long() - 1
         return last if self.shared is None else last[self.shared.whole]
 
+    def document_ids(self) -> Tensor:
+        """Return the index of each token's document, int64 ``[b * s]``, on the device of the boundaries."""
+        numbers = torch.arange(len(self.lengths), device=self.cu_seqlens.device)
+        # Without output_size, the host would wait for the device to read the sum of the lengths.
+        return numbers.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
+
     def positions(self) -> Tensor:
-        """Return each token's position in its document, counted from the start of the prefix, int64 ``[b * s]``."""
-        spans = zip(self.before, self.lengths, strict=True)
-        return torch.cat([torch.arange(before, before + length) for before, length in spans])
+        """Return each token's position in its document, counted from the start of the prefix, int64 ``[b * s]``.
+
+        They are computed on the device of the boundaries.
+        """
+        first = -self.cu_seqlens[:-1].long()  # position of the token at index 0, if it belonged to the document
+        if self.shared is not None:
+            whole, prefix = self.shared.whole, self.shared.prefix
+            before = torch.where(prefix < 0, 0, self.cu_seqlens.diff()[prefix].long())
+            first = first.index_add(0, whole, before)
+        return torch.arange(self.num_tokens, device=first.device) + first[self.document_ids()]

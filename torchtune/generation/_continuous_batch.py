@@ -220,7 +220,8 @@ class Batch:
         samples = [request.num_samples for request in newcomers]
         if max(samples) > 1:
             source = torch.arange(len(rows), device=self._device)
-            source = source.repeat_interleave(torch.tensor(samples, device=self._device))
+            counts = torch.tensor(samples, device=self._device)
+            source = source.repeat_interleave(counts, output_size=sum(samples))
             logits = logits[source]
             self._copy_rows(source + count, torch.arange(len(source), device=self._device) + count)
             rows = [
@@ -282,8 +283,7 @@ class Batch:
         """Return logits ``[m, v]`` after the columns before ``end`` of all rows from ``row`` on, packed in one row."""
         documents = Documents.from_lengths(lengths, self._device)
         positions = documents.positions()
-        index = torch.arange(row, len(self._rows), device=self._device)
-        rows = index.repeat_interleave(torch.tensor(lengths, device=self._device))
+        rows = row + documents.document_ids()
         columns = self._starts[rows] + positions
         place = Place(row, end, end, rows, columns)
         last = documents.cu_seqlens[1:].long() - 1

@@ -210,3 +210,16 @@ def test_only_cuda_takes_pinned_memory():
     moved = batch.to("cuda", non_blocking=True)
     assert torch.equal(moved.tokens.cpu(), batch.tokens)
     assert batch.pin_memory().tokens.is_pinned()
+
+
+@pytest.mark.parametrize("prefixes", [(), (-1, 0, 0, -1)])
+def test_documents_compute_on_the_device_of_their_boundaries(prefixes):
+    """The meta device stands for one that is not the CPU: it has no values to wait for."""
+    lengths = [3, 2, 1, 4]
+    documents = Documents.from_lengths(lengths, prefixes=prefixes)
+    assert documents.document_ids().tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
+    assert documents.positions().tolist() == ([0, 1, 2, 3, 4, 3] if prefixes else [0, 1, 2, 0, 1, 0]) + [0, 1, 2, 3]
+    elsewhere = documents.to("meta")
+    for found in (elsewhere.document_ids(), elsewhere.positions(), elsewhere.ends()):
+        assert found.device.type == "meta"
+    assert elsewhere.positions().shape == (10,)

@@ -189,7 +189,7 @@ class GRPOLoss(TokenLoss):
             tokens(scores),
             tokens(batch["old"]),
             tokens(batch.per_token["advantages"]),
-            _sequence_of_token(batch)[labelled],
+            batch.documents.document_ids()[labelled],
             tokens(reference),
             tokens(sampled),
             {name: tokens(batch.per_token[name]) for name in ("rl", "ce", "ref_kl") if name in batch.per_token},
@@ -202,13 +202,6 @@ class GRPOLoss(TokenLoss):
             terms = number if self.normalize == "tokens" else (batch.per_document["label_counts"] > 0).sum()
             total = self.balance.add_to(total, terms)
         return total, {f"policy/{name}": (value.float().sum(), number) for name, value in figures.items()}
-
-
-def _sequence_of_token(batch: Batch) -> Tensor:
-    """Return the document index of every position, int64 ``[b * s]``."""
-    boundaries = batch.documents.cu_seqlens.to(batch.tokens.device)
-    numbers = torch.arange(len(batch.documents.lengths), device=batch.tokens.device)
-    return numbers.repeat_interleave(boundaries.diff(), output_size=batch.documents.num_tokens)
 
 
 class DAPOLoss(GRPOLoss):
