@@ -132,9 +132,10 @@ class ParallelDims:
         dims = cls(**sizes, world_size=world_size)
         if is_distributed():
             if not dist.is_initialized():
-                backend = get_distributed_backend(device.type, offload_ops_to_cpu=True)
-                own = {"device_id": device} if device.type == "cuda" else {}
-                join_process_group(backend, **own)
+                # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
+                # gloo's halves of split groups share a listener, and with connections made at the first message
+                # (see join_process_group) wait for ever for each other's.
+                join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
             dims._make_mesh(device.type)
         return dims
 
