@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from tests.devices import DEVICE
 from tests.tiny import CHATS, read_lines, write_checkpoint, write_conversations, write_pairs
 from tools.recipe_table import recipes_in
 from torchtune._recipe_registry import current_name, promises
@@ -92,7 +93,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
             "output_fmt": "jsonl",
             "filename": "log.jsonl",
         },
-        "device": "cpu",
+        "device": DEVICE,
         "dtype": "fp32",
         "log_level": "ERROR",
     }
@@ -231,7 +232,7 @@ def set_up(
 def set_up_on(checkpoint: Path, name: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
     """A recipe that does not train, after its ``setup``, and its settings."""
     source = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(checkpoint)}
-    cfg = {"checkpointer": source, "device": "cpu", "dtype": "fp32", "log_level": "ERROR", **settings}
+    cfg = {"checkpointer": source, "device": DEVICE, "dtype": "fp32", "log_level": "ERROR", **settings}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(cfg))
     return set_up(name, folder, path)
