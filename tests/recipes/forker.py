@@ -4,12 +4,14 @@ Each starts at once. A job is ``{"environment": {...}, "output": file, "ranks": 
 ``"recipe": path, "argv": [...]`` or ``"module": name, "folder": path``, whose ``main(folder)`` is called; the answers
 are the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those that
 torchrun starts do; of a module's ranks, the first that fails ends the others. The parent runs no tensor operation, so
-that a fork is safe.
+that a fork is safe, unless the tests run on CUDA: torchao asks about the device when it is imported, and a fork of a
+process that has used CUDA cannot. The children are then new processes.
 """
 
 import contextlib
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -21,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.devices import DEVICE
+
 MODULES = (
     "datasets omegaconf torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent.server "
     "torch.distributed.fsdp torchtune._recipe_registry"
@@ -31,6 +35,9 @@ ROOMS = (
     "config data datasets generation models modules modules.loss modules.peft modules.transforms reports rlhf "
     "rlhf.loss tokenizers training utils"
 )
+
+# The program of a child that is no fork; its argument is the job.
+NEW = "import json, sys; from tests.recipes.forker import child; child(json.loads(sys.argv[1]))"
 
 _held: list[socket.socket] = []
 
@@ -48,9 +55,24 @@ def fork() -> int:
     return pid
 
 
+def start(job: dict[str, Any], environment: dict[str, str]) -> int:
+    """Start a child that does a job in an environment; return its pid."""
+    if DEVICE != "cpu":
+        here = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+        return os.posix_spawn(
+            sys.executable, [sys.executable, "-c", NEW, json.dumps(job)], os.environ | here | environment
+        )
+    pid = fork()
+    if pid == 0:
+        os.environ.update(environment)
+        child(job)
+    return pid
+
+
 def run(job: dict[str, Any]) -> None:
     """Become ``python recipe argv``, or call ``main`` of a module."""
     os.environ.update(job["environment"])
+    os.chdir(job.get("cwd", "."))
     if "module" in job:
         signal.alarm(PATIENCE)
         importlib.import_module(job["module"]).main(Path(job["folder"]))
@@ -132,13 +154,6 @@ def serve(jobs: Connection) -> None:
             return
         if "module" in job:
             importlib.import_module(job["module"])  # here, once
-        pids = []
-        for environment in environments(job["ranks"]):
-            pid = fork()
-            if pid == 0:
-                os.environ.update(environment)
-                os.chdir(job.get("cwd", "."))
-                child(job)
-            pids.append(pid)
+        pids = [start(job, environment) for environment in environments(job["ranks"])]
         jobs.send(pids)
         jobs.send(wait(pids, together="module" in job))

@@ -277,11 +277,12 @@ class Saver:
 
 
 def _copy(rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:
-    """Copy the slices to host memory."""
+    """Copy the slices to host memory, from CUDA on a stream of its own."""
+    if stream is None:  # CUDA is not asked for anything: it may not have been used, or not be usable in a fork
+        return [[replace(item, slices=_on_host(item.slices)) for item in items] for items in rounds]
     with torch.cuda.stream(stream):
         copied = [[replace(item, slices=_on_host(item.slices)) for item in items] for items in rounds]
-    if stream is not None:
-        stream.synchronize()
+    stream.synchronize()
     return copied
 
 

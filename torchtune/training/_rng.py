@@ -10,7 +10,7 @@ _ACCELERATORS = ("cuda", "xpu", "npu", "mps")
 
 
 class RNGState:
-    """State of the global generators of Python, NumPy, torch and the current accelerator.
+    """State of the global generators of Python, NumPy, torch and the accelerator that this process uses.
 
     The object itself is stateless: ``state_dict`` reads the generators, ``load_state_dict`` sets them. Values are
     tensors, numbers or ``None``, which every checkpoint format supports.
@@ -37,12 +37,12 @@ class RNGState:
             "torch": torch.get_rng_state(),
         }
         for kind in _ACCELERATORS:
-            if _is_available(kind):
+            if _is_used(kind):
                 state[kind] = getattr(torch, kind).get_rng_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the generators; states of accelerators that this machine lacks are ignored."""
+        """Set the generators; states of accelerators that are not used are ignored."""
         version, *internal = state_dict["python"].tolist()
         random.setstate((version, tuple(internal), state_dict["python_gauss"]))
         *keys, position, has_gauss = state_dict["numpy"].tolist()
@@ -51,7 +51,7 @@ class RNGState:
         )
         torch.set_rng_state(state_dict["torch"].cpu())
         for kind in _ACCELERATORS:
-            if kind in state_dict and _is_available(kind):
+            if kind in state_dict and _is_used(kind):
                 getattr(torch, kind).set_rng_state(state_dict[kind].cpu())
 
     def derive(self, rank: int) -> None:
@@ -62,8 +62,12 @@ class RNGState:
         torch.manual_seed(random.getrandbits(62))
 
 
-def _is_available(kind: str) -> bool:
+def _is_used(kind: str) -> bool:
+    """Return whether this process has used an accelerator: to ask one for its state would make it start up.
+
+    A run on the CPU need not hold memory of a GPU, and a process forked from one that has used CUDA cannot.
+    """
     if kind == "mps":
         return torch.backends.mps.is_available()
     namespace = getattr(torch, kind, None)
-    return namespace is not None and namespace.is_available()
+    return namespace is not None and namespace.is_initialized()

@@ -41,10 +41,19 @@ def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folde
             dist.destroy_process_group()
 
 
+def _context() -> Any:
+    """How the processes start: as forks, unless this process has used CUDA, which its forks could not."""
+    if not torch.cuda.is_initialized():
+        return torch.multiprocessing.get_context("fork")
+    import multiprocess  # it passes on functions of functions, as a fork does
+
+    return multiprocess.get_context("spawn")
+
+
 def run(size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
     """Run the cases one after another in ``size`` processes; the first failure fails all."""
     (folder / f"store_{size}").unlink(missing_ok=True)  # of a run before, in the same folder
-    context = torch.multiprocessing.get_context("fork")
+    context = _context()
     store = f"store_{uuid.uuid4().hex}"  # one that was used before says where processes of that time could be reached
     processes = [context.Process(target=_process, args=(rank, size, cases, folder, store)) for rank in range(size)]
     for process in processes:
