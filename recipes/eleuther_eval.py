@@ -55,7 +55,7 @@ class Settings:
     # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
     # Dtype of weights and activations; null: the best one that the device computes fast.
-    dtype: Literal["bf16", "fp32"] | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
     # Log level of the terminal.

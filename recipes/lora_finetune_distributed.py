@@ -61,7 +61,7 @@ class Settings:
     # Device to run on: cuda, cpu, mps …; null: the best one.
     device: str | None = None
     # Dtype of weights and activations; null: the best one that the device computes fast.
-    dtype: Literal["bf16", "fp32"] | None = None
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     # Seed of all random numbers; null draws a seed and writes it to the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
     # Logger of the metrics.
@@ -208,8 +208,15 @@ class LoRAFinetuneRecipeDistributed:
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
         self.step_metrics = training.StepMetrics()
+        self.scaler = training.LossScaler(self.optimizer, self.dtype)
         self.guard = training.StepGuard(
-            self.step_metrics, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+            self.step_metrics,
+            self.loader,
+            self.dims,
+            cfg.output_dir,
+            cfg.max_skipped_steps,
+            cfg.loss_spike_threshold,
+            self.scaler,
         )
         self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         if self.resume_point is not None:
@@ -296,10 +303,12 @@ class LoRAFinetuneRecipeDistributed:
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)
                         accepted = self.guard.accepts(self.global_step + 1, metrics)
                         self.optimizer.skip_step = not accepted
-                    loss.backward()
+                    self.scaler.scale(loss).backward()
                 run_pre_optimizer_hooks(self.model)
                 if not cfg.optimizer_in_bwd:
-                    grad_norm = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    grad_norm = training.clip_grad_norm_(
+                        self.model.parameters(), cfg.clip_grad_norm, self.scaler.factor
+                    )
                     metrics = control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
                     accepted = self.guard.accepts(self.global_step + 1, metrics)
                 if accepted:

@@ -44,8 +44,8 @@ def packing_changes_nothing(name: str, folder: Path) -> None:
     split_changes_nothing(name, folder, padded, {"batch_size": 24}, {"batch_size": 100, "dataset__packed": True})
 
 
-def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> None:
-    """Stopped after any save and resumed, the rest of the run is the same, bit for bit."""
+def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> Run:
+    """Stopped after any save and resumed, the rest of the run is the same, bit for bit; returns the whole run."""
     settings = {"save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 20}
     settings |= {"epochs": 2, "gradient_accumulation_steps": 2, **run}
     if name in ADAPTERS:
@@ -55,3 +55,4 @@ def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> None:
     assert len(whole.losses) == 12, "two epochs have twelve steps"
     for step in (2, 6, 11):  # inside an epoch, at its end, one before the last step
         resume(name, folder, whole, step, **settings)
+    return whole

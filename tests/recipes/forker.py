@@ -4,7 +4,7 @@ Each starts at once. A job is ``{"environment": {...}, "output": file, "ranks": 
 ``"recipe": path, "argv": [...]`` or ``"module": name, "folder": path``, whose ``main(folder)`` is called; the answers
 are the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those that
 torchrun starts do; of a module's ranks, the first that fails ends the others. The parent runs no tensor operation, so
-that a fork is safe, unless the tests run on CUDA: torchao asks about the device when it is imported, and a fork of a
+that a fork is safe, unless there is CUDA: torchao asks about the device when it is imported, and a fork of a
 process that has used CUDA cannot. The children are then new processes.
 """
 
@@ -22,8 +22,6 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from tests.devices import DEVICE
 
 MODULES = (
     "datasets omegaconf torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent.server "
@@ -57,7 +55,9 @@ def fork() -> int:
 
 def start(job: dict[str, Any], environment: dict[str, str]) -> int:
     """Start a child that does a job in an environment; return its pid."""
-    if DEVICE != "cpu":
+    import torch
+
+    if torch.cuda.is_available():
         here = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
         return os.posix_spawn(
             sys.executable, [sys.executable, "-c", NEW, json.dumps(job)], os.environ | here | environment

@@ -105,11 +105,15 @@ class Forker:
 
     def run_on_two(self, name: str, folder: Path, *, recipe: Path | None = None, **settings: Any) -> Run:
         """Run a recipe, or a changed one, on two ranks, neither of which may fail."""
-        output_dir = Path(settings.pop("output_dir", folder / f"two_{len(list(folder.glob('two_*')))}"))
+        return self.run_on(2, name, folder, recipe=recipe, **settings)
+
+    def run_on(self, ranks: int, name: str, folder: Path, *, recipe: Path | None = None, **settings: Any) -> Run:
+        """Run a recipe, or a changed one, on several ranks, none of which may fail."""
+        output_dir = Path(settings.pop("output_dir", folder / f"ranks_{len(list(folder.glob('ranks_*')))}"))
         config = write_config(name, folder, output_dir, **settings)
-        self.start(recipe or name, config, ranks=2)
+        self.start(recipe or name, config, ranks=ranks)
         codes, text = self.wait(), config.with_suffix(".out").read_text()
-        assert codes == [0, 0], text[-4000:]
+        assert codes == [0] * ranks, text[-4000:]
         return Run(None, output_dir, text)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from tests.recipes import checks
 from tests.recipes.checks import GRADIENT
 from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, read_log, set_up, start
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.training import LossScaler
 
 
 @pytest.fixture(scope="module", params=TRAINING)
@@ -86,6 +87,24 @@ def test_resume_equals_uninterrupted(name, tmp_path):
 )
 def test_resume_in_every_precision(name, tmp_path, precision):
     checks.resume_equals_uninterrupted(name, tmp_path, dtype="bf16", optimizer_precision=precision)
+
+
+def test_resume_in_float16(name, tmp_path, monkeypatch):
+    """The first steps overflow, and the scale of the loss goes on where it was."""
+    monkeypatch.setattr(LossScaler, "START", 2.0**19)
+    monkeypatch.setattr(LossScaler, "STEPS_TO_DOUBLE", 2)
+    run = checks.resume_equals_uninterrupted(name, tmp_path, dtype="fp16")
+    assert 0 < run.recipe.guard.num_skipped < 10
+    assert 1.0 < run.recipe.scaler.factor < 2.0**19
+    assert run.losses[12] < run.losses[1] - 0.3
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo", "ppo", "knowledge_distillation"])
+def test_every_method_trains_in_float16(method, tmp_path):
+    run = start(method, tmp_path, dtype="fp16", max_steps_per_epoch=2)
+    assert all(parameter.dtype == torch.float16 for parameter in run.recipe.model.parameters())
+    assert run.recipe.scaler.factor * 2**run.recipe.guard.num_skipped == LossScaler.START
+    assert all(math.isfinite(value) for value in [*run.losses.values(), *run.figure("grad_norm")][1:])
 
 
 def test_resume_with_optimizer_in_backward(name, tmp_path):

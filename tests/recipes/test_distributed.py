@@ -5,6 +5,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 
 from tests.recipes.killing import said as said_by
 from tests.recipes.killing import wait_for
@@ -43,6 +44,27 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind, fork
     settings |= {"resume_from_checkpoint": True, "tensor_parallel_dim": 2, "batch_size": 4}
     forker.run_on_two(f"{kind}_finetune_distributed", tmp_path, **settings, output_dir=run.output_dir)
     close({step: loss for step, loss in run.losses.items() if step > 2}, alone, {3, 4, 5, 6})
+
+
+def test_two_processes_train_in_float16_as_one(forker, tmp_path):
+    """Both see the overflows of all gradients, and have the same scale of the loss."""
+    loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "inf": [3]}
+    settings = {**SETTINGS, "dtype": "fp16"}
+    run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, batch_size=2, loss=loss)
+    alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=4, loss={**loss, "rank": 0})
+    assert run.losses == pytest.approx(alone.losses, rel=2e-3)
+    for each in (run, alone):
+        (record,) = each.lines("skipped_steps.jsonl")
+        assert (record["step"], "overflows fp16; the loss scale is 32768" in record["reason"]) == (3, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_shards_in_host_memory_train_as_those_on_the_device(forker, tmp_path):
+    """Copies of shards in pairs: the norm of gradients in host memory is reduced by groups of both dimensions."""
+    alone = start("full_finetune_single_device", tmp_path, clip_grad_norm=1.0, batch_size=4, device="cpu").losses
+    settings = {**SETTINGS, "batch_size": 1, "data_parallel_replicate_dim": 2, "fsdp_cpu_offload": True}
+    close(forker.run_on(4, "full_finetune_distributed", tmp_path, **settings, device="cuda").losses, alone, set(alone))
 
 
 def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker, tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 from torchtune.data import BatchLoader
 from torchtune.supervision._step_metrics import StepMetrics
+from torchtune.training import LossScaler
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import UserError, append_line, get_logger, valid_json
 
@@ -41,6 +42,8 @@ class StepGuard:
         max_skipped_steps: number of consecutive skipped steps that ends the run.
         spike_threshold: standard deviations above the mean loss of the last 128 steps (at least 32) from which a loss
             is a spike; None disables it.
+        scaler: scale of the loss of a float16 model. Steps that only need a smaller scale are skipped without counting
+            toward ``max_skipped_steps``.
 
     Attributes:
         num_skipped: number of skipped steps.
@@ -57,10 +60,11 @@ class StepGuard:
         output_dir: str | Path,
         max_skipped_steps: int,
         spike_threshold: float | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         self._step_metrics, self._loader, self._dims = step_metrics, loader, dims
         self._path = Path(output_dir) / "skipped_steps.jsonl"
-        self._max, self._threshold = max_skipped_steps, spike_threshold
+        self._max, self._threshold, self._scaler = max_skipped_steps, spike_threshold, scaler
         self._window: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.num_skipped = 0
@@ -75,12 +79,20 @@ class StepGuard:
         Raises:
             SkippedStepsError: ``max_skipped_steps`` consecutive steps were skipped.
         """
-        reason = self._skip_reason(metrics["loss"], metrics.get("grad_norm"))
+        loss, grad_norm = metrics["loss"], metrics.get("grad_norm")
+        has_overflowed = math.isfinite(loss) and grad_norm is not None and not math.isfinite(float(grad_norm))
+        reason = self._skip_reason(loss, grad_norm)
+        needs_smaller_scale = has_overflowed and self._scaler is not None and self._scaler.can_shrink
+        if self._scaler is not None and math.isfinite(loss):
+            self._scaler.update(has_overflowed=has_overflowed)
         if reason is None:
             self._in_a_row = 0
-            self._window.append(metrics["loss"])
+            self._window.append(loss)
             return True
-        self._in_a_row += 1
+        if needs_smaller_scale:
+            reason = f"its gradient overflows fp16; the loss scale is {self._scaler.factor:g} from now on"
+        else:
+            self._in_a_row += 1
         self.num_skipped += 1
         self._record(step, reason, metrics)
         if self._in_a_row >= self._max:
@@ -136,9 +148,13 @@ class StepGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of skipped steps, and the losses in the mean."""
-        return {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row, "losses": list(self._window)}
+        state = {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row, "losses": list(self._window)}
+        scale = {} if self._scaler is None else self._scaler.state_dict()
+        return {**state, "loss_scale": scale} if scale else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
         self.num_skipped, self._in_a_row = int(state["num_skipped"]), int(state["in_a_row"])
         self._window = deque(state["losses"], maxlen=_WINDOW)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state.get("loss_scale", {}))

@@ -87,6 +87,7 @@ __getattr__, __dir__, __all__ = attach(
         "RunReport": "torchtune.reports",
         **dict.fromkeys(_ESTIMATE, "torchtune.estimate"),
         "GroupedOptimizer": "optim._grouped_optimizer",
+        "LossScaler": "_grad_scaler",
         "MuonWithAdamW": "optim._grouped_optimizer",
         "NoOpManager": "_activation_offloading",
         "OffloadActivations": "_activation_offloading",

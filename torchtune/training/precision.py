@@ -78,9 +78,14 @@ def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def best_dtype(device: torch.device, stored: torch.dtype | None = None) -> str:
-    """Return the name of ``stored`` (default: bfloat16), or of float32 if the device only emulates it."""
+    """Return the name of ``stored`` (default: bfloat16) or, if the device only emulates it, of another dtype.
+
+    It is float16 on CUDA (T4, V100) and float32 elsewhere.
+    """
     best = torch.bfloat16 if stored is None else stored
-    return DTYPE_NAMES[best if has_fast_matmul(best, device) else torch.float32]
+    if not has_fast_matmul(best, device):
+        best = torch.float16 if device.type == "cuda" else torch.float32
+    return DTYPE_NAMES[best]
 
 
 def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | None = None) -> tuple[str, torch.dtype]:
@@ -88,7 +93,7 @@ def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | 
 
     Args:
         dtype: name from the settings; a warning is logged if the device only emulates it. None means the best dtype of
-            the device: ``stored``, or float32 if the device only emulates ``stored``.
+            the device, see :func:`best_dtype`.
         device: device of the model.
         stored: dtype of the checkpoint's weights; bfloat16 by default.
 
@@ -110,7 +115,8 @@ def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | 
 def emulation_warning(dtype: str, device: torch.device) -> str:
     """Return the warning about a dtype that the device only emulates."""
     name = "CPU" if device.type == "cpu" else f"{device.type} device"
-    return f"dtype: this {name} only emulates {dtype}, several times slower than fp32: set dtype=fp32."
+    best = best_dtype(device)
+    return f"dtype: this {name} only emulates {dtype}, several times slower than {best}: set dtype={best}."
 
 
 @contextmanager

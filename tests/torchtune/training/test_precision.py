@@ -47,6 +47,19 @@ def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
     assert "emulates" not in best
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_dtype_that_a_gpu_computes_fast(has_bf16, monkeypatch):
+    """GPUs before compute capability 8.0 only emulate bf16, and have units for fp16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
+    gpu, fast = torch.device("cuda"), ("bf16", torch.bfloat16) if has_bf16 else ("fp16", torch.float16)
+    assert training.choose_dtype(None, gpu) == training.choose_dtype(None, gpu, torch.bfloat16) == fast
+    assert training.choose_dtype(None, gpu, torch.float32) == ("fp32", torch.float32)
+    assert ("set dtype=fp16" in precision.emulation_warning("bf16", gpu)) == (not has_bf16)
+
+
 def test_the_dtype_that_a_checkpoint_names(tmp_path):
     assert stored_dtype(None) is None
     assert stored_dtype(tmp_path) is None

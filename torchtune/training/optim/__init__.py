@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
     between_rooms={
         "GroupedOptimizer": "_grouped_optimizer",
         "HALF": "_low_precision_optimizer",
+        "LowPrecisionOptimizer": "_low_precision_optimizer",
         "OptimizerStateError": "_low_precision_optimizer",
         "check_state_format": "_low_precision_optimizer",
         "prepare_optimizer": "_prepare_optimizer",

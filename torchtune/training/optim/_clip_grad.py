@@ -30,7 +30,9 @@ def _full_norm(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float | None, loss_scale: float = 1.0
+) -> torch.Tensor:
     """Scale gradients in place so that their norm over all parameters and ranks is at most ``max_norm``.
 
     The norm is computed in float32 or wider. Gradients may be sharded over different mesh dimensions; replicas count
@@ -39,9 +41,11 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None) 
     Args:
         parameters: parameters; parameters without a gradient are skipped.
         max_norm: maximum norm; None only computes the norm.
+        loss_scale: factor of all gradients, see :class:`~torchtune.training.LossScaler`. It is taken out of the norm
+            and of gradients that are not float16; those of float16 keep it, because small ones would round to zero.
 
     Returns:
-        Scalar tensor: the norm before clipping.
+        Scalar tensor: the norm before clipping, without the loss scale.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -56,9 +60,12 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None) 
         sharding = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
         kinds.setdefault((sharding, grad.device, grad.dtype), []).append(grad)
     norm = _norm_over([_full_norm(alike) for alike in kinds.values()] or [torch.zeros(())])
-    if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for device, dtype in {(grad.device, grad.dtype): None for grad in grads}:
-            own = [own_part(grad) for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
-            torch._foreach_mul_(own, scale.to(device))
+    norm = norm if loss_scale == 1.0 else norm / loss_scale
+    if max_norm is None and loss_scale == 1.0:
+        return norm
+    clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for device, dtype in {(grad.device, grad.dtype): None for grad in grads}:
+        own = [own_part(grad) for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
+        factor = clip if dtype == torch.float16 or loss_scale == 1.0 else clip / loss_scale
+        torch._foreach_mul_(own, factor.to(device))
     return norm

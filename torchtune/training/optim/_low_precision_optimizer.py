@@ -61,6 +61,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     Attributes:
         precision: ``stochastic_rounding`` or ``fp32_master``.
+        loss_scale: factor of float16 gradients, which are divided by it in float32.
         state_format: ``8bit``, ``4bit`` or ``fp8`` if states of large parameters are low-bit; otherwise None.
 
     Args:
@@ -83,6 +84,7 @@ class LowPrecisionOptimizer(Optimizer):
         self._elementwise = type(optimizer) in _ELEMENTWISE
         self._seed, self._num_steps = seed, 0
         self.precision, self.state_format = precision, low_bit and low_bit.name
+        self.loss_scale = 1.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
             self._load_parameter(parameter, state, fused=False)
@@ -158,7 +160,10 @@ class LowPrecisionOptimizer(Optimizer):
                     state[key] = self._stand_in(parameter, stored[key], weight)
                 else:
                     state[key] = item.clone() if isinstance(item, torch.Tensor) else item
-            value, grad = self._stand_in(parameter, master, weight), self._stand_in(parameter, grad, weight)
+            value, has_scale = self._stand_in(parameter, master, weight), grad.dtype == torch.float16
+            grad = self._stand_in(parameter, grad, weight)
+            if has_scale and self.loss_scale != 1.0:
+                grad = grad / self.loss_scale
             result, state = self._run(dict(settings), value, grad, state)
             self._store(parameter, master, value, generator)
             if masters is not weights:

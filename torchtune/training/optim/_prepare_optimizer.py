@@ -17,7 +17,7 @@ from torchtune.training.optim._low_precision_optimizer import (
     needs_full_matrices,
 )
 from torchtune.training.parallel._ranks import broadcast_object
-from torchtune.utils import UserError
+from torchtune.utils import UserError, get_logger, log_rank_zero
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
 
@@ -42,7 +42,8 @@ def prepare_optimizer(
     - ``stochastic_rounding``: steps are computed in float32, a bounded number of elements at a time; weights and states
       are rounded stochastically to bfloat16, so that the mean is exact. The memory is the same as in plain bfloat16
       training (6 bytes per parameter with Adam, including the weight).
-    - ``fp32_master``: float32 weights and states next to the bfloat16 weights (14 bytes per parameter).
+    - ``fp32_master``: float32 weights and states next to the bfloat16 weights (14 bytes per parameter). float16
+      weights always have them.
     - ``param_dtype``: plain torch.
 
     An optimizer of only float32 weights is returned unchanged, except for torchao's low-bit optimizers (``AdamW8bit``
@@ -99,13 +100,14 @@ def prepare_optimizer(
     else:
         optimizer.register_load_state_dict_post_hook(adopt_masters)  # states saved with bf16 weights have masters
         return optimizer
+    if precision == "stochastic_rounding" and torch.float16 in dtypes:
+        precision = "fp32_master"  # the rounding is bfloat16's, and squares of gradients are below float16's range
+        log_rank_zero(get_logger(), "optimizer_precision: fp16 weights have float32 masters and states (fp32_master).")
     names = {parameter: name for name, parameter in model.named_parameters()}
     unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
     if unknown:
         raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
     seed = _shared_seed() if seed is None else seed
-    if precision == "stochastic_rounding" and torch.float16 in dtypes:
-        raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
     return LowPrecisionOptimizer(optimizer, names, precision, seed, low_bit)
 
 

@@ -1,0 +1,121 @@
+"""The loss of a float16 model is scaled, and what that changes is taken out again."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune import training
+from torchtune.supervision import StepGuard
+from torchtune.training import LossScaler
+from torchtune.utils import UserError
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+def make_model(dtype: torch.dtype = torch.float16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.LayerNorm(8, dtype=torch.float32))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, grad: float) -> torch.Tensor:
+    """A step with the same gradient for every element; returns the clipped norm."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, grad * scaler.factor)
+    norm = training.clip_grad_norm_(model.parameters(), 1.0, scaler.factor)
+    optimizer.step()
+    return norm
+
+
+def test_gradients_too_small_for_float16_arrive():
+    """1e-8 is zero in float16; scaled by 65,536 it is not, and the norm and the update are those without a scale."""
+    model = make_model()
+    for parameter in model[0].parameters():
+        nn.init.zeros_(parameter)
+    optimizer = training.setup_optimizer(SGD, model)
+    wide = copy.deepcopy(model).float()
+    scaler = LossScaler(optimizer, torch.float16)
+    assert scaler.factor == 65536.0
+    norm = step(model, optimizer, scaler, 1e-8)
+    expected = step(wide, training.setup_optimizer(SGD, wide), LossScaler(optimizer, torch.float32), 1e-8)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-3)
+    for parameter in model[0].parameters():
+        assert optimizer.state[parameter]["master"].mean().item() == pytest.approx(-0.5e-8, rel=1e-2)
+    for found, other in zip(model[1].parameters(), wide[1].parameters(), strict=True):
+        torch.testing.assert_close(found, other)
+
+
+def test_the_norm_is_clipped_in_every_dtype():
+    model = make_model()
+    optimizer = training.setup_optimizer(SGD, model)
+    scaler = LossScaler(optimizer, torch.float16)
+    scaler.load_state_dict({"factor": 1024.0, "good_steps": 0})
+    norm = step(model, optimizer, scaler, 2.0)
+    assert norm.item() == pytest.approx(2.0 * (8 * 8 + 3 * 8) ** 0.5, rel=1e-3)
+    for parameter in model.parameters():
+        scale = 1024.0 if parameter.dtype == torch.float16 else 1.0
+        assert parameter.grad.float().mean().item() == pytest.approx(scale * 2.0 / norm.item(), rel=1e-3)
+
+
+def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
+    scaler = LossScaler(training.setup_optimizer(SGD, make_model()), torch.float16)
+    scaler.update(has_overflowed=True)
+    for _ in range(scaler.STEPS_TO_DOUBLE - 1):
+        scaler.update(has_overflowed=False)
+    resumed = LossScaler(training.setup_optimizer(SGD, make_model()), torch.float16)
+    resumed.load_state_dict(scaler.state_dict())
+    for each in (scaler, resumed):
+        assert each.factor == 32768.0
+        each.update(has_overflowed=False)
+        assert each.factor == 65536.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_have_no_scale(dtype):
+    scaler, loss = LossScaler(training.setup_optimizer(SGD, make_model(dtype)), dtype), torch.tensor(2.0)
+    assert scaler.scale(loss) is loss
+    scaler.update(has_overflowed=True)
+    assert (scaler.factor, scaler.state_dict()) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"in_backward": True}, "optimizer_in_bwd: dtype fp16 must see all gradients"),
+        ({"precision": "param_dtype"}, "optimizer_precision: param_dtype would step in fp16"),
+    ],
+)
+def test_optimizers_that_cannot_use_a_scale_are_refused(options, said):
+    optimizer = training.setup_optimizer(SGD, make_model(), **options)
+    with pytest.raises(UserError, match=said):
+        LossScaler(optimizer, torch.float16)
+
+
+class Loader:
+    """Knows no rows."""
+
+    rank, epoch = 0, 0
+
+    def rows(self, _):
+        return []
+
+
+def test_steps_that_need_a_smaller_scale_do_not_end_the_run(tmp_path, caplog):
+    """Sixteen overflows bring the scale to 1; those after them count, and so does a loss that is not finite."""
+    scaler = LossScaler(training.setup_optimizer(SGD, make_model()), torch.float16)
+    guard = StepGuard(training.StepMetrics(), Loader(), training.ParallelDims(), tmp_path, 2, scaler=scaler)
+    overflow = {"loss": 1.0, "grad_norm": float("inf")}
+    for number in range(16):
+        assert not guard.accepts(number, overflow)
+    assert (scaler.factor, guard.num_skipped) == (1.0, 16)
+    assert (
+        "its gradient overflows fp16; the loss scale is 32768 from now on"
+        in (tmp_path / "skipped_steps.jsonl").read_text()
+    )
+    assert not guard.accepts(16, overflow)
+    assert guard.accepts(17, {"loss": 1.0, "grad_norm": 1.0})
+    assert not guard.accepts(18, {"loss": float("nan"), "grad_norm": 1.0})
+    with pytest.raises(training.SkippedStepsError, match="2 steps in a row"):
+        guard.accepts(19, overflow)
