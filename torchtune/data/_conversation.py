@@ -41,7 +41,7 @@ def read_conversation(
     turns: Sequence[MessageLike],
     *,
     new_system_prompt: str | None = None,
-    masking_strategy: MaskingStrategy | str = "train_on_assistant",
+    masking_strategy: MaskingStrategy | str | None = None,
     columns: Collection[str] = (),
 ) -> Conversation:
     """Return the conversation of a row.
@@ -53,7 +53,7 @@ def read_conversation(
             read.
         turns: turns that were found in the row, in any format that :func:`torchtune.data.as_messages` reads.
         new_system_prompt: replaces the system prompt of the row and of the turns.
-        masking_strategy: see :func:`torchtune.data.mask_messages`.
+        masking_strategy: see :func:`torchtune.data.mask_messages`; None for conversations that are not trained on.
         columns: columns of the turns, which hold no system prompt even if they have the name of such a column.
 
     Raises:
@@ -73,7 +73,8 @@ def read_conversation(
         system = _missing_system_prompt(row, messages, columns)
     if system is not None:
         messages = [Message(role="system", content=system), *messages]
-    mask_messages(messages, masking_strategy)
+    if masking_strategy is not None:
+        mask_messages(messages, masking_strategy)
     return Conversation(messages, tools_of_row(row, columns))
 
 

@@ -10,6 +10,7 @@ from torchtune.data._common import DataError, Transform
 from torchtune.data._conversation import check_same_prompt, read_conversation, tools_entry, unfold_prompt
 from torchtune.data._images import images_of_columns, is_url, with_images
 from torchtune.data._messages import MaskingStrategy, Message, as_messages, parse_masking_strategy, role_of
+from torchtune.data._tool_calls import parse_json_column
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
@@ -310,7 +311,13 @@ def answer_turns(sample: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def check_turns(value: Any, name: str) -> Sequence[Any]:
-    """Return the turns of a column; raise :class:`DataError` unless they are a list of at least one turn."""
+    """Return the turns of a column, which may be JSON text, as in tables.
+
+    Raises:
+        DataError: they are not a list of at least one turn.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json_column(value, f"the turns in column '{name}'")
     if not isinstance(value, list | tuple):
         kind = "nothing" if value is None else type(value).__name__
         raise DataError(f"column '{name}' holds {kind}, not a list of turns")

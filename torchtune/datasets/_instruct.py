@@ -93,7 +93,7 @@ def alpaca_dataset(
     transform = AlpacaToMessages(
         train_on_input=train_on_input, column_map=column_map, masking_strategy=masking_strategy
     )
-    if source in _PUBLISHED_ALPACA and load_dataset_kwargs.get("data_files") is None:
+    if isinstance(source, str) and source in _PUBLISHED_ALPACA and load_dataset_kwargs.get("data_files") is None:
         load_dataset_kwargs.setdefault("allow_empty_answers", True)
     return sft_dataset(
         tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs

@@ -374,3 +374,21 @@ def test_prompts_may_be_requests():
 def test_variables_of_the_template_in_a_row_are_refused():
     with pytest.raises(DataError, match="'chat_template_kwargs' is of no effect"):
         openai(QUESTION, ANSWER, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_turns_may_be_json_text_as_in_tables():
+    assert len(OpenAIToMessages()({"messages": json.dumps([QUESTION, ANSWER])})["messages"]) == 2
+    for broken, words in (
+        ("[{", "the turns in column 'messages' are not JSON"),
+        ("Hi.", "holds str, not a list of turns"),
+    ):
+        with pytest.raises(DataError, match=words):
+            OpenAIToMessages()({"messages": broken})
+
+
+def test_results_of_tools_are_texts_or_parts():
+    parts = [{"type": "text", "text": "31", "image": None}, {"type": "text", "text": " C"}]
+    asked = [QUESTION, calling({})]
+    assert openai(*asked, {"role": "tool", "content": parts}, ANSWER)["messages"][2].text_content == "31 C"
+    with pytest.raises(DataError, match="content of a turn of 'tool' must be a text or a list, not dict"):
+        openai(*asked, {"role": "tool", "content": {"degrees": 31}}, ANSWER)

@@ -136,6 +136,8 @@ def test_prompts_have_tools_and_a_system_prompt(with_tools):
         f"{SHOWN}<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nIs it warm?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+    # What is trained on matters to training only.
+    prompt_dataset(with_tools, source=[{"prompt": [{**QUESTION, "train": True}]}])
     assert prompt["row"]["answer"] == '{"arguments": {"town": "Rome"}, "name": "weather"}'
 
 

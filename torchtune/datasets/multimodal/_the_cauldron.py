@@ -47,7 +47,11 @@ class TheCauldronToMessages(Transform):
             messages.append(Message("assistant", pair["assistant"]))
             content = []
         conversation = read_conversation(
-            sample, messages, new_system_prompt=self.new_system_prompt, columns=self.column_map.values()
+            sample,
+            messages,
+            new_system_prompt=self.new_system_prompt,
+            masking_strategy="train_on_assistant",
+            columns=self.column_map.values(),
         )
         return conversation.as_sample()
 
