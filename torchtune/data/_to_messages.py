@@ -10,7 +10,7 @@ from torchtune.data._common import DataError, Transform
 from torchtune.data._conversation import check_same_prompt, read_conversation, tools_entry, unfold_prompt
 from torchtune.data._images import images_of_columns, is_url, with_images
 from torchtune.data._messages import MaskingStrategy, Message, as_messages, parse_masking_strategy, role_of
-from torchtune.data._tool_calls import parse_json_column
+from torchtune.data._tool_calls import parse_json_text
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
@@ -317,7 +317,7 @@ def check_turns(value: Any, name: str) -> Sequence[Any]:
         DataError: they are not a list of at least one turn.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_json_column(value, f"the turns in column '{name}'")
+        value = parse_json_text(value, f"the turns in column '{name}'")
     if not isinstance(value, list | tuple):
         kind = "nothing" if value is None else type(value).__name__
         raise DataError(f"column '{name}' holds {kind}, not a list of turns")

@@ -22,7 +22,7 @@ def read_tools(value: Any) -> list[Any] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        value = parse_json_column(value, "tools") if value.strip() else None
+        value = parse_json_text(value, "tools") if value.strip() else None
     if isinstance(value, Mapping):
         value = [value]
     if value is not None and not isinstance(value, list | tuple):
@@ -32,7 +32,7 @@ def read_tools(value: Any) -> list[Any] | None:
 
 def _read_tool(tool: Any) -> Any:
     if isinstance(tool, str):
-        tool = parse_json_column(tool, "a tool")
+        tool = parse_json_text(tool, "a tool")
     if callable(tool):
         return tool  # chat templates may describe a Python function themselves
     if not isinstance(tool, Mapping):
@@ -59,7 +59,7 @@ def read_tool_calls(value: Any) -> list[dict[str, Any]]:
         DataError: a call has no name, or its arguments are neither a mapping nor the JSON text of one.
     """
     if isinstance(value, str):
-        value = parse_json_column(value, "tool_calls") if value.strip() else []
+        value = parse_json_text(value, "tool_calls") if value.strip() else []
     if not isinstance(value, list | tuple):
         raise DataError(f"tool_calls must be a list of calls, not {type(value).__name__}")
     return [_read_call(call) for call in value]
@@ -67,7 +67,7 @@ def read_tool_calls(value: Any) -> list[dict[str, Any]]:
 
 def _read_call(call: Any) -> dict[str, Any]:
     if isinstance(call, str):
-        call = parse_json_column(call, "a tool call")
+        call = parse_json_text(call, "a tool call")
     if not isinstance(call, Mapping):
         raise DataError(f"a tool call must be a mapping with 'function', not {type(call).__name__}")
     call = {name: value for name, value in call.items() if value is not None}
@@ -85,12 +85,10 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _read_arguments(name: str, arguments: Any) -> dict[str, Any]:
-    if isinstance(arguments, str):
-        arguments = (
-            parse_json_column(arguments, f"the arguments of the call of '{name}'") if arguments.strip() else None
-        )
-    if arguments is None:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
+    if isinstance(arguments, str):
+        arguments = parse_json_text(arguments, f"the arguments of the call of '{name}'")
     if not isinstance(arguments, Mapping):
         raise DataError(
             f"the arguments of the call of '{name}' must be a mapping, or the JSON text of one, not "
@@ -101,7 +99,7 @@ def _read_arguments(name: str, arguments: Any) -> dict[str, Any]:
 
 def call_of_text(text: Any) -> list[dict[str, Any]]:
     """Return the tool calls of a turn whose content is the JSON of a call, or of a list of calls."""
-    calls = parse_json_column(text, "a turn that is a function call") if isinstance(text, str) else text
+    calls = parse_json_text(text, "a turn that is a function call") if isinstance(text, str) else text
     return read_tool_calls(calls if isinstance(calls, Sequence) else [calls])
 
 
@@ -114,8 +112,8 @@ def canonical_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     return json.dumps(plain[0] if len(plain) == 1 else plain, sort_keys=True, ensure_ascii=False)
 
 
-def parse_json_column(text: str, name: str) -> Any:
-    """Parse JSON in a column or a field; raise :class:`DataError` that begins with its ``name``."""
+def parse_json_text(text: str, name: str) -> Any:
+    """Parse JSON text of a column or a field; raise :class:`DataError` that begins with its ``name``."""
     try:
         value = json.loads(text)
         check_surrogates(value)
