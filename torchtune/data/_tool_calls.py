@@ -74,8 +74,9 @@ def _read_call(call: Any) -> dict[str, Any]:
     function = call.get("function")
     if function is None and "name" in call:
         # Only the function: the type and the id are fields of the call around it.
+        identity = {"id": call["id"]} if "id" in call else {}
         function = {name: value for name, value in call.items() if name not in ("type", "id")}
-        call = {"type": "function", **{name: call[name] for name in ("id",) if name in call}}
+        call = {"type": "function", **identity}
     if not isinstance(function, Mapping):
         raise DataError(f"a tool call must have a 'function' with 'name' and 'arguments', not {_shown(function)}")
     if not isinstance(function.get("name"), str) or not function["name"]:
