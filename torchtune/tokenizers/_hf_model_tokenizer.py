@@ -1,5 +1,6 @@
 """Tokenizer for conversations, with the checkpoint's chat template."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -364,28 +365,47 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
 def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
     """Return name -> source of the templates: the chosen template, files next to the tokenizer, or its config."""
     if chosen is not None:
-        is_text = "{" in chosen or "\n" in chosen
-        if not is_text and not Path(chosen).expanduser().is_file():
+        if not isinstance(chosen, str):
             raise DataError(
-                f"There is no file {chosen!r}: chat_template is the path of a Jinja file or the text of a template; "
-                "leave it out for the checkpoint's own."
+                f"chat_template is a {type(chosen).__name__}: give the path of a Jinja file or the text of a template."
+            )
+        is_text = "{" in chosen or "\n" in chosen
+        if not is_text and not os.path.isfile(os.path.expanduser(chosen)):  # False for a path that is too long, too
+            raise DataError(
+                f"There is no file {chosen!r:.200}: chat_template is the path of a Jinja file or the text of a "
+                "template; leave it out for the checkpoint's own."
             )
         return {"default": chosen if is_text else read_text(chosen, "chat template")}
-    sources: dict[str, str] = {}
-    inside = config.get("chat_template")
+    file, inside = folder / "tokenizer_config.json", config.get("chat_template")
     if (folder / "chat_template.json").is_file():
-        inside = read_json(folder / "chat_template.json", "chat template").get("chat_template", inside)
-    if isinstance(inside, str):
-        sources["default"] = inside
-    elif isinstance(inside, Mapping):
-        sources |= inside
-    elif inside:
-        sources |= {entry["name"]: entry["template"] for entry in inside}
+        content = read_json(folder / "chat_template.json", "chat template")
+        if "chat_template" in content:
+            file, inside = folder / "chat_template.json", content["chat_template"]
+    sources = _published_templates(file, inside)
     if (folder / "chat_template.jinja").is_file():
         sources["default"] = read_text(folder / "chat_template.jinja", "chat template")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = read_text(path, "chat template")
     return sources
+
+
+def _published_templates(file: Path, content: Any) -> dict[str, str]:
+    """Return name -> source of the ``chat_template`` of a JSON file: a text, texts by name, or named texts."""
+    if content is None:
+        return {}
+    if isinstance(content, str):
+        return {"default": content}
+    named: list[tuple[Any, Any]] | None = None
+    if isinstance(content, Mapping):
+        named = list(content.items())
+    elif isinstance(content, list) and all(isinstance(entry, Mapping) for entry in content):
+        named = [(entry.get("name"), entry.get("template")) for entry in content]
+    if named is None or not all(isinstance(name, str) and isinstance(source, str) for name, source in named):
+        raise DataError(
+            f"{file}: chat_template is neither a text nor a list of texts, each with name and template: download the "
+            "file again."
+        )
+    return dict(named)
 
 
 def _replace_template(folder: Path, source: str) -> None:

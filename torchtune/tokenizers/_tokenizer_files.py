@@ -49,10 +49,14 @@ def read_text(path: str | Path, what: str) -> str:
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """Read a JSON object from a file; raise :class:`DataError` if it is missing or broken."""
+    text = read_text(path, what)
     try:
-        content = json.loads(read_text(path, what))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{what} {path} is broken at line {error.lineno} ({error.msg}): download it again.") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or too many brackets
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{what} {path} is broken ({reason}): download it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{what} {path} holds no JSON object: download it again.")
     return content

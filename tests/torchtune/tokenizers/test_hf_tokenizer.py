@@ -67,6 +67,14 @@ def test_a_config_that_is_no_object(folder, name):
         hf_tokenizer(str(folder))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": ' * 200_000, '{"a": ' + "7" * 6000 + "}"])
+def test_json_that_python_cannot_read_is_named(folder, name, text):
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} is broken \((it is nested too deeply|Exceeds .*)\): download"):
+        hf_tokenizer(str(folder))
+
+
 def test_encode_and_decode(folder):
     tokenizer = hf_tokenizer(str(folder))
     ids = tokenizer.encode("red 你好 🙂")
@@ -124,6 +132,26 @@ def test_places_of_a_chat_template(folder, form):
 def test_a_chat_template_that_is_no_file(folder, name):
     with pytest.raises(DataError, match=f"There is no file '{name}': chat_template is the path of a Jinja file or the"):
         hf_tokenizer(str(folder), chat_template=name)
+
+
+@pytest.mark.parametrize(
+    "template", [8, False, [1], ["{{ a }}"], [{"name": "default"}], [{"name": [1], "template": "a"}], {"default": 1}]
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+def test_chat_template_of_another_type_is_refused(folder, name, template):
+    (folder / name).write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(DataError, match=f"{name}: chat_template is neither a text nor a list of texts"):
+        hf_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [(8, "chat_template is a int: give"), (["a"], "is a list: give"), ("m" * 70_000, "There is no file 'm")],
+)
+def test_chosen_chat_template_that_is_no_text_or_path_is_refused(folder, chosen, message):
+    with pytest.raises(DataError, match=message) as caught:
+        hf_tokenizer(str(folder), chat_template=chosen)
+    assert len(str(caught.value)) < 500
 
 
 def test_a_chat_template_with_an_error(folder):
