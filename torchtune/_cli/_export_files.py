@@ -1,5 +1,6 @@
 """Files of an export: find the checkpoint, and write the files."""
 
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def find_trained(model: str) -> Trained:
         adapter = adapter_folder(checkpoint)
     if adapter is not None and (adapter / ADAPTER_CONFIG_FILE).is_file():
         base = Path(str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
-    return Trained(checkpoint, adapter, base if base is not None and base.is_dir() else None, run)
+    return Trained(checkpoint, adapter, base if base is not None and os.path.isdir(base) else None, run)
 
 
 def write_files(trained: Trained, to: str, quant: str | None, files: Path, merged: Path) -> None:

@@ -1,5 +1,6 @@
 """Load a model and its tokenizer from a folder or the hub."""
 
+import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -134,17 +135,18 @@ def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDeco
 
 def _find_folder(path: str | Path) -> tuple[Path, str | None]:
     """Return the folder of a checkpoint, and its repository if it comes from the hub."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    # os.path answers where pathlib raises: for a path that is too long, or a home of nobody.
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):
         return folder, None
-    if folder.exists():
+    if os.path.exists(folder):
         raise UserError(f"{path} is a file: give the folder of the checkpoint.")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
-        raise UserError(f"{path}: there is no such folder, and a repository of the hub is called owner/name.")
+        raise UserError(f"{path!s:.200}: there is no such folder, and a repository of the hub is called owner/name.")
     try:
         return download(str(path)), str(path)
     except UserError as error:
-        raise UserError(f"There is no folder {path}, and the hub does not give it: {error}") from error
+        raise UserError(f"There is no folder {path!s:.200}, and the hub does not give it: {error}") from error
 
 
 def _tokenizer_folder(model: TransformerDecoder, folder: Path, adapter_dir: Path | None) -> Path:

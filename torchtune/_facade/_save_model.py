@@ -98,6 +98,6 @@ def _find_source(model: nn.Module, base: str | Path | None) -> ModelSource:
     if model not in ORIGINS:
         raise CheckpointError(
             "base: this model was not made by torchtune.load, so that its tokenizer and chat template are not known: "
-            "give the folder that it started from."
+            "give the folder that it started from and, if it trained with another one, its tokenizer."
         )
     return ORIGINS[model].source

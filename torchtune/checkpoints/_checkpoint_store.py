@@ -16,6 +16,7 @@ from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDE
 from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._directories import (
     ResumePoint,
+    check_name,
     check_output_dir,
     complete_directories,
     damage,
@@ -371,9 +372,10 @@ class CheckpointStore:
             The checkpoint folder.
 
         Raises:
-            UserError: a trained parameter would not be written, or the disk is full or not writable; earlier
-                checkpoints are unchanged.
+            UserError: ``name`` is another one, a trained parameter would not be written, or the disk is full or not
+                writable; earlier checkpoints are unchanged.
         """
+        check_name(name)
         self._saver.wait()
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)

@@ -20,7 +20,7 @@ from torchtune.utils import atomic_directory, clear_leftovers, get_logger, log_o
 MARKER = ".complete"
 # File in the run's folder that lists the checkpoints of its best validations.
 BEST = "best.json"
-_NAME = re.compile(r"^(epoch|step)_(\d+)$")
+_NAME = re.compile(r"^(epoch|step)_(\d+)\Z")
 # Temporary folders that atomic_directory and prune leave behind in a killed process.
 _LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
 # Number of step_N kept by default; all epoch_N are kept.
@@ -97,6 +97,15 @@ def _inside(name: str) -> str:
     return name
 
 
+def check_name(name: Any) -> None:
+    """Raise :class:`CheckpointError` if ``name`` is not ``epoch_N`` or ``step_N``, which a resume finds."""
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise CheckpointError(
+            f"name: {name!r:.60} is no name of a checkpoint: use epoch_N or step_N; torchtune.save writes into a "
+            "folder of any name."
+        )
+
+
 @contextmanager
 def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Path]:
     """Create a folder that becomes ``output_dir/name``, with a completion marker, if the block succeeds.
@@ -108,10 +117,9 @@ def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int
             other files are computed.
 
     Raises:
-        CheckpointError: the size of a file differs from the number of bytes written.
+        CheckpointError: the name is another one, or the size of a file differs from the number of bytes written.
     """
-    if not _NAME.match(name):
-        raise ValueError(f"'{name}' is no name of a checkpoint: use epoch_N or step_N.")
+    check_name(name)
     earlier = complete_directories(output_dir)
     saves = 1 + (_marker(earlier[-1])["saves"] if earlier else 0)
     with atomic_directory(output_dir / name) as folder:

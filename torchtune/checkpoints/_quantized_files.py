@@ -39,6 +39,7 @@ _ACTIVATIONS = (
     *(f".{name}{end}" for name in ("output", "q", "k", "v") for end in ("_scale", *_UNREAD, "_scale_ub")),
     *(f".input{end}" for end in (*_UNREAD, "_scale_ub")),
 )
+_INTEGERS = (torch.int32, torch.int64)
 _STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _BEFORE = "use the checkpoint before it was quantized"
 # Fields of quantization_config that the tensors do not determine -> supported values.
@@ -142,9 +143,15 @@ class ScaledFiles(_QuantizedFiles):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        if name not in self._paths:
-            return tuple(super().read(name + SHAPE).tolist())
-        return super().shape(name)
+        if name in self._paths:
+            return super().shape(name)
+        shape = super().read(name + SHAPE)
+        if shape.dtype not in _INTEGERS or shape.shape != (2,) or min(shape.tolist()) < 1:
+            raise CheckpointError(
+                f"{self.where(name)}: '{name}{SHAPE}' is {shape.tolist()} of {shape.dtype}, but the shape of a weight "
+                f"is two positive integers: {_BEFORE}."
+            )
+        return tuple(shape.tolist())
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it; of a quantized weight, only the rows of the slice are read."""
@@ -162,37 +169,39 @@ class ScaledFiles(_QuantizedFiles):
                 torch.arange(axis.start, axis.stop) // size for axis, size in zip((part, columns), block, strict=True)
             )
             spread = scale[tuple(experts)][..., row[:, None], column]
-            values = self._values(name, (*experts, part, columns), shape[-1])
+            values = self._values(name, (*experts, part, columns), shape)
             out[..., part.start - rows.start : part.stop - rows.start, :] = values.to(spread.dtype) * spread
         return out
 
-    def _values(self, name: str, slices: Slices, width: int) -> torch.Tensor:
-        """Read a slice of the quantized values of a weight with ``width`` columns."""
+    def _values(self, name: str, slices: Slices, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read a slice of the quantized values of a weight with the shape ``shape``."""
         stored = name if name in self._paths else name + PACKED
         if stored == name:
             values = super().read(name, slices)
             if values.dtype in _STORED:
                 return values
         else:
-            count = super().shape(stored)[1]
-            values = super().read(stored, (slices[0], slice(0, count)))
-            bits = next((bits for bits in (4, 8) if math.ceil(width * bits / 32) == count), None)
+            packed, width = super().shape(stored), shape[-1]
+            bits = next((bits for bits in (4, 8) if packed == (shape[0], math.ceil(width * bits / 32))), None)
+            values = super().read(stored, None if bits is None else (slices[0], slice(0, packed[1])))
             if values.dtype == torch.int32 and bits is not None:
                 return unpack(values, bits, width)[:, slices[1]]
         raise CheckpointError(
-            f"{self.where(name)}: '{stored}' has scales, but holds {values.dtype} {list(super().shape(stored))} for "
-            f"{width} columns, which cannot be read: {_BEFORE}."
+            f"{self.where(name)}: '{stored}' has scales, but holds {values.dtype} {list(super().shape(stored))} for a "
+            f"weight of shape {list(shape)}, which cannot be read: {_BEFORE}."
         )
 
     def _scales(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, Blocks]:
         """Read the scales ``[…, blocks of rows, blocks of columns]`` of a weight; return them and the block size."""
         scale, matrices = super().read(name + self._scale), shape[:-2]
-        blocks, sizes = scale, [self._block, (1, shape[-1] // max(scale.shape[-1], 1))] if scale.dim() else []
-        if scale.numel() == math.prod(matrices) and len(shape) > 1:
+        blocks, sizes = scale, []
+        if len(shape) > 1 and scale.numel() == math.prod(matrices):
             blocks, sizes = scale.view(*matrices, 1, 1), [shape[-2:]]
-        elif scale.dim() == len(shape) - 1:
+        elif len(shape) > 1 and scale.dim() == len(shape) - 1:
             blocks, sizes = scale.unsqueeze(-1), [self._block, (1, shape[-1])]
-        for size in sizes if len(shape) > 1 and scale.dtype.is_floating_point else ():
+        elif len(shape) > 1 and scale.dim() == len(shape):
+            sizes = [self._block, (1, shape[-1] // max(scale.shape[-1], 1))]
+        for size in sizes if scale.dtype.is_floating_point else ():
             if size is None or not all(size):
                 continue
             if blocks.shape == (*matrices, *(-(-n // of) for n, of in zip(shape[-2:], size, strict=True))):
@@ -263,14 +272,20 @@ class Mxfp4Files(_QuantizedFiles):
         """Return the shape of a tensor."""
         if name + _BLOCKS not in self._parts:
             return super().shape(name)
-        *experts, out, groups, _ = super().shape(name + _BLOCKS)
-        return (*experts, groups * _GROUP, out)
+        blocks = super().shape(name + _BLOCKS)
+        if len(blocks) != 4 or blocks[-1] != _GROUP // 2:
+            raise self._unfit(name)
+        experts, out, groups, _ = blocks
+        return (experts, groups * _GROUP, out)
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it; of MXFP4 weights, only the groups of the slice are read, expert by expert."""
         if name + _BLOCKS not in self._parts:
             return super().read(name, slices)
-        experts, rows, columns = slices = slices or full_slices(self.shape(name))
+        shape = self.shape(name)
+        if super().shape(name + _BLOCKS)[:-1] != super().shape(name + _SCALES):
+            raise self._unfit(name)
+        experts, rows, columns = slices = slices or full_slices(shape)
         groups = slice(rows.start // _GROUP, math.ceil(rows.stop / _GROUP))
         inside = slice(rows.start - groups.start * _GROUP, rows.stop - groups.start * _GROUP)
         out = torch.empty([axis.stop - axis.start for axis in slices], dtype=torch.bfloat16)
@@ -278,5 +293,15 @@ class Mxfp4Files(_QuantizedFiles):
             one = slice(expert, expert + 1)
             blocks = super().read(name + _BLOCKS, (one, columns, groups, slice(0, _GROUP // 2)))
             scales = super().read(name + _SCALES, (one, columns, groups))
+            if (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8):
+                raise self._unfit(name)
             out[number] = dequantize_mxfp4(blocks[0], scales[0])[:, inside].t()
         return out
+
+    def _unfit(self, name: str) -> CheckpointError:
+        blocks, scales = (self._file(name + end).get_slice(name + end) for end in (_BLOCKS, _SCALES))
+        return CheckpointError(
+            f"{self.where(name)}: '{name}{_BLOCKS}' {blocks.get_shape()} of {blocks.get_dtype()} and '{name}{_SCALES}' "
+            f"{scales.get_shape()} of {scales.get_dtype()} are not [experts, out, groups, {_GROUP // 2}] and [experts, "
+            "out, groups] of U8: download the file again."
+        )

@@ -217,8 +217,8 @@ def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap
     must_exist(path)
     try:
         loaded = torch.load(path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = first_line(error)
+    except Exception as error:  # reading a damaged pickle raises any kind of error
+        reason = first_line(error).partition(". ")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code
             reason = "it is damaged, or holds more than tensors, which could run code when it is read"
         raise CheckpointError(

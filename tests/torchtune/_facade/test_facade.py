@@ -218,6 +218,10 @@ def test_what_cannot_be_loaded(base, adapter, tmp_path):
         json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")})
     )
     refused("names a base that is not there: correct its base_model_name_or_path", lost)
+    for elsewhere in ("y" * 70_000, "/" + "ab/" * 30_000, "~nobody/model", "owner/" + "y" * 70_000):
+        settings["base_model_name_or_path"] = elsewhere
+        (lost / "adapter_config.json").write_text(json.dumps(settings))
+        refused("names a base that is not there: correct its base_model_name_or_path", lost)
     quantized = shutil.copytree(base, tmp_path / "quantized")
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))

@@ -196,6 +196,16 @@ def test_sources_are_checked(sources, tmp_path):
             store.add_source(name, source)
 
 
+@pytest.mark.parametrize("name", ["step_5_ema", "best", "../epoch_1", "epoch_1\n", 7, None])
+def test_names_that_no_resume_finds_are_refused(name, sources, tmp_path):
+    store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
+    model = build(sources["policy"])
+    store.load_model(model)
+    with pytest.raises(CheckpointError, match="is no name of a checkpoint: use epoch_N or step_N"):
+        store.save(name, model, optional=True)
+    assert not (tmp_path / "run").exists()
+
+
 class Asked(LoRA):
     """Counts how often it is asked which parameters are its own, and how weights are stored."""
 

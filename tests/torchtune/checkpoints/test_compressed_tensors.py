@@ -169,11 +169,26 @@ def write_packed(folder: Path) -> None:
         (".weight_scale", torch.ones(3), r"'[^']+\.weight_scale' \[3\] of torch.float32 does not fit the shape"),
         (".weight_scale", torch.ones(64, 7), r"\[64, 7\] of torch.float32 does not fit"),
         (".weight_scale", torch.ones(64, 2, dtype=torch.uint8), "of torch.uint8 does not fit"),
-        (".weight_packed", torch.zeros(64, 32, dtype=torch.uint8), r"torch.uint8 \[64, 32\] for 64 columns"),
+        (".weight_packed", torch.zeros(64, 32, dtype=torch.uint8), r"torch.uint8 \[64, 32\] for a weight of shape"),
+        (
+            ".weight_packed",
+            torch.zeros(512, dtype=torch.int32),
+            r"torch.int32 \[512\] for a weight of shape \[64, 64\]",
+        ),
+        (".weight_packed", torch.zeros(0, 8, dtype=torch.int32), r"torch.int32 \[0, 8\] for a weight"),
+        (".weight_packed", torch.zeros((), dtype=torch.int32), r"torch.int32 \[\] for a weight"),
+        (".weight_packed", torch.zeros(32, 8, dtype=torch.int32), r"torch.int32 \[32, 8\] for a weight"),
         (".weight_g_idx", torch.arange(64), r"there is '[^']+\.weight_g_idx'"),
         (".weight_shape", None, r"there is no '[^']+\.weight_shape'"),
+        (
+            ".weight_shape",
+            torch.tensor([64.0, 64.0]),
+            r"weight_shape' is \[64\.0, 64\.0\] of torch.float32, but .* integers",
+        ),
+        (".weight_shape", torch.tensor(64), "is 64 of torch.int64, but the shape of a weight is two positive integers"),
+        (".weight_shape", torch.tensor([64, 64, 1]), r"is \[64, 64, 1\] of torch.int64, but"),
+        (".weight_shape", torch.tensor([-64, 64]), r"is \[-64, 64\] of torch.int64, but"),
     ],
-    ids=["three scales", "seven groups", "scales in bytes", "packed in bytes", "order of columns", "no shape"],
 )
 def test_tensors_that_do_not_fit(ending, tensor, says, tmp_path):
     write_packed(tmp_path)
@@ -189,5 +204,5 @@ def test_a_checkpoint_that_is_not_quantised_is_not_read_so(tmp_path):
     tensors = stored(tmp_path)
     tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
     write_weights(tmp_path, tensors)
-    with pytest.raises(CheckpointError, match=r"q_proj.weight' has scales, but holds torch.float32 \[32, 32\] for 32"):
+    with pytest.raises(CheckpointError, match=r"q_proj.weight' has scales, but holds torch.float32 \[32, 32\] for a"):
         load(tmp_path)

@@ -71,6 +71,22 @@ def _safetensors(entry: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
+        b"(" * 100,  # a pickle that ends inside a value
+        b".",  # one of an empty stack
+        b"\x80\x02]q\x07a.",
+        b"PK\x05\x06\x01\x00\x01\x00" + bytes(14),  # an archive of several disks
+        bytes(500),
+    ],
+)
+def test_a_file_of_torch_save_that_is_none(folder, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    assert "pytorch_model.bin cannot be read as a file of tensors" in _load(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
         struct.pack("<Q", 2**40) + b"{}",  # a header longer than its file
         b"\xff" * 4096,
         _safetensors({"shape": [2**40, 2**40], "data_offsets": [0, 4]}),

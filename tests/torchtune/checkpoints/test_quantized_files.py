@@ -81,7 +81,9 @@ def test_what_does_not_fit_is_named(tmp_path):
         match=r"'w_scale_inv' \[2, 1\] of torch.float32 does not fit the shape \[9, 6\] .* of 4 x 8: use",
     ):
         open_source([path]).read("w")
-    with pytest.raises(CheckpointError, match=r"'w' has scales, but holds torch.float32 \[9, 6\] for 6 columns"):
+    with pytest.raises(
+        CheckpointError, match=r"'w' has scales, but holds torch.float32 \[9, 6\] for a weight of shape"
+    ):
         open_source([written(tmp_path / "b", {"w": ones, "w_scale_inv": ones[:1, :1].clone()})]).read("w")
     with pytest.raises(CheckpointError, match=r"cannot be read \(there is no 'w'\)"):
         open_source([written(tmp_path / "c", {"w_scale_inv": ones})])
@@ -211,3 +213,24 @@ def test_what_is_packed_must_fit_the_model(tmp_path):
     message = rf"'{name}' has the shape \[4, 64, 31\] where the model needs \[4, 64, 32\]"
     with pytest.raises(CheckpointError, match=message):
         load(source)
+
+
+@pytest.mark.parametrize(
+    ("ending", "shape", "dtype"),
+    [
+        ("blocks", (4, 64, 2, 8), torch.uint8),
+        ("blocks", (64,), torch.uint8),
+        ("blocks", (4, 64, 2, 16), torch.float32),
+        ("scales", (4, 64, 3), torch.uint8),
+        ("scales", (), torch.uint8),
+        ("scales", (4, 64, 2), torch.float32),
+    ],
+)
+def test_packed_experts_of_other_shapes_are_named(ending, shape, dtype, tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    blocks = torch.zeros(4, 64, 2, 16, dtype=torch.uint8)
+    tensors = {f"{name}_blocks": blocks, f"{name}_scales": blocks[..., 0].contiguous()}
+    tensors[f"{name}_{ending}"] = torch.zeros(shape, dtype=dtype)
+    path = written(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks' \[.* of U8: download the file again"):
+        open_source([path]).read(name)
