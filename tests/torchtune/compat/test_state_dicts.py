@@ -213,7 +213,7 @@ def test_the_older_classifiers_warn_and_are_classifiers(family):
     assert get_adapter_params(lora)
 
 
-def test_keys_that_older_configs_carry_are_accepted(tmp_path):
+def test_keys_that_older_configs_carry_are_accepted(tmp_path, caplog):
     recipe = tmp_path / "mine.py"
     recipe.write_text(
         "from omegaconf import DictConfig\nfrom torchtune.training import PROFILER_KEY\n"
@@ -224,6 +224,9 @@ def test_keys_that_older_configs_carry_are_accepted(tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("lr: 0.1\nprofiler: {enabled: False}\nfsdp: {cpu_offload: False}\nlog_level: WARN\n")
     assert load_and_check(config, (), namespace["main"]).lr == 0.1
-    config.write_text("lr: 0.1\nlearning_rate: 0.1\n")
-    with pytest.raises(UserError, match="learning_rate: is never read"):
+    config.write_text("lr: 0.1\nlearning_note: high\n")
+    load_and_check(config, (), namespace["main"])
+    assert "mine.py never reads learning_note" in caplog.text
+    config.write_text("lr: 0.1\nlrr: 0.1\n")
+    with pytest.raises(UserError, match=r"lrr: is never read by mine\.py; did you mean 'lr'"):
         load_and_check(config, (), namespace["main"])
