@@ -119,6 +119,7 @@ NAMES = {
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
     "torchtune.data._prompt_templates._TemplateType": "torchtune.data.TemplateType",
     "torchtune.data._prompt_templates._get_prompt_template": "torchtune.data.get_prompt_template",
+    "torchtune.data.JSONToMessages": "torchtune.data.OpenAIToMessages",  # in 0.3
     "torchtune.datasets._instruct._get_component_from_path": "torchtune.config._utils._get_component_from_path",
     "torchtune.datasets.stack_exchanged_paired_dataset": "torchtune.datasets.stack_exchange_paired_dataset",
     "torchtune.datasets._stack_exchanged_paired.stack_exchanged_paired_dataset": (
@@ -153,6 +154,16 @@ NAMES = {
     "torchtune.modules.transformer.TransformerDecoderLayer": "torchtune.modules.TransformerSelfAttentionLayer",
     **_names("torchtune.modules", "torchtune.training.lr_schedulers", "get_cosine_schedule_with_warmup"),
     "torchtune.modules.lr_schedulers": "torchtune.training.lr_schedulers",
+    **{
+        f"torchtune.modules.{module}.reparametrize_as_bf16_state_dict_post_hook": (
+            "torchtune.modules.low_precision.reparametrize_as_dtype_state_dict_post_hook"
+        )
+        for module in ("common_utils", "low_precision")
+    },
+    **{
+        f"torchtune.modules.transforms.{name}": f"torchtune.modules.transforms.vision_utils.{name}.{name}"
+        for name in ("get_canvas_best_fit", "resize_with_pad", "tile_crop")
+    },
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
     **_names("torchtune.modules.attention_utils", "torchtune.compat._pieces", "_sdpa_or_flex_attention"),
     "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
@@ -189,6 +200,7 @@ NAMES = {
         "set_torch_num_threads setup_torch_profiler update_state_dict_for_classifier validate_expected_param_dtype "
         "validate_no_params_on_meta_device",
     ),
+    "torchtune.training.get_full_model_state_dict": "torchtune.training.gather_cpu_state_dict",
     "torchtune.utils.get_full_model_state_dict": "torchtune.training.gather_cpu_state_dict",
     **_names("torchtune.utils", "torchtune.data", "left_pad_sequence padded_collate padded_collate_dpo"),
     **_names("torchtune.utils", "torchtune.generation", "generate"),
@@ -254,14 +266,21 @@ GONE = {
             "_instruct.InstructDataset": "instruct_dataset",
         }.items()
     },
-    **dict.fromkeys(
-        _names(
-            "torchtune.utils",
-            "",
-            "FSDPPolicyType contains_fsdp get_full_finetune_fsdp_wrap_policy lora_fsdp_wrap_policy "
-            "prepare_model_for_fsdp_with_meta_device transform_opt_state_dict wrap_fsdp",
-        ),
-        _FSDP1,
+    **{
+        f"torchtune.{package}.{name}": _FSDP1
+        for package in ("training", "utils")
+        for name in (
+            "FSDPPolicyType",
+            "contains_fsdp",
+            "get_full_finetune_fsdp_wrap_policy",
+            "lora_fsdp_wrap_policy",
+            "prepare_model_for_fsdp_with_meta_device",
+            "transform_opt_state_dict",
+            "wrap_fsdp",
+        )
+    },
+    "torchtune.modules.TiedEmbeddingTransformerDecoder": (
+        "it was gone by 0.7: torchtune.modules.TransformerDecoder takes a torchtune.modules.TiedLinear as its output."
     ),
     "torchtune.utils.profiler": (
         "torchtune.training.setup_torch_profiler makes a profiler since 0.2, and returns it with its settings."

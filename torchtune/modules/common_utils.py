@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from torchtune._lazy import former_names
 from torchtune.modules.low_precision import reparametrize_as_dtype_state_dict_post_hook
 
 # Compatibility: LoRA recipes copied from earlier releases set it; it has no effect.
@@ -146,3 +147,6 @@ def is_sharded(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule  # slow to import
 
     return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+__getattr__ = former_names(__name__)
