@@ -9,9 +9,10 @@ from torchtune.utils import UserError
 KeyPath = tuple[str | int, ...]
 MAX_MISTAKES = 50  # reported at once
 _LONGEST = 100  # characters of a name to compare
-# Similarity of a suggestion, and of a name that is taken for a misspelling: one wrong letter in five. `model_dir`, a
-# common name for a variable, is about as similar to `model` as `num_epochs` is to `epochs`: 0.71 and 0.75.
-SIMILAR, MISSPELT = 0.65, 0.8
+# Similarity of a suggestion; of a name that is taken for a misspelt setting, one wrong letter in five; and of one that
+# is taken for a misspelt argument of a component, of which there are hundreds. `model_dir`, a common name for a
+# variable, is about as similar to `model` as `num_epochs` is to `epochs`: 0.71 and 0.75.
+SIMILAR, MISSPELT, MISSPELT_ARGUMENT = 0.65, 0.8, 0.9
 
 
 @dataclass(frozen=True)

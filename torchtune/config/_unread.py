@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtune.config._errors import MISSPELT, nearest
+from torchtune.config._errors import MISSPELT, MISSPELT_ARGUMENT, nearest
 from torchtune.config._reader import Document
 from torchtune.utils import get_logger, log_once
 
@@ -29,7 +29,7 @@ def is_note(document: Document, key: str, settings: Collection[str], arguments: 
     Configs hold names of runs, comments and paths besides settings. A key on the command line is typed to have an
     effect. A number or a switch is rarely a note: it is a mistake if its name resembles a setting's (``num_epochs``)
     or is an argument's (``lr``). Any other value is a mistake only if its name is a setting's with a wrong letter or
-    two (``ouput_dir``, but not ``model_dir``).
+    two (``ouput_dir``, but neither ``model_dir`` nor ``checkpoint_dir``, which is an argument's).
 
     Args:
         document: the config.
@@ -40,8 +40,8 @@ def is_note(document: Document, key: str, settings: Collection[str], arguments: 
     if document.place((key,)).raw is not None:
         return False
     if isinstance(document.data[key], bool | int | float):
-        return not (key in arguments or nearest(key, settings) or nearest(key, arguments, MISSPELT))
-    return nearest(key, settings, MISSPELT) is None
+        return not (key in arguments or nearest(key, settings) or nearest(key, arguments, MISSPELT_ARGUMENT))
+    return key in arguments or nearest(key, settings, MISSPELT) is None
 
 
 def warn_unread(document: Document, keys: Mapping[str, str | None], reader: str = "The recipe") -> None:

@@ -80,6 +80,9 @@ def test_notes_in_the_file_are_a_warning_with_the_nearest_names(load, caplog):
         "config, so setting it has no effect."
     ]
     caplog.clear()
+    load("num_warmup_steps: a tenth\n")  # a text under the name of an argument
+    assert "did you mean 'lr_scheduler.num_warmup_steps'?" in warnings(caplog)[0]
+    caplog.clear()
     load("hypothesis: more layers\nepoch_notes: [a]\n", name="untyped")
     assert warnings(caplog) == [
         "untyped_recipe.py never reads epoch_notes (c.yaml:2; did you mean 'epochs'?), hypothesis (c.yaml:1) of the "
