@@ -204,7 +204,8 @@ def test_the_order_of_keys_that_decide_one_setting_does_not_matter(tmp_path, bas
         assert {**ours, **datasets[0], **ours.get("model_converters", [{}])[-1]}[setting] == value
 
 
-def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_path):
+def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "theirs.yaml"
     path.write_text("mask_history: true\ntrain_on_prompt: true\n" + FACTORY.format(folder="data"))
     result = tune("import", path)
