@@ -19,9 +19,12 @@ from torch import nn
 
 
 class Letters:
-    """A tokenizer with nothing but what its dataset calls."""
+    """A tokenizer with what its dataset calls, and files for checkpoints."""
 
     vocab_size = 128
+
+    def save_files(self, folder):
+        (folder / "letters.txt").write_text("ascii")
 
     def encode(self, text):
         return [ord(letter) for letter in text]
@@ -136,6 +139,8 @@ def test_a_module_of_ones_own_trains_dies_resumes_and_is_saved(folder, tune, cap
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
+
+    assert (folder / "out" / "step_12" / "letters.txt").read_text() == "ascii"
 
     from letters_and_sums import Recurrent
 

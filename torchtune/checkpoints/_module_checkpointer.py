@@ -14,8 +14,10 @@ from torchtune.checkpoints._export import MAX_SHARD_BYTES, shards
 from torchtune.checkpoints._models_of_run import ModelsOfRun
 from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._safetensors_file import Entry
+from torchtune.checkpoints._saved_tokenizer import save_tokenizer
 from torchtune.checkpoints._sources import SAFETENSORS_INDEX, find_files, stream
 from torchtune.checkpoints._state import load_state, local_state
+from torchtune.tokenizers import SavableTokenizer
 from torchtune.training.parallel import Ranks
 from torchtune.utils import doing, write_json
 
@@ -104,8 +106,16 @@ class ModuleCheckpointer(CheckpointStore):
         if self.checkpoint_dir is not None:
             _load(model, self.checkpoint_dir)
 
-    def check_contents(self, models: nn.Module, *, contents: Any = "model", resumable: bool = True) -> None:
+    def check_contents(
+        self, models: nn.Module, *, contents: Any = "model", resumable: bool = True, tokenizer: Any = None
+    ) -> None:
         """Check before training that :meth:`save` can write the module's state dict.
+
+        Args:
+            models: the module.
+            contents: accepted for recipes; the whole state dict is written.
+            resumable: accepted for recipes; every checkpoint but the last can be resumed.
+            tokenizer: see :meth:`save`.
 
         Raises:
             CheckpointError: an entry of the state dict is not a tensor that a file can hold, or a trained parameter is
@@ -146,6 +156,7 @@ class ModuleCheckpointer(CheckpointStore):
         max_shard_bytes: int = MAX_SHARD_BYTES,
         async_save: bool = False,
         optional: bool = False,
+        tokenizer: Any = None,
     ) -> Path:
         """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save` for the arguments.
 
@@ -158,6 +169,7 @@ class ModuleCheckpointer(CheckpointStore):
             max_shard_bytes: maximum bytes of tensors per file.
             async_save: copy the tensors to host memory, and write them in the background.
             optional: on failure to write, log a warning and continue without this checkpoint.
+            tokenizer: tokenizer that trained; its ``save_files(folder)``, if it has one, writes its files.
 
         Returns:
             The checkpoint folder.
@@ -169,16 +181,18 @@ class ModuleCheckpointer(CheckpointStore):
         entries = [Entry.of(key, tensor) for key, tensor in _state_dict(models).items()]
         files, index = shards(entries, max_shard_bytes)
 
-        def write_index(folder: Path) -> None:
+        def write_small_files(folder: Path) -> None:
             if index is not None:
                 write_json(folder / SAFETENSORS_INDEX, index)
+            if isinstance(tokenizer, SavableTokenizer):
+                save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
 
         saved = None if state is None else local_state(state, dict(models.named_parameters()), self._ranks)
         # Buffers may change in the next forward pass, so that the copy does not wait for an optimizer's step.
         return self._save(
             name,
             files,
-            write_index,
+            write_small_files,
             saved,
             ModelsOfRun(),
             cfg=cfg,

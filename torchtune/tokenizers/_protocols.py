@@ -35,6 +35,7 @@ class RecipeTokenizer(Protocol):
     ids, "mask": bools}``                                               where a token is not trained on
     ``decode(ids) -> text`` and ``stop_tokens`` (a list of ids)         generation, rollouts, answers in the report
     ``max_seq_len``                                                     truncation and packing
+    ``save_files(folder)``                                              its files in checkpoints
     ``pad_id``                                                          padded batches; 0 without it
     ``fingerprint`` (a text that changes when the tokenizer does)       reuse of tokenized rows between runs
     ==================================================================  ===============================================

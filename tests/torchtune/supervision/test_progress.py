@@ -176,7 +176,11 @@ def test_metrics_are_left_out_where_the_line_is_short(columns, end):
         progress.update_metrics({"loss": 1.25, "val_loss": 2.5, "tokens_per_second_per_gpu": 12345.0, "mfu": 0.5})
         progress.advance(6)
         progress.close()
-        line = os.read(reader, 4096).decode().rstrip().split("\r")[-1]
+        file.flush()
+        output = b""
+        while b"\n" not in output:  # the terminal passes it on in pieces
+            output += os.read(reader, 4096)
+        line = output.decode().rstrip().split("\r")[-1]
     os.close(reader)
     assert "6/10000" in line
     assert line.endswith(end)
