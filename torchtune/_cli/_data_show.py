@@ -65,7 +65,9 @@ def _has_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything: bool, sample: int) -> dict[str, Any]:
+def show_dataset(
+    name: str, node: Any, tokenizer: Any, examples: int, everything: bool, sample: int, longest: int | None
+) -> dict[str, Any]:
     """Print statistics and examples of a setting's datasets.
 
     Args:
@@ -75,6 +77,7 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
         examples: number of rows to print.
         everything: read all rows, instead of ``sample`` rows per source.
         sample: number of rows to read from every source.
+        longest: tokens of the longest row that the model reads; None if unknown.
 
     Returns:
         ``examples``: number of rows or packs, extrapolated from the sample; ``hashes`` of the rows that were read;
@@ -86,7 +89,7 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
     from torchtune.datasets import instantiate_dataset, preview
 
     with nullcontext() if everything else preview(sample) as seen:
-        dataset = instantiate_dataset(node, tokenizer)
+        dataset = instantiate_dataset(node, tokenizer, longest)
         reasoning = list(_describe_reasoning(dataset, tokenizer))
     scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
     counts = _count_rows(dataset, getattr(tokenizer, "max_seq_len", None))
@@ -186,17 +189,20 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
     from torchtune import config
     from torchtune.estimate import is_mixture, measure, steps_of_epoch
     from torchtune.supervision import count_steps, describe_global_batch
+    from torchtune.training import context_length
 
-    tokenizer = config.instantiate(cfg.tokenizer)
-    train = show_dataset("dataset", cfg.dataset, tokenizer, examples, everything, sample)
+    tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
+    train = show_dataset("dataset", cfg.dataset, tokenizer, examples, everything, sample, longest)
     if cfg.dataset_val is not None:
-        held_out = show_dataset("dataset_val", cfg.dataset_val, tokenizer, 0, everything, sample)
+        held_out = show_dataset("dataset_val", cfg.dataset_val, tokenizer, 0, everything, sample, longest)
         both = train["hashes"].keys() & held_out["hashes"].keys()
         of = "" if train["exact"] and held_out["exact"] else " among the rows that were read (--all compares every row)"
         rows = f"{len(both):,} rows of dataset_val are in dataset too: remove them from one" if both else "none"
         print(f"leaks       {rows}{of}")
     mixed, exact = is_mixture(cfg.dataset), train["exact"]
-    examples = measure(cfg.dataset, tokenizer, sys.maxsize if exact else sample)[0] if mixed else train["examples"]
+    examples = train["examples"]
+    if mixed:
+        examples = measure(cfg.dataset, tokenizer, sys.maxsize if exact else sample, longest).examples
     per_epoch = steps_of_epoch(cfg, examples, 1)
     print(f"\nbatch       {describe_global_batch(cfg, 1, examples)}")
     print(f"steps       {'' if train['exact'] else 'about '}{count_steps(cfg, per_epoch)}, on one device")

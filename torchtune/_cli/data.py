@@ -1,13 +1,34 @@
 """``tune data``."""
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtune._cli.subcommand import Subcommand, check_least
 from torchtune.utils import UserError
 
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+# Setting of a dataset on the command line -> builders that have it, the usual one first.
+_BUILDERS = {
+    "column_map.instruction": ("alpaca_dataset",),
+    "column_map.chosen": ("preference_dataset",),
+    "column_map.rejected": ("preference_dataset",),
+    "column_map.completion": ("kto_dataset",),
+    "column_map.label": ("kto_dataset",),
+    "column_map.conversations": ("multimodal.multimodal_chat_dataset",),
+    "column_map.input": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
+    "column_map.output": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
+    "conversation_column": ("chat_dataset",),
+    "conversation_style": ("chat_dataset",),
+    "column": ("text_completion_dataset", "prompt_dataset"),
+}
+_FROM_CONFIG = "torchtune.models.from_hf_config"
+# Settings of the file, which need no tokenizer.
+_OF_THE_FILE = {
+    "delimiter", "sep", "quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace", "column_names",
+    "names", "header", "skiprows", "encoding", "field",
+}  # fmt: skip
 
 
 class DataShow(Subcommand):
@@ -24,13 +45,17 @@ class DataShow(Subcommand):
           $ tune data show chats.jsonl
           $ tune data show chats.jsonl --validation held_out.jsonl
           $ tune data show chats.jsonl --tokenizer /tmp/SmolLM2-135M-Instruct
+          $ tune data show faq.csv --tokenizer /tmp/SmolLM2-135M-Instruct column_map.input=asked column_map.output=said
           $ tune data show smol/135M_lora_single_device dataset.data_files=chats.jsonl
     """
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("source", help="a file of rows, the name of a config, or the path of a YAML file")
-        settings = "key=value: settings of the config to change, or settings of the dataset of a file"
+        add("source", help="a file or folder of rows, the name of a config, or the path of a YAML file")
+        settings = (
+            "key=value: settings of the config to change; for a file, settings of its dataset (_component_,\n"
+            "column_map.input, packed …), of the tokenizer (tokenizer.max_seq_len …), and of the file (delimiter …)"
+        )
         add("overrides", nargs="*", default=[], help=settings)
         add("--tokenizer", help="checkpoint with the tokenizer of a file; a config names its own")
         add("--validation", type=Path, help="file of validation data, to find rows that are in both files")
@@ -41,7 +66,9 @@ class DataShow(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, examples=0, max_seq_len=1)
         path = Path(args.source).expanduser()
-        if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
+        from torchtune.datasets import is_data_file
+
+        if path.is_dir() or is_data_file(path.name):
             self._show_file(path, args)
             return
         for name in ("tokenizer", "validation"):
@@ -56,28 +83,82 @@ class DataShow(Subcommand):
         from torchtune.datasets import SAMPLE, report, scan, shared_rows
 
         for file in filter(None, (path, args.validation)):
-            if not file.is_file():
+            if not file.exists():
                 raise UserError(f"there is no file {file}: correct the path.")
-        if args.overrides and args.tokenizer is None:
-            raise UserError(f"'{args.overrides[0]}' is a setting of a dataset: add --tokenizer to build the dataset.")
-        facts = scan(path, everything=args.all)
+        given = _Overrides.of(args.overrides)
+        if (given.dataset or given.tokenizer) and args.tokenizer is None:
+            setting = [*given.dataset, *given.tokenizer][0]
+            raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
+        facts = scan(path, everything=args.all, settings=given.file_settings)
         print("\n".join(report(facts)))
         if args.validation is not None:
-            held_out = scan(args.validation, everything=args.all)
+            held_out = scan(args.validation, everything=args.all, settings=given.file_settings)
             print("\n".join([*report(held_out), shared_rows(facts, held_out)]))
+        if not facts.formats or len(facts.problems) >= facts.rows:
+            raise UserError(f"{path}: none of its {facts.rows:,} rows can be used: correct the rows.")
         if args.tokenizer is None:
             print("Add --tokenizer <checkpoint> to see tokens, trained tokens and packs.")
             return
+        from torchtune import config
         from torchtune._cli._data_show import show_dataset
-        from torchtune.models import image_text_transform
-        from torchtune.tokenizers import hf_tokenizer
 
-        node = dataset_node(
-            path, facts.formats.most_common(1)[0][0] if facts.formats else ("unknown", ""), args.overrides
-        )
-        load = image_text_transform if ".multimodal." in node["_component_"] else hf_tokenizer
-        tokenizer = load(args.tokenizer, max_seq_len=args.max_seq_len)
-        show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE)
+        node = dataset_node(path, facts.formats.most_common(1)[0][0], [*given.file, *given.dataset])
+        has_images = ".multimodal." in node["_component_"]
+        loader = "torchtune.models.image_text_transform" if has_images else "torchtune.tokenizers.hf_tokenizer"
+        defaults = {"_component_": loader, "path": args.tokenizer, "max_seq_len": args.max_seq_len}
+        settings = {"dataset": node, "tokenizer": _changed(defaults, given.tokenizer)}
+        config.validate(settings)
+        tokenizer = config.instantiate(settings["tokenizer"])
+        show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_of(args.tokenizer))
+
+
+def _context_of(checkpoint: str) -> int | None:
+    """Return the tokens of the longest row that a checkpoint's model reads; None if its architecture is not known."""
+    from torchtune.models import ModelError
+    from torchtune.training import context_length
+
+    try:
+        return context_length({"model": {"_component_": _FROM_CONFIG, "checkpoint_dir": checkpoint}})
+    except ModelError:  # a folder of a tokenizer alone
+        return None
+
+
+@dataclass
+class _Overrides:
+    """Settings ``key=value`` for a file: of its reading, of its dataset, and of the tokenizer."""
+
+    file: list[str]
+    dataset: list[str]
+    tokenizer: list[str]
+
+    @classmethod
+    def of(cls, overrides: list[str]) -> "_Overrides":
+        """Sort the overrides of a command line."""
+        found = cls([], [], [])
+        for override in overrides:
+            key = override.removeprefix("~").partition("=")[0]
+            if key.startswith("tokenizer."):
+                found.tokenizer.append(override.replace("tokenizer.", "", 1))
+            elif key.removeprefix("dataset.") in _OF_THE_FILE:
+                found.file.append(override.replace("dataset.", "", 1))
+            else:
+                found.dataset.append(override.replace("dataset.", "", 1))
+        return found
+
+    @property
+    def file_settings(self) -> dict[str, Any]:
+        """Settings of the file, by name."""
+        return _changed({}, self.file)
+
+
+def _changed(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Return plain settings with overrides applied; raise ``ConfigError`` if one is not possible."""
+    from torchtune.config import Document, apply_overrides
+
+    document = Document(data)
+    apply_overrides(document, overrides)
+    document.check()
+    return document.data
 
 
 class DataPrepare(Subcommand):
@@ -123,17 +204,40 @@ class Data(Subcommand):
 
 
 def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
-    """Return a dataset node that reads the file, for the format (name, builder and its settings) found in it."""
-    from torchtune.config import Document, apply_overrides
+    """Return a dataset node that reads the file.
 
-    reader = found[1]
-    if not reader:
-        raise UserError(f"{path}: no dataset reads rows of these columns: use a config with a column_map.")
-    name, *settings = reader.split()
-    document = Document({"_component_": f"torchtune.datasets.{name}", "source": str(path)})
-    apply_overrides(document, [setting.removeprefix("dataset.") for setting in [*settings, *overrides]])
-    document.check()
-    return document.data
+    Args:
+        path: the file.
+        found: format of its rows (name, builder and its settings).
+        overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
+            chooses another builder.
+
+    Raises:
+        UserError: no builder is known for the rows and the settings.
+    """
+    name, *settings = found[1].split() or [""]
+    given = _changed({}, [override for override in overrides if not override.startswith("~")])
+    component = given.get("_component_")
+    if component is None:
+        builder = _builder_of(name, given)
+        if not builder:
+            raise UserError(
+                f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "
+                "column_map.output=..., or use a config."
+            )
+        component = f"torchtune.datasets.{builder}"
+    if component != f"torchtune.datasets.{name}":
+        settings = []
+    return _changed({"_component_": component, "source": str(path)}, [*settings, *overrides])
+
+
+def _builder_of(name: str, given: Mapping[str, Any]) -> str:
+    """Return the builder of a format, or the usual one of the first setting that it does not have."""
+    columns = given.get("column_map")
+    keys = [f"column_map.{key}" for key in columns] if isinstance(columns, Mapping) else []
+    keys += [key for key in given if key in _BUILDERS]
+    others = [_BUILDERS[key][0] for key in _BUILDERS if key in keys and name not in _BUILDERS[key]]
+    return others[0] if others else name
 
 
 def _read_settings(name: str, overrides: list[str]) -> Any:

@@ -50,6 +50,7 @@ __getattr__, __dir__, __all__ = attach(
         "SourceNumber": "_common",
         "TemplateType": "_prompt_templates",
         "Video": "_messages",
+        "read_label": "_common",
         "read_pixels": "_images",
         "copy_sample": "_common",
         "Colors": "_ragged_images",

@@ -65,4 +65,11 @@ def copy_sample(sample: Any, giver: str) -> dict[str, Any]:
     return dict(sample)
 
 
+def read_label(value: Any) -> bool | None:
+    """Return whether an answer is good, by its label (a bool, 1, 0, or one of them as text); None for another value."""
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
+    return bool(value) if value in (True, False) else None
+
+
 __getattr__ = former_names(__name__)

@@ -47,6 +47,7 @@ __getattr__, __dir__, __all__ = attach(
         "content_of": "_row_images",
         "format_of": "_file_report",
         "histogram": "_file_report",
+        "is_data_file": "_file_formats",
         "mixture_counts": "_mixed",
         "mixture_weights": "_mixed",
         "num_left_out": "_bad_rows",

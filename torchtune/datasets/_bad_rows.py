@@ -2,12 +2,13 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.datasets._file_report import format_of
 from torchtune.utils import append_line, get_logger, get_rank, log_rank_zero, run_log_path
 
 _MOST = 10
@@ -21,13 +22,15 @@ class BadRows:
         rows: the rows; a ``place`` method, if any, gives the file and line of a row.
         skips: skip rows instead of raising, however many there are.
         way_out: the setting that skips such rows, for messages.
+        formats: formats of rows that the dataset reads, as ``format_of`` names them; empty if it may read any.
 
     Attributes:
         found: (row, reason) of each row.
     """
 
-    def __init__(self, source: str, rows: Any, *, skips: bool, way_out: str) -> None:
+    def __init__(self, source: str, rows: Any, *, skips: bool, way_out: str, formats: Collection[str] = ()) -> None:
         self._source, self._rows, self._skips, self._way_out = source, rows, skips, way_out
+        self._formats = formats
         self.found: list[tuple[int, str]] = []
 
     def add(self, row: int, reason: str) -> None:
@@ -45,8 +48,24 @@ class BadRows:
         end = " (looked no further)" if len(self.found) == _MOST else ""
         raise DataError(
             f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.found)}{where}{end}; "
-            f"correct them or leave them out with {self._way_out}."
+            f"{self._other_format()}correct them or leave them out with {self._way_out}."
         )
+
+    def _other_format(self) -> str:
+        """Return the advice to use another dataset, if all rows so far are of a format that this one does not read."""
+        count = len(self.found)
+        if not self._formats or [row for row, _ in self.found] != list(range(count)):
+            return ""
+        if count < min(len(self._rows), _MOST):
+            return ""
+        try:
+            row = self._rows[0]
+        except DataError:  # a broken line
+            return ""
+        kind, reader = format_of(row) if isinstance(row, Mapping) else ("", "")
+        if not reader or kind in self._formats:
+            return ""
+        return f"these are {kind}: use {reader.split()[0]}, "
 
 
 def _by_reason(bad: Sequence[tuple[int, str]]) -> str:

@@ -4,7 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torchtune._lazy import former_names
-from torchtune.data import DataError, MaskingName, OpenAIToMessages, ShareGPTToMessages, check_column_map
+from torchtune.data import (
+    DataError,
+    MaskingName,
+    MaskingStrategy,
+    Transform,
+    check_column_map,
+    column,
+    resolve_masking,
+)
+from torchtune.datasets._file_report import STYLES, styles_of
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
@@ -12,12 +21,72 @@ from torchtune.datasets._sft_builder import sft_dataset
 from torchtune.tokenizers import ModelTokenizer
 
 
+class ConversationToMessages(Transform):
+    """Transform of a conversation in OpenAI or ShareGPT format, which finds column and format in each row.
+
+    Args:
+        conversation_column: column of the conversation; None: the only one that holds a conversation.
+        conversation_style: ``"openai"`` or ``"sharegpt"``; None: that of the first turn.
+        new_system_prompt: system prompt that replaces the conversation's system turn.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+
+    Raises:
+        DataError: the style is unknown; when called, a row has no conversation, or several.
+    """
+
+    takes_encoded_images = True  # encoded files need not be decoded first
+
+    def __init__(
+        self,
+        conversation_column: str | None,
+        conversation_style: str | None,
+        new_system_prompt: str | None,
+        masking_strategy: MaskingStrategy,
+    ) -> None:
+        if conversation_style is not None and conversation_style not in STYLES:
+            raise DataError(f"conversation_style must be {' or '.join(STYLES)}, not '{conversation_style}'.")
+        self.conversation_column, self.conversation_style = conversation_column, conversation_style
+        self.new_system_prompt, self.masking_strategy = new_system_prompt, masking_strategy
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats of rows that are read, see :func:`formats_of`."""
+        kinds = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}
+        return tuple(kinds.values()) if self.conversation_style is None else (kinds[self.conversation_style],)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``{"messages": [...]}``, and what else the transform of the format returns."""
+        name, style = self._reading(sample)
+        _, transform, key = STYLES[style]
+        convert = transform(
+            column_map={key: name}, new_system_prompt=self.new_system_prompt, masking_strategy=self.masking_strategy
+        )
+        return convert(sample)
+
+    def _reading(self, sample: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the column and the format of the row's conversation."""
+        if self.conversation_column is not None and self.conversation_style is not None:
+            return self.conversation_column, self.conversation_style
+        columns = sample if self.conversation_column is None else [self.conversation_column]
+        readings = [(name, style) for name in columns for style in styles_of(column(sample, name))]
+        if self.conversation_style is not None:
+            readings = [reading for reading in readings if reading[1] == self.conversation_style]
+        if len(readings) > 1:
+            both = " or ".join(f"conversation_column={name} conversation_style={style}" for name, style in readings[:2])
+            raise DataError(f"the row can be read in two ways: set {both}")
+        if not readings:
+            if self.conversation_column is not None:
+                return self.conversation_column, "openai"  # says what is wrong with it
+            raise DataError(f"no column holds a conversation among {', '.join(map(repr, sample)) or 'none'}")
+        return readings[0]
+
+
 def chat_dataset(
     tokenizer: ModelTokenizer,
     *,
     source: Source,
-    conversation_column: str,
-    conversation_style: Literal["openai", "sharegpt"],
+    conversation_column: str | None = None,
+    conversation_style: Literal["openai", "sharegpt"] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
@@ -31,8 +100,9 @@ def chat_dataset(
     Args:
         tokenizer: tokenizer of the model.
         source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
-        conversation_column: column with the list of messages.
-        conversation_style: ``"openai"`` (``{"role", "content"}``) or ``"sharegpt"`` (``{"from", "value"}``).
+        conversation_column: column with the list of messages; by default the only one with such a list.
+        conversation_style: ``"openai"`` (``{"role", "content"}``) or ``"sharegpt"`` (``{"from", "value"}``); by default
+            that of a row's first message.
         train_on_input: deprecated, use ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
         new_system_prompt: system prompt that replaces the conversations' own.
@@ -48,28 +118,16 @@ def chat_dataset(
     Example:
         >>> rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one cat"}]}]
         >>> data = torchtune.datasets.chat_dataset(
-        ...     tokenizer, source=rows, conversation_column="messages", conversation_style="openai"
+        ...     tokenizer, source=rows
         ... )
         >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
         'one cat'
     """
-    styles = {"sharegpt": (ShareGPTToMessages, "conversations"), "openai": (OpenAIToMessages, "messages")}
-    if conversation_style not in styles:
-        raise DataError(f"conversation_style must be {' or '.join(styles)}, not '{conversation_style}'.")
-    transform, key = styles[conversation_style]
+    transform = ConversationToMessages(
+        conversation_column, conversation_style, new_system_prompt, resolve_masking(train_on_input, masking_strategy)
+    )
     return sft_dataset(
-        tokenizer,
-        source,
-        transform(
-            train_on_input=train_on_input,
-            column_map={key: conversation_column},
-            new_system_prompt=new_system_prompt,
-            masking_strategy=masking_strategy,
-        ),
-        packed=packed,
-        filter_fn=filter_fn,
-        split=split,
-        **load_dataset_kwargs,
+        tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
     )
 
 

@@ -1,6 +1,5 @@
 """Inspection of a data file without tokenizer: format, sizes, duplicates and broken lines."""
 
-import csv
 import json
 import re
 from collections import Counter
@@ -19,15 +18,29 @@ from torchtune.data import (
     answer_turns,
     as_messages,
     is_empty,
+    read_label,
     validate_messages,
 )
-from torchtune.utils import UserError, decode_line, has_json_lines, numbered_lines, open_lines, parse_json_line
+from torchtune.datasets._file_formats import (
+    LOADERS,
+    Line,
+    format_of_file,
+    numbered_records,
+    parsed,
+    settings_of,
+    suffix_of,
+)
+from torchtune.utils import UserError
 
 SAMPLE = 2000  # rows that are inspected by default
 _BAR = 32
+_ADVICE = (
+    "name those that are read: column_map.input=... column_map.output=... (an instruction and its answer), "
+    "column=... (plain text) or conversation_column=... (messages)"
+)
 _CALLS = re.compile(r'"(tool_calls|function_call|tools|functions)": (?!null|\[\]|"")')
 # Name of a conversation format -> turn field that only this format has, its transform, and its column's name.
-_STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
+STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "openai": ("role", OpenAIToMessages, "messages"),
     "sharegpt": ("from", ShareGPTToMessages, "conversations"),
 }
@@ -45,6 +58,7 @@ class FileFacts:
         columns: names of all columns of a row -> number of rows.
         calls: number of rows with tools or tool calls.
         empty: numbers of the rows with an answer that says nothing.
+        labels: number of rows of raw text with a label, which no dataset reads.
         problems: (line or row, reason) of rows that cannot be used.
         copies: (row, earlier equal row) for every duplicate in the file, counted from 1.
         characters: number of characters of each inspected row.
@@ -59,6 +73,7 @@ class FileFacts:
     columns: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     empty: list[int] = field(default_factory=list)
+    labels: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     characters: list[int] = field(default_factory=list)
@@ -66,17 +81,17 @@ class FileFacts:
     example: Any = None
 
 
-def _conversation(value: Any) -> str | None:
-    """Return ``openai`` or ``sharegpt`` if ``value`` is a list of messages, otherwise None."""
+def styles_of(value: Any) -> list[str]:
+    """Return the formats in which a value is a conversation, ``openai`` and ``sharegpt``; empty if it is none."""
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
-        return None
-    return next((style for style, (field, _, _) in _STYLES.items() if field in value[0]), None)
+        return []
+    return [style for style, (field, _, _) in STYLES.items() if field in value[0]]
 
 
 def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return (format, dataset builder with its columns) of a row; ("unknown", "") if no builder reads it."""
     image = next((name for name in ("image", "images") if name in row), None)
-    turns = {name: style for name, value in row.items() if (style := _conversation(value))}
+    turns = {name: styles[0] for name, value in row.items() if (styles := styles_of(value))}
     if {"chosen", "rejected"} <= row.keys():
         prompts = [name for name in turns if name not in ("chosen", "rejected")]
         if "prompt" not in row and prompts:
@@ -86,7 +101,7 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     if {"input", "preferred_output", "non_preferred_output"} <= row.keys():  # OpenAI's format
         columns = "column_map.chosen=preferred_output column_map.rejected=non_preferred_output column_map.prompt=input"
         return "preference pairs", f"preference_dataset {columns}"
-    if "completion" in row and isinstance(row.get("label"), bool | int):
+    if "completion" in row and read_label(row.get("label")) is not None:
         return "labeled answers (KTO)", "kto_dataset"
     if "instruction" in row and "output" in row:
         return "Alpaca", "alpaca_dataset"
@@ -116,6 +131,8 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
             return "instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}"
     if "prompt" in row:
         return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"
+    if isinstance(row.get("text"), str) and isinstance(row.get("label"), str):
+        return "labeled texts (classification)", "instruct_dataset column_map.input=text column_map.output=label"
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if texts and ("text" in row or len(row) == 1):
         return "raw text", f"text_completion_dataset column={'text' if 'text' in row else texts[0]}"
@@ -145,6 +162,27 @@ def _settings_of(reader: str) -> tuple[str, dict[str, str]]:
     return builder, dict(word.split("=", 1) for word in words)
 
 
+def formats_of(transform: Any) -> tuple[str, ...]:
+    """Return the formats of rows that a transform to messages reads, as :func:`format_of` names them.
+
+    A transform from outside this library may have an attribute ``formats``; without it, it may read any.
+    """
+    if isinstance(transform, InputOutputToMessages):
+        # Columns of any name may be mapped.
+        return (
+            "instructions",
+            "labeled texts (classification)",
+            "questions about images",
+            "prompts with answers",
+            "conversational prompts with completions",
+        )
+    if isinstance(transform, AlpacaToMessages):
+        return ("Alpaca",)
+    if isinstance(transform, ChosenRejectedToMessages):
+        return ("preference pairs",)
+    return tuple(getattr(transform, "formats", ()))
+
+
 def _problem(row: Any, reader: str) -> str | None:
     """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason."""
     builder, settings = _settings_of(reader)
@@ -152,7 +190,7 @@ def _problem(row: Any, reader: str) -> str | None:
         name.removeprefix("column_map."): column for name, column in settings.items() if name.startswith("column_map.")
     }
     if builder == "chat_dataset":
-        _, transform, key = _STYLES[settings["conversation_style"]]
+        _, transform, key = STYLES[settings["conversation_style"]]
         columns = {key: settings["conversation_column"]}
     elif builder in _TRANSFORMS:
         transform = _TRANSFORMS[builder]
@@ -187,64 +225,53 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _others(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a file that is not JSON Lines; .json and .parquet files have row numbers, others lines."""
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-    if suffix == ".json":
-        with open_lines(path) as file:
-            try:
-                rows = parse_json_line(file.read())
-            except UserError as error:
-                raise UserError(f"{path}: {error}; correct the file.") from error
-        if not isinstance(rows, list):
-            raise UserError(f"{path}: it holds one {type(rows).__name__}, not a list of rows.")
-        yield from enumerate(rows, 1)
-    elif suffix in (".csv", ".tsv"):
-        yield from _table(path, "\t" if suffix == ".tsv" else ",")
-    elif suffix == ".txt":
-        for number, text in enumerate(_texts(path), 1):
-            if not text.isspace():
-                yield number, {"text": text.rstrip("\n")}
-    elif suffix == ".parquet":
-        yield from enumerate(_parquet_rows(path), 1)
+def numbered_rows(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    """Yield (number, row) of a file or folder as a run reads it; lines of text files are undecoded.
+
+    Args:
+        path: path of a data file, possibly compressed, or of a folder.
+        settings: settings of the file, such as ``delimiter``.
+
+    Raises:
+        UserError: the file type is not supported, or the file is damaged or cannot be read.
+    """
+    loader = LOADERS.get(suffix_of(path.name))
+    if path.is_dir():
+        yield from enumerate(_loaded_rows(path, settings), 1)
+    elif loader is None:
+        raise UserError(f"{path}: a file of this kind is not read: use {', '.join(LOADERS)}.")
+    elif loader in ("arrow", "parquet"):
+        if settings:
+            raise UserError(f"{path}: {min(settings)} is not a setting of a file of this kind: leave it out.")
+        yield from enumerate(_loaded_rows(path, {}) if loader == "arrow" else _parquet_rows(path), 1)
     else:
-        raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
+        known = settings_of(loader, settings)
+        if known is None:
+            raise UserError(f"{path}: {min(settings)} is not a setting of a file of this kind: leave it out.")
+        yield from numbered_records(str(path), format_of_file(str(path), loader, known))
 
 
-def _table(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (first line, row) of a CSV file with a header; missing fields are None."""
-    csv.field_size_limit(1 << 30)
-    reader, line = csv.DictReader(_texts(path), delimiter=delimiter), 1
-    try:
-        header, line = reader.fieldnames or (), reader.line_num + 1
-        for row in reader:
-            if more := row.get(None):
-                raise UserError(
-                    f"{path}, line {line}: it has {len(header) + len(more)} fields and the header has {len(header)}: "
-                    "put texts with the delimiter in quotes."
-                )
-            yield line, row
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UserError(f"{path}, line {line}: it cannot be read ({error}): save the file again.") from error
+def _loaded_rows(path: Path, settings: Mapping[str, Any]) -> Iterator[Any]:
+    from torchtune.datasets._file_rows import unparsed
+    from torchtune.datasets._row_source import load_rows, without_added_nulls
 
-
-def _texts(path: Path) -> Iterator[str]:
-    with open_lines(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield decode_line(line) + "\n"
-            except UserError as error:
-                raise UserError(f"{path}, line {number}: {error}.") from error
+    rows = load_rows(str(path), split="train", **settings)
+    if not hasattr(rows, "with_format"):
+        yield from unparsed(rows)
+        return
+    for batch in rows.with_format("arrow").iter(1000):  # images stay encoded
+        yield from map(without_added_nulls, batch.to_pylist())
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    from torchtune.datasets._row_source import without_added_nulls
+
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
-            yield from batch.to_pylist()
+            yield from map(without_added_nulls, batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: it is not a Parquet file, or not the whole of it: download it again.") from error
 
@@ -255,51 +282,77 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         UserError: the file type is not supported, or a line is broken.
     """
-    if not has_json_lines(path):
-        yield from _others(path)
-        return
-    for number, line in numbered_lines(path):
+    for number, row in numbered_rows(path, {}):
         try:
-            yield number, parse_json_line(line)
+            yield number, row.format.decode(row) if isinstance(row, Line) else row
         except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}; correct the line.") from error
+            unit = row.format.unit
+            raise UserError(f"{path}, {unit} {number}: {error}; correct the {unit}.") from error
 
 
-def scan(path: Path, *, everything: bool) -> FileFacts:
-    """Read a file: count and compare all rows, and inspect the first ``SAMPLE`` or all of them.
+def scan(path: Path, *, everything: bool, settings: Mapping[str, Any] | None = None) -> FileFacts:
+    """Read a file or folder: count and compare all rows, and inspect the first ``SAMPLE`` or all of them.
 
     Args:
-        path: .jsonl, .json, .csv, .tsv, .parquet or .txt file.
+        path: path of a data file, possibly compressed, or of a folder.
         everything: inspect all rows.
+        settings: settings of the file, such as ``delimiter``.
 
     Raises:
         UserError: the file is empty, unreadable or of an unsupported type.
     """
-    if path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty.")
     facts = FileFacts(str(path))
-    is_lines = has_json_lines(path)
-    for number, row in numbered_lines(path) if is_lines else _others(path):
+    for number, row in numbered_rows(path, settings or {}):
         facts.rows += 1
-        key = hash(row.rstrip() if is_lines else json.dumps(row, sort_keys=True, default=str))
+        try:
+            columns = parsed(row)
+            if not isinstance(columns, Mapping):
+                raise DataError(f"a row must be a mapping column -> value, not {type(columns).__name__}")
+            kind, reader = format_of(columns)
+        except DataError as error:
+            facts.problems.append((number, str(error)))
+            continue
+        key = _key(columns, reader)
         if facts.hashes.setdefault(key, number) != number:
             facts.copies.append((number, facts.hashes[key]))
         if everything or facts.rows <= SAMPLE:
-            try:
-                _look(facts, number, parse_json_line(row) if is_lines else row)
-            except UserError as error:
-                facts.problems.append((number, str(error)))
+            _look(facts, number, columns, kind, reader)
     if not facts.rows:
         raise UserError(f"{path}: there are no rows in it.")
     return facts
 
 
-def _look(facts: FileFacts, number: int, row: Any) -> None:
+# Columns that a builder reads beside those that its settings name.
+_MEDIA, _CONTEXT = {"image", "images"}, {"system", "system_prompt", "tools", "functions"}
+_READ = {
+    "alpaca_dataset": {"instruction", "input", "output", "history", *_CONTEXT},
+    "chat_dataset": _CONTEXT | _MEDIA,
+    "instruct_dataset": _CONTEXT | _MEDIA,
+    "kto_dataset": {"prompt", "completion", "label"} | _CONTEXT | _MEDIA,
+    "multimodal.multimodal_chat_dataset": _CONTEXT,
+    "multimodal.vqa_dataset": _CONTEXT,
+    "preference_dataset": {"prompt", "chosen", "rejected"} | _CONTEXT | _MEDIA,
+    "text_completion_dataset": set(),
+}
+# Columns that number or name a row, and that no reward reads.
+_ROW_NAMES = {"id", "_id", "idx", "index", "row", "row_id", "uid", "uuid", "unnamed: 0"}
+
+
+def _key(row: Mapping[str, Any], reader: str) -> int:
+    """Return a hash of what is read of a row: two rows that differ in another column alone train the same."""
+    builder, settings = _settings_of(reader)
+    if builder in _READ:
+        names = {*settings.values(), *_READ[builder]} & row.keys()
+    else:  # rewards may read any column of a prompt
+        names = {name for name in row if name.lower() not in _ROW_NAMES}
+    read = {name: row[name] for name in names}
+    return hash(json.dumps(read, sort_keys=True, default=str))
+
+
+def _look(facts: FileFacts, number: int, row: Mapping[str, Any], kind: str, reader: str) -> None:
     facts.read += 1
-    if not isinstance(row, Mapping):
-        facts.problems.append((number, f"a row must be a mapping column -> value, not {type(row).__name__}"))
-        return
-    kind, reader = format_of(row)
     facts.formats[kind, reader] += 1
     facts.firsts.setdefault((kind, reader), number)
     facts.columns[", ".join(row)] += 1
@@ -308,6 +361,8 @@ def _look(facts: FileFacts, number: int, row: Any) -> None:
         facts.calls += 1
     if _has_empty_answer(row, reader):
         facts.empty.append(number)
+    if reader.startswith("text_completion_dataset") and "label" in row:
+        facts.labels += 1
     if facts.example is None:
         facts.example = row
     if problem := _problem(row, reader):
@@ -347,9 +402,17 @@ def report(facts: FileFacts) -> list[str]:
         lines.append(f"format      {kind}, {count:,} rows{first}{called}")
     if len(facts.formats) > 1:
         lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
-    if len(facts.columns) > 1:
+    is_unknown = ("unknown", "") in facts.formats
+    if len(facts.columns) > 1 or is_unknown:
         for names, count in facts.columns.most_common(5):
             lines.append(f"columns     {names}, {count:,} rows")
+    if is_unknown:
+        lines.append(f"            {_ADVICE}")
+    if facts.labels:
+        lines.append(
+            f"label       column 'label' of {facts.labels:,} rows is read by no dataset: write it as a text, such as a "
+            "name, to train it as the answer"
+        )
     if facts.calls:
         lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")
     if facts.empty:

@@ -29,16 +29,17 @@ class CheckedDataset(Dataset):
         dataset: map-style dataset of examples (mappings with ``tokens`` and pre-shifted ``labels``) or packs (lists of
             examples).
         vocab_size: upper bound of token ids (exclusive); ``None`` if unknown.
+        longest: maximum number of tokens of a document; ``None`` for no limit.
 
     Raises:
         DataError: the dataset is empty or not map-style, an example has another format, or the first examples have no
             labels or unshifted labels.
     """
 
-    def __init__(self, dataset: Any, vocab_size: int | None) -> None:
+    def __init__(self, dataset: Any, vocab_size: int | None, longest: int | None = None) -> None:
         self.dataset = dataset
         self.name = type(dataset).__name__
-        self._vocab_size = vocab_size
+        self._vocab_size, self._longest = vocab_size, longest
         missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
         if missing:
             raise DataError(
@@ -105,6 +106,8 @@ class CheckedDataset(Dataset):
         tokens, labels = check_row(document["tokens"], document["labels"])
         if len(tokens) == 0:
             raise DataError("it has no tokens")
+        if self._longest is not None and len(tokens) > self._longest:
+            raise DataError(f"it has {len(tokens):,} tokens and the model reads {self._longest:,} (its max_seq_len)")
         for name, ids in (("token id", tokens), ("label", labels[labels != CROSS_ENTROPY_IGNORE_IDX])):
             if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
                 raise DataError(f"{name} {np.max(ids)} is not below {self._vocab_size}, the tokenizer's vocabulary")

@@ -16,20 +16,23 @@ from torchtune.data import (
 )
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._foreign import CheckedDataset, is_own
+from torchtune.datasets._tokenize import longest_row, rows_up_to
 from torchtune.utils import doing
 
 
 @doing("preparing data")
-def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
+def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None) -> Any:
     """Instantiate the dataset of a config node; a list of nodes is concatenated.
 
     Args:
         dataset: node with ``_component_``, or a list of them.
         tokenizer: passed to every dataset.
+        longest: tokens of the longest row that the model reads (:func:`torchtune.training.context_length`); None for no
+            limit. Longer rows are refused, or skipped with ``on_bad_row=skip``.
 
     Raises:
-        DataError: see the datasets; the tokenizer has no ``vocab_size``; or a dataset from outside this library is
-            empty, or its examples lack ``tokens`` and ``labels``.
+        DataError: see the datasets; a row is longer than ``longest``; the tokenizer has no ``vocab_size``; or a dataset
+            from outside this library is empty, or its examples lack ``tokens`` and ``labels``.
 
     Example:
         >>> rows = [{"input": "Who?", "output": "one cat"}]
@@ -39,16 +42,17 @@ def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer, "vocab_size", reader="a recipe")
-    if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
-        parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
-        return parts[0] if len(parts) == 1 else ConcatDataset(parts)
-    return _checked(config.instantiate(dataset, tokenizer), tokenizer)
+    with rows_up_to(longest):
+        if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
+            parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
+            return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+        return _checked(config.instantiate(dataset, tokenizer), tokenizer)
 
 
 def _checked(dataset: Any, tokenizer: Any) -> Any:
     if is_own(dataset):
         return dataset
-    return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None))
+    return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None), longest_row())
 
 
 def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:

@@ -12,6 +12,7 @@ from torchtune.data import (
     check_column_map,
     column,
     read_conversation,
+    read_label,
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
@@ -39,6 +40,8 @@ class LabelledAnswerToMessages(Transform):
         True
     """
 
+    formats: ClassVar[tuple[str, ...]] = ("labeled answers (KTO)",)
+
     def __init__(
         self, column_map: Mapping[str, str] | None = None, masking_strategy: MaskingName | None = "train_on_assistant"
     ) -> None:
@@ -49,7 +52,8 @@ class LabelledAnswerToMessages(Transform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``messages`` and ``is_chosen``, True for a good answer, with ``tools`` if the row has them."""
         label = column(sample, self.column_map["label"])
-        if label not in (True, False):  # also accepts 1 and 0
+        is_chosen = read_label(label)
+        if is_chosen is None:
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         prompt = self.column_map.get("prompt", "prompt")
         sample = unfold_prompt(sample, prompt)
@@ -59,7 +63,7 @@ class LabelledAnswerToMessages(Transform):
             masking_strategy=self.masking_strategy,
             columns=(*self.column_map.values(), prompt),
         )
-        return {**conversation.as_sample(), "is_chosen": bool(label)}
+        return {**conversation.as_sample(), "is_chosen": is_chosen}
 
 
 class KTODataset(PreferenceDataset):

@@ -14,6 +14,7 @@ from torchtune.data import DataError, SourceNumber, make_random_state
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._from_config import instantiate_dataset
 from torchtune.datasets._packed import origins_of
+from torchtune.datasets._tokenize import longest_row
 from torchtune.utils import get_logger, log_rank_zero
 
 _KEPT = 4  # cached blocks of a stream's order
@@ -271,7 +272,7 @@ def mixed_dataset(
         raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
     mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
     built = {
-        name: instantiate_dataset(node, tokenizer) if isinstance(node, Mapping) else node
+        name: instantiate_dataset(node, tokenizer, longest_row()) if isinstance(node, Mapping) else node
         for name, node in datasets.items()
     }
     if not any(getattr(dataset, "is_stream", False) for dataset in built.values()):

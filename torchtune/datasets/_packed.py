@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.datasets._tokenize import longest_row
 from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
@@ -91,8 +92,14 @@ def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None
     return sorted(sorted(rows) for rows in packs if rows)
 
 
-def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
-    """Concatenate all rows and cut every ``capacity`` tokens; only the last pack may have fewer."""
+def split_evenly(lengths: np.ndarray, capacity: int, longest: int | None = None) -> list[list[Piece]]:
+    """Concatenate all rows and cut every ``capacity`` tokens; only the last pack may have fewer.
+
+    Args:
+        lengths: int64 ``[rows]``.
+        capacity: number of tokens per pack.
+        longest: maximum number of tokens per piece; None for no limit within a pack.
+    """
     packs: list[list[Piece]] = []
     room = 0
     for row, length in enumerate(lengths.tolist()):
@@ -101,7 +108,7 @@ def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
             if not room:
                 packs.append([])
                 room = capacity
-            end = min(length, start + room)
+            end = min(length, start + min(room, longest or room))
             packs[-1].append((row, start, end))
             room -= end - start
             start = end
@@ -229,7 +236,7 @@ class PackedDataset(Dataset):
         if not len(lengths):
             raise DataError("There is nothing to pack: the dataset is empty.")
         if split_across_pack:
-            packs = split_evenly(lengths, max_seq_len)
+            packs = split_evenly(lengths, max_seq_len, longest_row())
         else:
             too_long = np.flatnonzero(lengths > max_seq_len)
             if len(too_long):

@@ -17,6 +17,7 @@ from torchtune.data import (
     copy_sample,
     is_empty,
 )
+from torchtune.datasets._file_report import formats_of
 from torchtune.datasets._labels import NO_LABEL, has_label, shifted_labels
 from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
@@ -83,11 +84,11 @@ class PreferenceDataset(TokenizedDataset):
             "allow_empty_answers": allow_empty_answers,
         }
         work = Tokenize(samples, self._names)
-        self._read(self._prepare(found, depends_on, work, limit=limit, skips=found.skips))
+        formats = formats_of(message_transform)
+        self._read(self._prepare(found, depends_on, work, limit=limit, skips=found.skips, formats=formats))
         self._rows = encoded(found.rows(), message_transform) if self.num_images else None
 
     def _read(self, rows: PreparedRows) -> None:
-        self.dropped = [row for row, _ in rows.bad]
         self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Prompt datasets for online RL, with the columns that rewards read."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtune.data import (
     Conversation,
@@ -44,6 +44,8 @@ class PromptDataset(TokenizedDataset):
         >>> len(data)
         1
     """
+
+    _has_prompts: ClassVar[bool] = True
 
     def __init__(
         self,

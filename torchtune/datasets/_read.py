@@ -7,13 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from torchtune.data import DataError
-from torchtune.datasets._lines import Line, line_files, matching, parsed, refuse_shrunk
+from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, parsed
+from torchtune.datasets._file_rows import matching, refuse_shrunk
 from torchtune.datasets._preview import NotRead, is_preview
-from torchtune.datasets._row_source import LOADERS, load_rows, plain_files, resolve_source, without_added_nulls
-from torchtune.utils import first_line, is_gzip
+from torchtune.datasets._row_source import (
+    load_rows,
+    local_files,
+    plain_files,
+    resolve_source,
+    without_added_nulls,
+)
+from torchtune.utils import UserError, first_line, packed_by, unpacking
 
 _EDGE = 1 << 20
 # Position of a reader, as plain data.
@@ -28,7 +35,7 @@ class Row(NamedTuple):
 
     def columns(self) -> Mapping[str, Any]:
         """Return column -> value; raise :class:`DataError`, without the line's place, if the line is broken."""
-        return parsed(self.content, is_text=self.origin["source"].lower().endswith(".txt"))
+        return parsed(self.content)
 
     @property
     def place(self) -> str:
@@ -38,25 +45,30 @@ class Row(NamedTuple):
 
 
 class FileReader:
-    """Reader of local files with a row per line. A position is (index in the file order, byte offset, lines before it).
+    """Reader of local files. A position is (index in the file order, byte offset of the next record, lines before it).
 
-    The ``datasets`` package can stream such files, too, but resumes inside a file by reading it from its beginning, and
-    does not name broken lines.
+    The ``datasets`` package can stream such files, too, but resumes inside a file by reading it from its beginning,
+    infers types, and does not name broken lines.
 
     Args:
-        paths: paths of the files.
+        files: (path, format) of each file.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = list(paths)
-        self.files = len(paths)
-        self._sizes = [os.path.getsize(path) for path in paths]
+    def __init__(self, files: Sequence[tuple[str, FileFormat]]) -> None:
+        self.paths = [path for path, _ in files]
+        self.files = len(files)
+        self._formats = [format for _, format in files]
+        self._sizes = [os.path.getsize(path) for path in self.paths]
+        # A file that has to be unpacked or parsed as a whole is only read forwards: (path, offset, opened file).
+        self._opened: tuple[str, int, IO[bytes]] | None = None
         self.size = sum(self._sizes)
 
     def fingerprint(self) -> str:
-        """Return a digest that changes with the number, sizes, beginnings or ends of the files."""
+        """Return a digest that changes with the number, sizes, beginnings or ends of the files, and their formats."""
         digest = hashlib.sha256()
-        for path, size in zip(self.paths, self._sizes, strict=True):
+        for path, size, format in zip(self.paths, self._sizes, self._formats, strict=True):
+            if type(format) is not JsonLines:
+                digest.update(repr(format).encode())
             with open(path, "rb") as file:
                 digest.update(f"{size} ".encode() + file.read(_EDGE))
                 file.seek(-min(size, _EDGE), os.SEEK_END)
@@ -74,7 +86,7 @@ class FileReader:
         Raises:
             DataError: the source cannot be read, or a file has shrunk.
         """
-        number, place, before = position or (0, 0, 0)
+        number, offset, before = position or (0, 0, 0)
         rows: list[Row] = []
         while number < self.files and len(rows) < count:
             file = number if order is None else order[number]
@@ -82,26 +94,45 @@ class FileReader:
             try:
                 if (now := os.path.getsize(path)) < size:
                     refuse_shrunk(path, size, now)
-                found, place, before = self._rows(path, size, place, before, count - len(rows))
+                part, offset, before = self._rows(file, offset, before, count - len(rows))
             except OSError as error:
                 said = f"{path} cannot be read on ({error.strerror or error})"
                 raise DataError(f"{said}: put it back and resume.") from error
-            rows += found
-            if place is None:
-                number, place, before = number + 1, 0, 0
-        return rows, [number, place, before] if number < self.files else None
+            except UserError as error:
+                raise error if isinstance(error, DataError) else DataError(str(error)) from error
+            rows += part
+            if offset is None:
+                number, offset, before = number + 1, 0, 0
+        return rows, [number, offset, before] if number < self.files else None
 
-    def _rows(self, path: str, size: int, place: int, before: int, count: int) -> tuple[list[Row], int | None, int]:
+    def _rows(self, file: int, offset: int, before: int, count: int) -> tuple[list[Row], int | None, int]:
         """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it."""
-        rows: list[Row] = []
-        with open(path, "rb") as opened:
-            opened.seek(place)
-            while place < size and len(rows) < count:
-                line = opened.readline()
-                place, before = place + len(line), before + 1
-                if line.strip() or path.lower().endswith(".txt"):
-                    rows.append(Row(Line(line), {"source": path, "line": before}))
-        return rows, place if place < size else None, before
+        path, format, rows = self.paths[file], self._formats[file], []
+        if offset == 0:
+            offset, before = format.start
+        is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
+        end = self._sizes[file] if is_plain else None  # a file that grows is read up to its first size
+        with unpacking(Path(path)):
+            opened = self._open_at(path, format, offset)
+            for record, lines in format.divide(opened) if end is None or offset < end else ():
+                if not format.is_blank(record):
+                    rows.append(Row(Line.of(record, format), {"source": path, format.unit: before + 1}))
+                offset, before = offset + len(record), before + lines
+                if len(rows) == count or (end is not None and offset >= end):
+                    break
+            else:
+                end = offset
+        if is_plain or offset == end:
+            opened.close()
+            self._opened = None
+        else:
+            self._opened = (path, offset, opened)
+        return rows, None if end is not None and offset >= end else offset, before
+
+    def _open_at(self, path: str, format: FileFormat, offset: int) -> IO[bytes]:
+        if self._opened is not None and self._opened[:2] == (path, offset):
+            return self._opened[2]
+        return format.open(path, offset)
 
 
 class HubReader:
@@ -141,19 +172,29 @@ class HubReader:
         return [Row(row, {"source": self._source, "row": before + i}) for i, row in enumerate(rows, 1)], after
 
 
-class TableReader(FileReader):
-    """Reader of local files of other kinds with the ``datasets`` package; the offset is the package's state."""
+class ArrowReader(FileReader):
+    """Reader of local Parquet and Arrow files with the ``datasets`` package; the offset is the package's state.
 
-    _opened: tuple[str, HubReader | None] = ("", None)
+    Args:
+        paths: paths of the files.
+        **kwargs: passed to ``datasets.load_dataset``.
+    """
+
+    _read: tuple[str, HubReader | None] = ("", None)
+
+    def __init__(self, paths: Sequence[str], **kwargs: Any) -> None:
+        super().__init__([(path, JsonLines()) for path in paths])
+        self._kwargs = kwargs
 
     def fingerprint(self) -> str:
         """See :meth:`FileReader.fingerprint`."""
         return f"{super().fingerprint()} read by datasets"
 
-    def _rows(self, path: str, size: int, place: Any, before: int, count: int) -> tuple[list[Row], Any, int]:
-        if self._opened[0] != path:
-            self._opened = (path, HubReader(load_rows(path, split="train", streaming=True), path))
-        rows, after = self._opened[1].window([place, before] if place else None, count, None)
+    def _rows(self, file: int, offset: Any, before: int, count: int) -> tuple[list[Row], Any, int]:
+        path = self.paths[file]
+        if self._read[0] != path:
+            self._read = (path, HubReader(load_rows(path, split="train", streaming=True, **self._kwargs), path))
+        rows, after = self._read[1].window([offset, before] if offset else None, count, None)
         return rows, None if after is None else after[0], before + len(rows)
 
 
@@ -180,12 +221,12 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[FileReader | H
     shown = str(load_dataset_kwargs.get("data_files") or source)
     if is_preview():
         raise NotRead(f"{shown} is streamed: its rows are not counted (streaming=False shows them)")
-    if where in LOADERS.values() and (files := plain_files(found | {"streaming": True})) is not None:
-        if (paths := line_files(files, ".txt")) is not None:
-            return FileReader(paths), shown
-        paths = matching(files)
-        for path in paths:
-            if not path.endswith(".gz") and is_gzip(Path(path)):
-                raise DataError(f"{path} is packed by gzip, which a stream reads in *.gz alone: rename or unpack it.")
-        return TableReader(paths), shown
+    files = local_files(where, found)
+    if files is not None:
+        split = split or "train"
+        if split not in files:
+            raise DataError(f"{shown} has the splits {', '.join(files)}: set split to one of them, not '{split}'.")
+        return FileReader(files[split]), shown
+    if where in ("parquet", "arrow") and (names := plain_files(found)) is not None:
+        return ArrowReader(matching(names)), shown
     return HubReader(load(), shown), shown

@@ -9,36 +9,32 @@ import threading
 import urllib.request
 import warnings
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from torchtune.data import DataError
-from torchtune.datasets._file_report import read_rows
-from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._lines import LineRows, line_files
-from torchtune.datasets._preview import limited, look
-from torchtune.utils import UserError, first_line, get_logger
+import numpy as np
 
-# File suffix -> loader of the datasets package.
-LOADERS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-    ".arrow": "arrow", ".txt": "text",
-}  # fmt: skip
+from torchtune.data import DataError
+from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file, settings_of, suffix_of
+from torchtune.datasets._file_rows import FileRows, matching
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._preview import limited, look
+from torchtune.utils import first_line, get_logger
+
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
 Source = str | Path | Iterable[Mapping[str, Any]]
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-
-
-def _suffix(name: str) -> str:
-    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+# Loaders whose files this library reads itself, by the class of their settings in the datasets package.
+_OWN = {"CsvConfig": "csv", "JsonConfig": "json", "TextConfig": "text"}
+# Files in a folder that `save_to_disk` of a dataset, or of a dataset with splits, wrote.
+_SAVED = ("state.json", "dataset_dict.json")
+# Local files with their formats, by split.
+LocalFiles = Mapping[str, Sequence[tuple[str, FileFormat]]]
 
 
 def _is_remote(name: str) -> bool:
@@ -101,12 +97,12 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     if source not in loaders:
         if Path(source).is_dir():
             return source, kwargs
-        if _suffix(source) in LOADERS:
-            kwargs["data_files"], names, source = source, [source], LOADERS[_suffix(source)]
+        if suffix_of(source) in LOADERS:
+            kwargs["data_files"], names, source = source, [source], LOADERS[suffix_of(source)]
         # A local file, or a name that can only be a path; other names are files inside the Hub dataset.
         elif any(Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
             _check_files(names)
-            kinds = {LOADERS.get(_suffix(name)) for name in names}
+            kinds = {LOADERS.get(suffix_of(name)) for name in names}
             if len(kinds) != 1 or None in kinds:
                 raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
             get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
@@ -119,7 +115,7 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
         if not names:
             raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
         _check_files(names)
-        if all(_suffix(name) == ".tsv" for name in names):
+        if all(suffix_of(name) == ".tsv" for name in names):
             kwargs.setdefault("sep", "\t")
     return source, kwargs
 
@@ -129,7 +125,7 @@ def _folder_of(loader: str, data_dir: str) -> str:
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
         raise _not_here("folder", data_dir)
-    kinds = Counter(LOADERS.get(_suffix(path.name)) for path in folder.rglob("*") if path.is_file())
+    kinds = Counter(LOADERS.get(suffix_of(path.name)) for path in folder.rglob("*") if path.is_file())
     del kinds[None]
     if not kinds or max(kinds.values()) > kinds[loader] or list(kinds.values()).count(kinds[loader]) > 1:
         found = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items())) or "none that are read"
@@ -151,11 +147,11 @@ def _plain(data_files: Any) -> Any:
 
 
 def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return the local files of a whole split, for this library's readers; None if other settings are used."""
+    """Return the local files of a whole split; None if other settings are used, or files are remote."""
     files, split = kwargs.get("data_files"), kwargs.get("split")
     if isinstance(files, Mapping):
         files = files.get(split)
-    elif split not in ("train", None) or (split is None and not kwargs.get("streaming")):
+    elif split not in ("train", None):
         return None
     others = kwargs.keys() - {"split", "data_files", "streaming"}
     if files is None or any(kwargs[name] is not None for name in others) or any(map(_is_remote, _files(files))):
@@ -163,15 +159,96 @@ def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
     return _files(files)
 
 
-def _broken_place(names: Sequence[str]) -> str | None:
-    """Find the first broken line or file, among files that the datasets package rejected."""
-    for path in (Path(name).expanduser() for name in names):
-        if path.is_file() and path.suffix not in (".arrow", *_COMPRESSED[1:]):
-            try:
-                deque(read_rows(path), maxlen=0)
-            except UserError as error:
-                return str(error).rstrip(".")
-    return None
+def local_files(where: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
+    """Return the files that this library reads itself, with their formats, by split.
+
+    Args:
+        where: loader or folder, see :func:`resolve_source`.
+        kwargs: arguments of ``datasets.load_dataset``.
+
+    Returns:
+        None if the ``datasets`` package is to read the rows.
+
+    Raises:
+        DataError: a file cannot be read or fetched, or a table has a setting that is not known.
+    """
+    others = {name: value for name, value in kwargs.items() if name not in ("data_files", "split", "streaming")}
+    loader, files = where, kwargs.get("data_files")
+    if where not in LOADERS.values():
+        loader, files, of_folder = _files_of_folder(where, kwargs)
+        others = of_folder | others
+        others.pop("data_dir", None)
+    if loader not in _OWN.values() or files is None:
+        return None
+    # The package streams remote JSON and text as they are; of a table it would infer the types.
+    if kwargs.get("streaming") and loader != "csv" and any(map(_is_remote, _files(files))):
+        return None
+    settings = settings_of(loader, others)
+    if settings is None:
+        return None
+    splits = files if isinstance(files, Mapping) else {"train": files}
+    found = {}
+    for split, names in splits.items():
+        paths = matching(_downloaded(_files(names)))
+        found[split] = [(path, format_of_file(path, loader, settings)) for path in paths]
+    return found
+
+
+def _downloaded(names: Sequence[str]) -> list[str]:
+    """Return local names of files; remote ones are fetched into the cache of the ``datasets`` package."""
+    if not any(map(_is_remote, names)):
+        return list(names)
+    import datasets
+
+    try:
+        return [str(datasets.DownloadManager().download(name)) if _is_remote(name) else name for name in names]
+    except (OSError, ValueError) as error:  # also errors of connections, and unknown protocols
+        raise DataError(f"{', '.join(names)} cannot be fetched: {first_line(error)}.") from error
+
+
+def is_saved(folder: str) -> bool:
+    """Return whether ``save_to_disk`` of the ``datasets`` package wrote a folder."""
+    return any((Path(folder) / name).is_file() for name in _SAVED)
+
+
+def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, list[str]] | None, dict[str, Any]]:
+    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them."""
+    if not Path(folder).is_dir() or is_saved(folder):
+        return folder, None, {}
+    import datasets
+
+    known = {name: kwargs[name] for name in ("name", "data_files", "data_dir") if kwargs.get(name) is not None}
+    try:
+        builder = datasets.load_dataset_builder(folder, **known)
+    except (ValueError, OSError, TypeError, datasets.exceptions.DatasetNotFoundError):
+        return folder, None, {}  # `load_dataset` gives the reason
+    files, loader = builder.config.data_files, _OWN.get(type(builder.config).__name__, folder)
+    if files is None:
+        return loader, None, {}
+    # Settings in the folder's README, and the delimiter of .tsv files.
+    settings = {name: getattr(builder.config, name, None) for name in ("sep", "names", "skiprows", "field")}
+    of_folder = {name: value for name, value in settings.items() if value not in (None, ",")}
+    return loader, {str(split): list(map(str, names)) for split, names in files.items()}, of_folder
+
+
+def _rows_of_split(files: LocalFiles, split: str | None, shown: str) -> FileRows:
+    """Return the rows of a split, or of parts of splits such as ``train[:10%]``."""
+    if split is None:
+        raise DataError(f"{shown} has the splits {', '.join(files)}: set split to one of them.")
+    if split in files:
+        return FileRows(files[split])
+    import datasets
+
+    sizes = {name: len(FileRows(part)) for name, part in files.items()}
+    if split == "all":
+        split = "+".join(files)
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise DataError(f"Cannot load {shown}: {first_line(error)}.") from error
+    before = dict(zip(sizes, [0, *accumulate(sizes.values())], strict=False))
+    numbers = [before[part.splitname] + np.arange(part.from_, part.to) for part in parts]
+    return FileRows([file for part in files.values() for file in part]).select(np.concatenate(numbers))
 
 
 class TableRows:
@@ -341,13 +418,31 @@ def _filtered(
     if filter_fn is not None:
         if not callable(filter_fn):
             raise DataError(f"filter_fn is {filter_fn!r}, not a function of a row: let a builder of yours pass it.")
-        if hasattr(rows, "filter"):
+        if isinstance(rows, FileRows):
+            rows = rows.filter(_filter_of_row(filter_fn, filter_kwargs or {}))
+        elif hasattr(rows, "filter"):
             rows = rows.filter(filter_fn, **(filter_kwargs or {}))
         else:
             rows = [row for row in rows if filter_fn(row)]
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise DataError(f"{'filter_fn leaves no rows' if filter_fn is not None else 'There are no rows'} in {shown}.")
     return rows
+
+
+def _filter_of_row(filter_fn: Callable[..., bool], settings: Mapping[str, Any]) -> Callable[[Any, int], bool]:
+    """Return a function of (row, number) that calls ``filter_fn`` as ``datasets.Dataset.filter`` does."""
+    if settings.get("batched"):
+        raise DataError("filter_kwargs: batched=True is not possible for files: let filter_fn take one row.")
+    columns, others = settings.get("input_columns"), settings.get("fn_kwargs") or {}
+    columns = [columns] if isinstance(columns, str) else columns
+
+    def keep(row: Mapping[str, Any], number: int) -> bool:
+        arguments = [row] if columns is None else [row[name] for name in columns]
+        if settings.get("with_indices"):
+            arguments.append(number)
+        return filter_fn(*arguments, **others)
+
+    return keep
 
 
 def load_rows(
@@ -378,15 +473,18 @@ def load_rows(
     shown = ", ".join(names) or source
     split = kwargs.get("split")
     streaming = bool(kwargs.get("streaming"))
-    files = plain_files(kwargs) if where == "json" and not streaming and not filter_kwargs else None
-    if files is not None and (paths := line_files(files)) is not None:
-        return limited(_filtered(LineRows(paths), filter_fn, None, shown))
+    part = "" if split is None else f" (split {split})"
+    files = None if streaming else local_files(where, kwargs)
+    if files is not None:
+        return limited(_filtered(_rows_of_split(files, split, shown), filter_fn, filter_kwargs, shown + part))
     import datasets
 
     try:
         with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
-            if names or Path(where).is_dir():
+            if is_saved(where):
+                rows = _saved_rows(where, kwargs)
+            elif names or Path(where).is_dir():
                 rows = datasets.load_dataset(where, **kwargs)
             else:
                 with without_waiting_for_the_hub():
@@ -406,8 +504,8 @@ def load_rows(
             "local file with dataset.data_files."
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
-        reason = _broken_place(names) or f"{shown}: {first_line(error.__cause__ or error)}"
-        raise DataError(f"Cannot read the data file {reason}.") from error
+        reason = first_line(error.__cause__ or error)
+        raise DataError(f"Cannot read the data file {shown}: {reason}.") from error
     except (EOFError, zlib.error, StopIteration) as error:  # StopIteration: a second read of a file that failed before
         raise DataError(f"Cannot load {shown}: a file is not packed to its end, pack it again.") from error
     except (ValueError, TypeError, OSError) as error:
@@ -418,8 +516,29 @@ def load_rows(
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
     if streaming:
         return rows
-    part = "" if split is None else f" (split {split})"
     return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
+
+
+def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the rows that ``save_to_disk`` of the ``datasets`` package wrote to a folder."""
+    import datasets
+
+    others = [name for name, value in kwargs.items() if value is not None and name not in ("split", "streaming")]
+    if others:
+        raise DataError(f"{others[0]} does not go with {folder}, which save_to_disk wrote: leave it out.")
+    saved, split = datasets.load_from_disk(folder), kwargs.get("split")
+    if not isinstance(saved, Mapping):
+        saved = {"train": saved}
+    if split is None:
+        return saved
+    name = split.partition("[")[0]
+    if name not in saved:
+        raise DataError(f"{folder} has the splits {', '.join(saved)}: set split to one of them, not '{split}'.")
+    rows = saved[name]
+    if split != name:
+        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
+        rows = rows.select(range(part.from_, part.to))
+    return rows.to_iterable_dataset() if kwargs.get("streaming") else rows
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torchtune.data import (
     validate_messages,
 )
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
+from torchtune.datasets._file_report import formats_of
 from torchtune.datasets._labels import shifted_labels
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images
 from torchtune.datasets._row_source import RowSource, Source
@@ -192,6 +193,7 @@ class SFTDataset(TokenizedDataset):
                 skips=found.skips,
                 # The fingerprint does not cover which images are broken.
                 is_exact=not (self.on_reading and found.skips and not is_preparing()),
+                formats=formats_of(message_transform),
             )
             images = rows.notes
         except OnReading:

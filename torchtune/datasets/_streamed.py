@@ -17,7 +17,7 @@ from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenl
 from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._read import Position, Row, open_reader
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenize import OnReading, TransformRows
+from torchtune.datasets._tokenize import OnReading, TransformRows, longest_row
 from torchtune.utils import get_logger, log_once, log_rank_zero
 
 _KEPT = 3  # cached windows
@@ -123,7 +123,8 @@ class StreamedDataset(Dataset):
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._tokenize = TransformRows(transform, limit, side)
+        self._longest = longest_row()
+        self._tokenize = TransformRows(transform, limit, side, longest=None if split_across_pack else self._longest)
         self._filter, self._rows = filter_fn, shuffle_buffer
         self._capacity, self._splits = pack_length, split_across_pack
         self._skips = on_bad_row == "skip"
@@ -311,7 +312,7 @@ class StreamedDataset(Dataset):
 
     def _packed(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:
         if self._splits:
-            return split_evenly(lengths, self._capacity)
+            return split_evenly(lengths, self._capacity, self._longest)
         if len(lengths) and lengths.max() > self._capacity:
             place = window.rows[window.places[int(lengths.argmax())]].place
             raise DataError(f"{place}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")

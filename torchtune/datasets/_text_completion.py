@@ -71,7 +71,13 @@ class TextCompletionDataset(TokenizedDataset):
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         depends_on = {"tokenizer": tokenizer, "column": column, "add_eos": add_eos, "limit": transform.limit}
         self._prepare(
-            found, depends_on, TransformRows(transform, transform.limit), limit=transform.limit, skips=found.skips
+            found,
+            depends_on,
+            TransformRows(transform, transform.limit),
+            limit=transform.limit,
+            skips=found.skips,
+            is_split=not cut,
+            formats=("raw text", "labeled texts (classification)"),
         )
 
 

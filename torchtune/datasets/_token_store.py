@@ -1,5 +1,6 @@
 """Token rows in Arrow files, memory-mapped by all processes of a machine."""
 
+import copy
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +22,29 @@ class TokenStore:
         batches: at least one batch, with the columns ``<name>.tokens`` and ``<name>.labels``.
         name: name of the store.
         fingerprint: digest of all tokens and labels.
+        kept: rows of the batches that belong to the store, int64 ``[rows]``; None for all.
     """
 
-    def __init__(self, batches: Sequence[pa.RecordBatch], name: str = "rows", fingerprint: int = 0) -> None:
+    def __init__(
+        self,
+        batches: Sequence[pa.RecordBatch],
+        name: str = "rows",
+        fingerprint: int = 0,
+        kept: np.ndarray | None = None,
+    ) -> None:
         table = pa.Table.from_batches(batches)
         self._columns = {kind: table.column(f"{name}.{kind}") for kind in ("tokens", "labels")}
         self.fingerprint = fingerprint
+        self._kept = kept
 
     def __len__(self) -> int:
-        return len(self._columns["tokens"])
+        return len(self._columns["tokens"]) if self._kept is None else len(self._kept)
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, int64 ``[rows]``."""
         chunks = [chunk.value_lengths().to_numpy() for chunk in self._columns["tokens"].chunks]
-        return np.concatenate(chunks, dtype=np.int64)
+        return self._of_kept(np.concatenate(chunks, dtype=np.int64))
 
     def count(self, ids: Sequence[int]) -> np.ndarray:
         """Return how often tokens occur in each row, int64 ``[rows]``."""
@@ -45,11 +54,15 @@ class TokenStore:
             found = np.isin(chunk.values.to_numpy()[offsets[0] : offsets[-1]], ids)
             before = np.concatenate([[0], np.cumsum(found)])
             counts.append(np.diff(before[offsets - offsets[0]]))
-        return np.concatenate(counts, dtype=np.int64)
+        return self._of_kept(np.concatenate(counts, dtype=np.int64))
+
+    def _of_kept(self, values: np.ndarray) -> np.ndarray:
+        return values if self._kept is None else values[self._kept]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``."""
-        return {name: column[index].values.to_numpy() for name, column in self._columns.items()}
+        row = index if self._kept is None else int(self._kept[index])
+        return {name: column[row].values.to_numpy() for name, column in self._columns.items()}
 
     def lists(self, index: int) -> dict[str, list[int]]:
         """Return ``tokens`` and ``labels`` of a row."""
@@ -118,15 +131,27 @@ class PreparedRows:
         self.bad = [(row, reason) for _, facts in found for row, reason in facts["bad"]]
         self.notes = [note for _, facts in found for note in facts["notes"]]
         self._batches = [batch for batch, _ in found]
+        self._kept: np.ndarray | None = None
 
     @property
     def fingerprint(self) -> int:
         """Digest of all tokens, labels and notes."""
-        return fingerprint_of(self.sums)
+        whole = fingerprint_of(self.sums)
+        return whole if self._kept is None else zlib.crc32(self._kept.tobytes(), whole)
 
     def store(self, name: str) -> TokenStore:
         """Return the rows of a store."""
-        return TokenStore(self._batches, name, self.fingerprint)
+        return TokenStore(self._batches, name, self.fingerprint, self._kept)
+
+    def without(self, bad: Mapping[int, str]) -> "PreparedRows":
+        """Return the same rows without some token rows, by (token row, reason); their source rows count as bad."""
+        part = copy.copy(self)
+        part._kept = np.delete(np.arange(len(self.numbers)), list(bad))
+        part.numbers = self.numbers[part._kept]
+        part.notes = [self.notes[row] for row in part._kept] if self.notes else []
+        reasons = dict(self.bad) | {int(self.numbers[row]): reason for row, reason in bad.items()}
+        part.bad = sorted(reasons.items())
+        return part
 
 
 class RowWriter:

@@ -2,7 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,14 +14,39 @@ from tqdm import tqdm
 
 from torchtune.data import DataError
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
+from torchtune.datasets._file_formats import Line, parsed
+from torchtune.datasets._file_rows import unparsed
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._labels import NO_LABEL, check_row, has_label
-from torchtune.datasets._lines import Line, parsed, unparsed
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import RowSource
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
 from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
+
+# Tokens of the longest row that the model reads.
+_context: ContextVar[int | None] = ContextVar("context", default=None)
+
+
+@contextmanager
+def rows_up_to(length: int | None) -> Iterator[None]:
+    """Make datasets that are built inside the block refuse, or skip, rows of more tokens; None: no limit."""
+    token = _context.set(length)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def longest_row() -> int | None:
+    """Return the limit of the :func:`rows_up_to` block; None without a limit."""
+    return _context.get()
+
+
+def _too_long(longest: int, *, is_prompt: bool = False) -> str:
+    """Return the reason why a row cannot be trained on that has more tokens than a model reads."""
+    fact = f"it has more tokens than the {longest:,} that the model reads (its max_seq_len): shorten it"
+    return fact if is_prompt else f"{fact}, or truncate rows with tokenizer.max_seq_len={longest}"
 
 
 class OnReading(Exception):
@@ -33,10 +60,16 @@ class Tokenize:
         samples: row -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list of such
             mappings, if a row has several samples.
         names: names of the stores.
+        longest: maximum number of tokens of a row; None for no limit.
     """
 
-    def __init__(self, samples: Callable[[Any], Mapping[str, Mapping[str, Any]]], names: Sequence[str]) -> None:
-        self._samples, self.names = samples, names
+    def __init__(
+        self,
+        samples: Callable[[Any], Mapping[str, Mapping[str, Any]]],
+        names: Sequence[str],
+        longest: int | None = None,
+    ) -> None:
+        self._samples, self.names, self._longest = samples, names, longest
 
     def __call__(
         self, start: int, rows: Iterable[Any], place: Callable[[int], str] = "row {}".format
@@ -60,6 +93,9 @@ class Tokenize:
                     [ids for name in self.names for ids in check_row(each[name]["tokens"], each[name]["labels"])]
                     for each in found
                 ]
+                length = max(len(ids) for arrays in checked for ids in arrays) if checked and self.names else 0
+                if self._longest is not None and length > self._longest:
+                    raise DataError(_too_long(self._longest))
             except DataError as error:
                 facts["bad"].append((index, str(error)))
                 continue
@@ -99,6 +135,7 @@ class TransformRows(Tokenize):
         limit: maximum row length in tokens that the transform truncates to, for the error message.
         side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
         notes: whether the transform returns a ``note`` as well.
+        longest: see :class:`Tokenize`.
     """
 
     def __init__(
@@ -107,8 +144,9 @@ class TransformRows(Tokenize):
         limit: int | None,
         side: str = "right",
         notes: bool = False,
+        longest: int | None = None,
     ) -> None:
-        super().__init__(self._transformed, ["rows"])
+        super().__init__(self._transformed, ["rows"], longest)
         self._transform, self._limit = transform, limit
         self._known = {"tokens", "labels", "note"} if notes else {"tokens", "labels"}
         self._why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
@@ -161,9 +199,15 @@ class TokenizedDataset(Dataset):
     Attributes:
         source: name of the source.
         stores: name -> token rows.
+        dropped: rows of the source that are left out, because they cannot be trained on.
+        num_truncated: number of rows that have as many tokens as the tokenizer's ``max_seq_len``, or were cut to it.
     """
 
+    dropped: Sequence[int] = ()
+    num_truncated: int = 0
+
     _names: ClassVar[tuple[str, ...]] = ("rows",)
+    _has_prompts: ClassVar[bool] = False  # which are never truncated
 
     def _prepare(
         self,
@@ -176,6 +220,8 @@ class TokenizedDataset(Dataset):
         skips: bool = False,
         way_out: str = "on_bad_row=skip",
         is_exact: bool = True,
+        is_split: bool = False,
+        formats: Collection[str] = (),
     ) -> PreparedRows:
         """Set the attributes and return the rows.
 
@@ -188,6 +234,8 @@ class TokenizedDataset(Dataset):
             skips: skip rows that cannot be trained on.
             way_out: the setting that skips such rows, for messages.
             is_exact: whether ``depends_on`` is complete, so that other runs can reuse the rows.
+            is_split: whether packing divides long rows, so that they need not fit the model.
+            formats: formats of rows that the dataset reads, for messages; empty if it may read any.
 
         Raises:
             DataError: some rows cannot be trained on and are not skipped, or none is left.
@@ -200,20 +248,43 @@ class TokenizedDataset(Dataset):
 
         def build(writer: RowWriter) -> None:
             rows = (load or found.rows)()
-            _write_rows(rows, work, BadRows(self.source, rows, skips=skips, way_out=way_out), writer)
+            bad = BadRows(self.source, rows, skips=skips, way_out=way_out, formats=formats)
+            _write_rows(rows, work, bad, writer)
 
         rows = prepare(fingerprint, self.source, build, found.prepared)
+        if not is_split and (long := self._long_rows(rows)):
+            if not skips:
+                bad = BadRows(self.source, (load or found.rows)(), skips=False, way_out=way_out)
+                for row, reason in long.items():
+                    bad.add(int(rows.numbers[row]), reason)
+                bad.check()
+            rows = rows.without(long)
+        self.dropped = [row for row, _ in rows.bad]
         self.stores = {name: rows.store(name) for name in self._names}
         self._numbers = rows.numbers
         say_what_is_left_out(rows.bad, self.source, rows.total)
         if limit is not None:
             longest = np.max([store.lengths for store in self.stores.values()], axis=0)
-            if cut := int((longest >= limit).sum()):
+            self.num_truncated = int((longest >= limit).sum())
+            if self.num_truncated:
                 said = (
-                    f"{cut} of {len(self)} rows of {self.source} are as long as max_seq_len={limit} or were cut to it"
+                    f"{self.num_truncated} of {len(self)} rows of {self.source} are as long as max_seq_len={limit} or "
+                    "were cut to it"
                 )
                 log_rank_zero(get_logger(), f"{said}.", logging.WARNING)
         return rows
+
+    def _long_rows(self, rows: PreparedRows) -> dict[int, str]:
+        """Return the token rows that are too long for the model, with the reason.
+
+        The cached rows do not depend on the model, so that they are compared here.
+        """
+        longest = longest_row()
+        if longest is None:
+            return {}
+        lengths = np.max([rows.store(name).lengths for name in self._names], axis=0)
+        reason = _too_long(longest, is_prompt=self._has_prompts)
+        return {int(row): reason for row in np.flatnonzero(lengths > longest)}
 
     @property
     def store(self) -> TokenStore | None:

@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = attach(
         "find_problems": "_check_run",
         "is_mixture": "_plan",
         "measure": "_plan_data",
+        "measure_data": "_plan_data",
         "memory": "_report",
         "count_parameters": "_plan",
         "nodes_of": "_plan",

@@ -77,7 +77,13 @@ class Estimate:
 
 
 def estimate_run(
-    main: Callable[[Any], Any], settings: Any, processes: int = 1, *, per_machine: int = 8, whole: bool = False
+    main: Callable[[Any], Any],
+    settings: Any,
+    processes: int = 1,
+    *,
+    per_machine: int = 8,
+    whole: bool = False,
+    length: int | None = None,
 ) -> Estimate:
     """Simulate a step of a run with few layers, and extrapolate to all layers.
 
@@ -87,6 +93,7 @@ def estimate_run(
         processes: number of processes.
         per_machine: number of processes per machine.
         whole: simulate all layers.
+        length: tokens of the longest row of the data; by default from the settings.
 
     Raises:
         ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
@@ -99,7 +106,7 @@ def estimate_run(
     with simulated(), simulated_cluster(processes, per_machine):
         views = {"model": cfg} | {_SETTINGS[name]: other for name, (_, other) in cfg.other_models().items()}
         models = {key: build_on_meta(view)[0] for key, view in views.items()}
-        length, is_assumed = row_length(cfg, models["model"])
+        length, is_assumed = row_length(cfg, models["model"], length)
         depth = _depth(models["model"])
         parts = [(1.0, {})] if whole else choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
         runs = [

@@ -68,8 +68,12 @@ def is_mixture(dataset: Any) -> bool:
     return isinstance(dataset, Mapping) and str(dataset.get("_component_")).endswith("datasets.mixed_dataset")
 
 
-def row_length(settings: SettingsView, model: torch.nn.Module | None = None) -> tuple[int, bool]:
-    """Return (tokens of the longest row, whether this number is assumed)."""
+def row_length(
+    settings: SettingsView, model: torch.nn.Module | None = None, measured: int | None = None
+) -> tuple[int, bool]:
+    """Return (tokens of the longest row, whether this number is assumed); ``measured`` is known from the data."""
+    if measured is not None:
+        return measured, False
     nodes = nodes_of(settings.dataset)
     given = [settings.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
     known = [length for length in given if length]
@@ -97,13 +101,14 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def plan_run(settings: Any, processes: int = 1) -> str:
+def plan_run(settings: Any, processes: int = 1, length: int | None = None) -> str:
     """Describe a run: parameters, dtype, mesh and tokens per step. Nothing is loaded and no file is opened.
 
     Args:
         settings: settings of a recipe; see ``SettingsView`` for the names. A recipe that does not train needs only the
             names of the model.
         processes: number of processes.
+        length: tokens of the longest row of the data; by default from the settings.
 
     Returns:
         Text of about five lines.
@@ -129,6 +134,6 @@ def plan_run(settings: Any, processes: int = 1) -> str:
         lines.append(emulation_warning(settings.resolved_dtype(), device))
     if settings.optimizer is None:
         return "\n".join([*lines, f"memory      {weights_memory(settings)}"])
-    batch_size, (length, is_assumed) = settings.batch_size, row_length(settings, model)
+    batch_size, (length, is_assumed) = settings.batch_size, row_length(settings, model, length)
     remark = "(tokenizer.max_seq_len is not set, so this is a guess)" if is_assumed else "at most"
     return "\n".join([*lines, f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}"])

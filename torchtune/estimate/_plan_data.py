@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +11,36 @@ from torchtune import config
 from torchtune.data import BatchLoader, DataError
 from torchtune.datasets import NotRead, instantiate_dataset, mixture_counts, mixture_weights, preview
 from torchtune.estimate._plan import arrange, is_mixture, nodes_of
-from torchtune.supervision import count_steps, count_tokens, describe_global_batch, explain_no_validation
-from torchtune.training import SettingsView
+from torchtune.supervision import count_steps, count_tokens, describe_global_batch, explain_no_validation, row_lengths
+from torchtune.training import SettingsView, context_length
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
 SAMPLE = 2000
+
+
+@dataclass
+class Measured:
+    """Size of a dataset setting.
+
+    Attributes:
+        examples: number of rows or packs; None if the rows are unknown.
+        text: description.
+        longest: tokens of the longest row (of one answer for preference data) or pack; None if unknown.
+        exact: whether all rows were read.
+    """
+
+    examples: int | None
+    text: str
+    longest: int | None = None
+    exact: bool = True
+
+
+@dataclass
+class DataPlan:
+    """Lines (name, text) that :func:`plan_data` returns, and the measured training data."""
+
+    lines: list[tuple[str, str]]
+    train: Measured
 
 
 def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[tuple[str, str]]:
@@ -32,65 +58,102 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
         DataError: a dataset cannot be read, or a row cannot be trained on.
         RecipeSettingsError: a name that the library reads is missing, or its value has the wrong type.
     """
+    return measure_data(settings, processes, sample).lines
+
+
+def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> DataPlan:
+    """Return what :func:`plan_data` describes; the arguments and errors are the same."""
     cfg = SettingsView.of(settings)
-    tokenizer = config.instantiate(cfg.tokenizer)
+    tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
+    held_out = []
     if cfg.dataset_val is not None:
-        _, shown = measure(cfg.dataset_val, tokenizer, sample)
-        held_out = [("validation", shown)]
-    else:
-        held_out = []
-    examples, shown = measure(cfg.dataset, tokenizer, sample)
+        held_out = [("validation", measure(cfg.dataset_val, tokenizer, sample, longest).text)]
+    train = measure(cfg.dataset, tokenizer, sample, longest)
     dims = arrange(cfg, processes)
     streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
-    per_step = describe_global_batch(cfg, dims.data_size, None if streams else examples)
-    lines = [("data", shown), *held_out, ("batch", per_step)]
+    per_step = describe_global_batch(cfg, dims.data_size, None if streams else train.examples)
+    lines = [("data", train.text), *held_out, ("batch", per_step)]
     if streams:
         if cfg.max_steps_per_epoch is None:
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
         per_epoch = cfg.max_steps_per_epoch
-    elif examples is None:
-        return [*lines, ("steps", "unknown until the data are read")]
+    elif train.examples is None:
+        return DataPlan([*lines, ("steps", "unknown until the data are read")], train)
     else:
-        per_epoch = steps_of_epoch(cfg, examples, dims.data_size)
+        per_epoch = steps_of_epoch(cfg, train.examples, dims.data_size)
     if (unused := explain_no_validation(cfg, cfg.epochs * per_epoch)) is not None:
         lines = [(name, f"{text}; {unused}" if name == "validation" else text) for name, text in lines]
     _try_schedule(cfg, cfg.epochs * per_epoch)
-    return [*lines, ("steps", f"{'about ' if shown.startswith('about') else ''}{count_steps(cfg, per_epoch)}")]
+    about = "about " if train.text.startswith("about") else ""
+    return DataPlan([*lines, ("steps", f"{about}{count_steps(cfg, per_epoch)}")], train)
 
 
-def measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]:
-    """Return (examples, text) of a dataset setting; examples are None if the rows are unknown."""
+def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> Measured:
+    """Count the examples and tokens of a dataset setting.
+
+    Args:
+        dataset: node of a dataset, or a list of nodes.
+        tokenizer: the model's tokenizer.
+        sample: maximum rows to read per source.
+        longest: tokens of the longest row that the model reads; None for no limit.
+
+    Raises:
+        DataError: a dataset cannot be read, or a row cannot be trained on.
+    """
     counts: list[float | None] = []
     exact, packed, unknown = True, False, []
     sizes: list[int] = []
+    lengths: list[int | None] = []
+    dropped = truncated = 0
     for node in nodes_of(dataset):
         try:
             with preview(sample) as seen:
-                built = instantiate_dataset(node, tokenizer)
+                built = instantiate_dataset(node, tokenizer, longest)
         except NotRead as reason:
             unknown.append(str(reason))
             continue
         scale = seen.total / seen.read if seen.read else 1.0
         sizes.append(math.ceil(len(built) * scale))
-        found = count_tokens(built)
-        counts.append(None if found is None else found * scale)
+        tokens = count_tokens(built)
+        counts.append(None if tokens is None else tokens * scale)
+        lengths.append(_longest_of(built))
         exact, packed = exact and scale == 1.0, packed or hasattr(built, "packs")
+        rows = built.ds if hasattr(built, "packs") else built
+        dropped += len(getattr(rows, "dropped", ()))
+        truncated += getattr(rows, "num_truncated", 0)
     if unknown:
-        return None, "; ".join(unknown)
+        return Measured(None, "; ".join(unknown), exact=False)
     kind = "packs" if packed else "rows"
     examples = sum(sizes)
-    tokens = "" if None in counts else f", {round(sum(counts)):,} tokens"
+    total = "" if None in counts else f", {round(sum(counts)):,} tokens"
+    most = None if None in lengths else max(lengths)
+    left_out = _describe_left_out(dropped, truncated, tokenizer)
     if is_mixture(dataset):
         per_epoch = mixture_examples(dataset, sizes)
         if exact:
-            return per_epoch, f"{examples:,} {kind}{tokens}, mixed: {per_epoch:,} {kind} per epoch"
+            text = f"{examples:,} {kind}{total}, mixed: {per_epoch:,} {kind} per epoch{left_out}"
+            return Measured(per_epoch, text, most)
         examples, kind = per_epoch, f"{kind} per epoch of a mixture"
     if exact:
-        return examples, f"{examples:,} {kind}{tokens}, all tokenized to count them"
-    return (
-        examples,
-        f"about {examples:,} {kind}{tokens}, estimated from the first {sample:,} rows of each source",
-    )
+        return Measured(examples, f"{examples:,} {kind}{total}, all tokenized to count them{left_out}", most)
+    text = f"about {examples:,} {kind}{total}, estimated from the first {sample:,} rows of each source{left_out}"
+    text += "; the run checks all rows before its first step"
+    return Measured(examples, text, most, exact=False)
+
+
+def _longest_of(dataset: Any) -> int | None:
+    """Return the tokens of the longest row, of one answer for preference data, or pack; None if unknown."""
+    if stores := getattr(dataset, "stores", None):
+        return max(int(store.lengths.max(initial=0)) for store in stores.values())
+    lengths = row_lengths(dataset)
+    return None if lengths is None or not len(lengths) else int(lengths.max())
+
+
+def _describe_left_out(dropped: int, truncated: int, tokenizer: Any) -> str:
+    text = f"; {dropped:,} rows cannot be trained on and are left out" if dropped else ""
+    if truncated:
+        text += f"; {truncated:,} rows have max_seq_len={tokenizer.max_seq_len} tokens or are truncated to it"
+    return text
 
 
 def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:

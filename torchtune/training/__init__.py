@@ -100,6 +100,7 @@ __getattr__, __dir__, __all__ = attach(
         "checkpoint_activations": "activations",
         "cache_images": "_cache_images",
         "choose_dtype": "precision",
+        "context_length": "_settings_view",
         "cleanup_before_training": "memory",
         "clip_grad_norm_": "optim._clip_grad",
         "compile_loss": "_compile",

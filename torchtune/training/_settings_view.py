@@ -5,8 +5,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from torchtune import config
+from torchtune.modules import text_decoder
 from torchtune.training.precision import best_dtype
-from torchtune.utils import UserError, parse_device
+from torchtune.utils import UserError, is_simulated, parse_device
 
 # Settings that the library reads.
 NAMES = frozenset(
@@ -173,3 +177,34 @@ def _check_names(settings: Any, declared: frozenset[str]) -> None:
         "it, rename it back or add a property of that name; where the recipe does without it, add "
         f"'{name}: ClassVar[{type(_DEFAULTS[name]).__name__}] = {_DEFAULTS[name]!r}'."
     )
+
+
+def context_length(settings: Any) -> int | None:
+    """Return the tokens of the longest row that all models of a run read: the smallest ``max_seq_len`` of them.
+
+    The models are built on the meta device, without weights.
+
+    Args:
+        settings: settings of a recipe.
+
+    Returns:
+        None if no model has a limit, or the run is simulated.
+
+    Example:
+        >>> node = {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}
+        >>> torchtune.training.context_length({"model": node})
+        131072
+    """
+    if is_simulated():
+        return None
+    cfg = SettingsView.of(settings)
+    nodes = [cfg.model, *(other.model for _, other in cfg.other_models().values())]
+    if _has_setting(cfg.source, "policy_model"):  # PPO's name of the model
+        nodes.append(_get_setting(cfg.source, "policy_model"))
+    lengths = []
+    with torch.device("meta"):
+        for node in nodes:
+            if node is not None:
+                model = text_decoder(config.instantiate(node))
+                lengths.append(getattr(model, "max_seq_len", None))
+    return min((length for length in lengths if isinstance(length, int)), default=None)

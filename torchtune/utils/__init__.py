@@ -82,8 +82,7 @@ __getattr__, __dir__, __all__ = attach(
         "allow_compiled_versions": "_torch_private",
         "find_device": "_device",
         "first_line": "_user_error",
-        "has_json_lines": "_json_lines",
-        "is_gzip": "_json_lines",
+        "packed_by": "_json_lines",
         "parse_json_line": "_json_lines",
         "numbered_lines": "_json_lines",
         "open_lines": "_json_lines",
@@ -92,6 +91,8 @@ __getattr__, __dir__, __all__ = attach(
         "parse_device": "_device",
         "check_surrogates": "_json_lines",
         "decode_line": "_json_lines",
+        "decode_utf8": "_json_lines",
+        "unpacking": "_json_lines",
         "hide_import_warnings": "_optional",
     },
 )

@@ -1,61 +1,118 @@
 """Read JSON lines written by a user, with messages for invalid lines."""
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from torchtune.utils._optional import require
 from torchtune.utils._user_error import UserError
 
 _BOM = b"\xef\xbb\xbf"
-_GZIP = b"\x1f\x8b"
+# First bytes of a compressed file -> what it is packed by.
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_CHUNK = 1 << 17
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_SUFFIXES = (".jsonl", ".ndjson")
 
 
 def open_lines(path: Path) -> IO[bytes]:
-    """Open a file of lines, and decompress it if its content is gzip."""
-    return cast(IO[bytes], gzip.open(path)) if is_gzip(path) else path.open("rb")
+    """Open a file of lines, and decompress it if its content is gzip, bzip2, xz or zstd; its name does not matter.
+
+    Raises:
+        UserError: the file is packed by zstd, and the package zstandard is not installed.
+    """
+    packed = packed_by(path)
+    if packed == "gzip":
+        return cast(IO[bytes], gzip.open(path))
+    if packed == "bzip2":
+        return cast(IO[bytes], bz2.open(path))
+    if packed == "xz":
+        return cast(IO[bytes], lzma.open(path))
+    if packed == "zstd":
+        zstandard = require("zstandard", extra="zstd", purpose=f"{path}, which is packed by zstd,")
+        return io.BufferedReader(_ZstdReader(path.open("rb"), zstandard.ZstdDecompressor().decompressobj))
+    return path.open("rb")
 
 
-def is_gzip(path: Path) -> bool:
-    """Return whether a file's content is gzip; its name does not matter."""
+class _ZstdReader(io.RawIOBase):
+    """Reader of a file of zstd frames. The reader of zstandard ends without an error where a file was cut off.
+
+    Args:
+        file: the compressed file.
+        decompressor: returns a decompressor of one frame.
+    """
+
+    def __init__(self, file: IO[bytes], decompressor: Callable[[], Any]) -> None:
+        self._file, self._decompressor = file, decompressor
+        self._frame: Any = None
+        self._rest = b""  # compressed bytes behind the last frame
+        self._ready = memoryview(b"")  # decompressed bytes
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read decompressed bytes; raise ``EOFError`` if the file ends inside a frame."""
+        while not self._ready:
+            packed = self._rest or self._file.read(_CHUNK)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            self._frame, self._rest = self._frame or self._decompressor(), b""
+            self._ready = memoryview(self._frame.decompress(packed))
+            if self._frame.eof:
+                self._frame, self._rest = None, self._frame.unused_data
+        part, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def packed_by(path: Path) -> str | None:
+    """Return what compressed a file, by its first bytes: gzip, bzip2, xz or zstd; None for another file."""
     with path.open("rb") as file:
-        return file.read(2) == _GZIP
+        beginning = file.read(6)
+    return next((name for magic, name in _PACKED.items() if beginning.startswith(magic)), None)
+
+
+@contextmanager
+def unpacking(path: Path) -> Iterator[None]:
+    """Convert errors of a damaged compressed file inside the block to :class:`UserError`."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path} is a damaged {packed_by(path)} file: pack it again.") from error
+    except Exception as error:
+        # The error of zstandard is a class of that package; bz2 raises a plain OSError without a number.
+        is_damage = type(error).__name__ == "ZstdError" or (isinstance(error, OSError) and error.errno is None)
+        if not is_damage or packed_by(path) is None:
+            raise
+        raise UserError(f"{path} is a damaged {packed_by(path)} file: pack it again.") from error
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line) for each line that is not blank.
 
     Raises:
-        UserError: a gzip file is damaged.
+        UserError: a compressed file is damaged.
     """
-    with open_lines(path) as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{path} is a damaged gzip file: pack it again.") from error
-
-
-def has_json_lines(path: Path) -> bool:
-    """Return whether a file has a JSON value per line: by its suffix, or for ``.json`` by its first line."""
-    if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
-        return True
-    if not path.name.lower().removesuffix(".gz").endswith(".json"):
-        return False
-    first = next(numbered_lines(path), (1, b""))[1].removeprefix(_BOM).strip()
-    if not first.startswith(b"{"):
-        return False
-    try:
-        parse_json_line(first)
-    except UserError:
-        return False  # one object on several lines
-    return True
+    with open_lines(path) as file, unpacking(path):
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                yield number, line
 
 
 def decode_line(line: bytes) -> str:
@@ -64,10 +121,19 @@ def decode_line(line: bytes) -> str:
     Raises:
         UserError: the line is not UTF-8; the message is only the reason.
     """
+    return decode_utf8(line).rstrip("\r\n")
+
+
+def decode_utf8(text: bytes) -> str:
+    """Decode bytes of a file as UTF-8, without a byte order mark.
+
+    Raises:
+        UserError: they are not UTF-8; the message is only the reason.
+    """
     try:
-        return line.removeprefix(_BOM).decode("utf-8").rstrip("\r\n")
+        return text.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        if text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise UserError("the file is UTF-16, not UTF-8: save it as UTF-8") from error
         raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
 

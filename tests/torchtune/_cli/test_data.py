@@ -97,9 +97,10 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path, tune):
     (tmp_path / "mac.csv").write_bytes(b"a,b\rc,d\r")
     for path, said in (
         ("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file"),
-        ("mac.csv", "line 1: it cannot be read"), ("long.csv", "line 5: it has 3 fields and the header has 2"),
+        ("mac.csv", "line 1: a line ends with a carriage return alone"),
     ):  # fmt: skip
         assert said in tune("data", "show", tmp_path / path).err
+    assert "long.csv:5: it has 3 fields and the header has 2" in tune("data", "show", tmp_path / "long.csv").out
     (tmp_path / "one.json").write_text("[3")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     assert "not a Parquet file, or not the whole" in tune("data", "show", tmp_path / "cut.parquet").err
@@ -165,3 +166,120 @@ def test_images_are_shown_by_size(tokenizer, tmp_path, tune):
     assert out.count("<image 20x30>red<|eot_id|>") == 1
     assert out.count("<image 9x8>red<|eot_id|>") == 2
     assert "blue<|eot_id|>]]" in out
+
+
+def rows_of(out, name):
+    """Return the text behind a name at the beginning of a line."""
+    return next(line for line in out.splitlines() if line.startswith(name)).removeprefix(name).strip()
+
+
+def test_rows_that_train_the_same_are_duplicates_and_leaks(tmp_path, tune):
+    rows = [{"id": n, "note": str(n), "input": "red", "output": "blue" if n < 3 else "cat"} for n in range(4)]
+    train, held = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", {"output": "cat", "input": "red"})
+    out = tune("data", "show", train, "--validation", held).out
+    assert "2 rows are the same as an earlier one, the first in line 2 (as line 1)" in out
+    assert f"1 rows of {held} are in {train} too" in out
+    for first, second in (
+        ({"id": 1, "messages": TURNS}, {"id": 2, "messages": TURNS}),
+        ({"id": 1, "prompt": "red", "chosen": "a", "rejected": "b"}, {"prompt": "red", "chosen": "a", "rejected": "b"}),
+        ({"url": "x", "text": "red"}, {"url": "y", "text": "red"}),
+        ({"url": "x", **ROWS["Alpaca"][0]}, {"url": "y", **ROWS["Alpaca"][0]}),
+        ({"id": 1, "prompt": "red"}, {"id": 2, "prompt": "red"}),
+    ):
+        assert "1 rows are the same" in tune("data", "show", write(train, first, second)).out
+    different = {"messages": TURNS, "tools": [{"name": "f"}]}
+    assert "none: no row" in tune("data", "show", write(train, {"messages": TURNS}, different)).out
+
+
+def test_columns_that_no_format_names_are_listed_and_can_be_chosen(tokenizer, tmp_path, tune):
+    (tmp_path / "faq.csv").write_text("no,asked,said\n1,red cat,blue\n")
+    shown = ["data", "show", tmp_path / "faq.csv"]
+    out = tune(*shown).out
+    assert rows_of(out, "columns") == "no, asked, said, 1 rows"
+    assert "column_map.input=... column_map.output=..." in out
+    tuned = [*shown, "--tokenizer", tokenizer, "--examples", 1]
+    assert "no dataset reads rows of these columns: name them" in tune(*tuned).err
+    assert "[[blue" in tune(*tuned, "column_map.input=asked", "column_map.output=said").out
+    assert "[[blue" in tune(*tuned, "column_map={input: asked, output: said}").out
+    text = tune(*tuned, "_component_=torchtune.datasets.text_completion_dataset", "column=said").out
+    assert "[[lue" in text or "[[blue" in text
+    assert "asked" not in text.partition("--- row 0")[2]
+    assert "'nothing'" in tune(*tuned, "column_map.input=nothing", "column_map.output=said").err
+    assert "add --tokenizer" in tune(*shown, "column=said").err
+    (tmp_path / "faq.csv").write_text("asked;said\nred cat;blue\n")
+    assert "the header is one column, 'asked;said': set delimiter=';'" in tune(*shown).err
+    assert rows_of(tune(*shown, "delimiter=;").out, "columns") == "asked, said, 1 rows"
+    assert "[[blue" in tune(*tuned, "delimiter=;", "column_map.input=asked", "column_map.output=said").out
+
+
+def test_settings_of_the_tokenizer(tokenizer, tmp_path, tune):
+    path = write(tmp_path / "rows.jsonl", {"messages": [TURNS[0], {"role": "assistant", "content": "blue " * 20}]})
+    out = tune("data", "show", path, "--tokenizer", tokenizer, "tokenizer.max_seq_len=40").out
+    assert "1 rows have max_seq_len=40 tokens or were truncated to it" in out
+    result = tune("data", "show", path, "--tokenizer", tokenizer, "tokenizer.max_seq_length=20")
+    assert result.code == 2
+    assert "max_seq_length" in result.err
+    result = tune("data", "show", path, "--tokenizer", tokenizer, "batch_size=2")
+    assert result.code == 2
+    assert "batch_size" in result.err
+
+
+def test_labels_beside_a_text_are_noticed(tokenizer, tmp_path, tune):
+    (tmp_path / "mail.csv").write_text("text,label\nred cat,blue\nred,cat\n")
+    out = tune("data", "show", tmp_path / "mail.csv", "--tokenizer", tokenizer).out
+    assert "labeled texts (classification), 2 rows: torchtune.datasets.instruct_dataset column_map.input=text" in out
+    assert "[[blue" in out
+    out = tune("data", "show", write(tmp_path / "mail.jsonl", {"text": "red", "label": 3})).out
+    assert "column 'label' of 1 rows is read by no dataset: write it as a text" in out
+
+
+def test_a_file_without_a_row_that_can_be_used_is_an_error(tmp_path, tune):
+    path = write(tmp_path / "rows.jsonl", '{"messages": [', "[1]")
+    result = tune("data", "show", path)
+    assert result.code == 2
+    assert "none of its 2 rows can be used" in result.err
+    assert f"{path}:1: no JSON" in result.out
+    assert tune("data", "show", write(path, {"messages": TURNS[:1]}, {"messages": TURNS[::-1]})).code == 2
+    assert tune("data", "show", write(path, '{"messages": [', {"messages": TURNS})).code == 0
+
+
+def test_folders_and_compressed_files_are_shown_as_runs_read_them(tokenizer, tmp_path, tune):
+    import gzip
+
+    import datasets
+
+    rows = [{"input": "red", "output": "blue"}, {"input": "cat", "output": "2.50"}]
+    written = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(written))
+    (tmp_path / "list.jsonl").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.csv").write_text("input,output\nred,blue\ncat,2.50\n")
+    table = datasets.Dataset.from_list(rows)
+    table.save_to_disk(str(tmp_path / "saved"))
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    for name in ("rows.jsonl.gz", "list.jsonl", "parts", "saved", "rows.parquet"):
+        out = tune("data", "show", tmp_path / name, "--tokenizer", tokenizer).out
+        assert "2 rows, " in out, name
+        assert "[[2.50<|im_end|>]]" in out, name
+    (tmp_path / "parts" / "a.csv").write_text("input;output\nred;blue\ncat;2.50\n")
+    assert "2 rows, " in tune("data", "show", tmp_path / "parts", "delimiter=;").out
+    assert "delimiter is not a setting of a file" in tune("data", "show", tmp_path / "rows.parquet", "delimiter=;").err
+    (tmp_path / "rows.xlsx").write_text("x")
+    assert tune("data", "show", tmp_path / "rows.xlsx").code == 2
+
+
+def test_a_row_that_the_model_cannot_read_is_named(tokenizer, tmp_path, tune):
+    from tests.tiny import write_checkpoint
+
+    write_checkpoint(tokenizer)
+    config = json.loads((tokenizer / "config.json").read_text())
+    (tokenizer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    long = [TURNS[0], {"role": "assistant", "content": "red blue " * 40}]
+    path = write(tmp_path / "rows.jsonl", {"messages": TURNS}, {"messages": long})
+    shown = ["data", "show", path, "--tokenizer", tokenizer]
+    result = tune(*shown)
+    assert result.code == 2
+    assert "row 1: it has more tokens than the 32 that the model reads" in result.err
+    assert f"row 1 is {path}, line 2" in result.err
+    assert "dropped     1 rows" in tune(*shown, "on_bad_row=skip").out
+    assert "1 rows have max_seq_len=32 tokens" in tune(*shown, "tokenizer.max_seq_len=32").out

@@ -13,6 +13,7 @@ import pytest
 from tests.tiny import write_lines
 from torchtune.data import DataError
 from torchtune.datasets import chat_dataset, instruct_dataset
+from torchtune.datasets._read import open_reader
 from torchtune.datasets._row_source import RowSource, load_rows, resolve_source
 
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
@@ -56,12 +57,20 @@ def test_splits_and_filters(tmp_path):
     assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
 
 
-def test_a_saved_dataset_is_handed_over(tmp_path):
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
     import datasets
 
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "one"))
-    assert "Please use `load_from_disk` instead" in refused(tmp_path, source=str(tmp_path / "one"))
-    assert RowSource(datasets.load_from_disk(str(tmp_path / "one"))).rows().to_list() == ROWS
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    datasets.Dataset.from_list(ROWS).save_to_disk(one)
+    assert list(load_rows(one, split="train")) == ROWS
+    assert list(load_rows(one, split="train[1:3]")) == ROWS[1:3]
+    assert [row.columns() for row in open_reader(one, split="train")[0].window(None, 9, None)[0]] == ROWS
+    parts = {"train": datasets.Dataset.from_list(ROWS), "held": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(parts).save_to_disk(two)
+    assert list(load_rows(two, split="held")) == ROWS[:1]
+    assert "has the splits train, held: set split to one" in refused(tmp_path, source=two, split="test")
+    assert "name does not go with" in refused(tmp_path, source=two, name="x")
+    assert RowSource(datasets.load_from_disk(one)).rows().to_list() == ROWS
 
 
 def test_files_of_a_hub_dataset_stay_its_files():
@@ -107,19 +116,31 @@ def test_a_loader_reads_a_folder(tmp_path):
     assert "There is no folder" in refused(tmp_path, source="parquet", data_dir=str(tmp_path / "none"))
 
 
-def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path, caplog):
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
+def test_what_the_datasets_package_refuses_is_said_once(tmp_path, caplog):
+    path = tmp_path / "broken.parquet"
+    path.write_bytes(b"PAR1")
     log = logging.getLogger("datasets")  # its messages do not reach the root
     log.addHandler(caplog.handler)
     try:
-        assert f"{path}, line 2" in refused(tmp_path, source=str(path), split="train[:50%]")
-        (tmp_path / "latin.csv").write_bytes(b"input,output\na,caf\xe9\n")
-        said = refused(tmp_path, source=str(tmp_path / "latin.csv"))
-        assert "latin.csv, line 2: byte 6 is not UTF-8: save the file as UTF-8" in said
+        assert f"Cannot load {path}: Parquet file size is 4 bytes" in refused(tmp_path, source=str(path))
     finally:
         log.removeHandler(caplog.handler)
     assert not caplog.records, "the datasets package logs what it raises, too"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"input": "a"}\n{"input": \n', r"rows\.jsonl, line 2: no JSON"),
+        (b"input,output\na,caf\xe9\n", r"rows\.csv, line 2: byte 6 is not UTF-8: save the file as UTF-8"),
+    ],
+)
+def test_a_broken_line_is_named_when_it_is_read(text, words, tmp_path):
+    path = tmp_path / f"rows.{'jsonl' if text.startswith(b'{') else 'csv'}"
+    path.write_bytes(text)
+    for split in ("train", "train[:100%]"):
+        with pytest.raises(DataError, match=words):
+            list(load_rows(str(path), split=split))
 
 
 def test_no_such_split(tmp_path):
@@ -195,5 +216,5 @@ def test_a_path_that_leads_nowhere_is_said_without_the_hub(settings, said, tmp_p
 def test_builders_take_a_path(tmp_path, tokenizer):
     path = str(write(tmp_path / "mine.jsonl"))
     assert len(instruct_dataset(tokenizer, source=path)) == 6
-    with pytest.raises(DataError, match="conversation_style must be sharegpt or openai, not 'chatml'"):
+    with pytest.raises(DataError, match="conversation_style must be openai or sharegpt, not 'chatml'"):
         chat_dataset(tokenizer, source=path, conversation_column="a", conversation_style="chatml")

@@ -345,3 +345,50 @@ def test_transforms_that_give_more_than_tokens(tmp_path):
     assert dataset[1]["encoder_input"] == {"images": [0.5]}
     assert dataset[1]["labels"] == [2, 3, IGNORE]
     assert dataset.lengths.tolist() == [3, 3]
+
+
+OPENAI_ROW = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "red"}]}
+SHAREGPT_ROW = {"talk": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "red"}]}
+
+
+@pytest.mark.parametrize("row", [OPENAI_ROW, SHAREGPT_ROW], ids=["openai", "sharegpt"])
+def test_chats_are_read_without_settings(tokenizer, row):
+    (name,) = row
+    style = "openai" if row is OPENAI_ROW else "sharegpt"
+    told = chat_dataset(tokenizer, source=[row], conversation_column=name, conversation_style=style)
+    for settings in ({}, {"conversation_column": name}, {"conversation_style": style}):
+        assert chat_dataset(tokenizer, source=[{"id": 1, **row}], **settings)[0] == told[0]
+
+
+def test_chats_that_can_be_read_in_two_ways_are_refused(tokenizer):
+    both = {**SHAREGPT_ROW, **OPENAI_ROW}
+    words = (
+        "can be read in two ways: set conversation_column=talk conversation_style=sharegpt or "
+        "conversation_column=messages conversation_style=openai"
+    )
+    with pytest.raises(DataError, match=words):
+        chat_dataset(tokenizer, source=[both])
+    assert len(chat_dataset(tokenizer, source=[both], conversation_style="openai")) == 1
+    assert len(chat_dataset(tokenizer, source=[both], conversation_column="talk")) == 1
+    with pytest.raises(DataError, match="no column holds a conversation among 'input', 'output'"):
+        chat_dataset(tokenizer, source=[{"input": "a", "output": "b"}])
+    with pytest.raises(DataError, match="there is no column 'chat' among 'messages'"):
+        chat_dataset(tokenizer, source=[OPENAI_ROW], conversation_column="chat")
+
+
+@pytest.mark.parametrize(
+    ("build", "row", "advice"),
+    [
+        (chat_dataset, {"prompt": "a", "chosen": "b", "rejected": "c"}, "these are preference pairs: use preference_"),
+        (instruct_dataset, OPENAI_ROW, "these are OpenAI messages: use chat_dataset"),
+        (text_completion_dataset, SHAREGPT_ROW, "these are ShareGPT: use chat_dataset"),
+        (preference_dataset, {"instruction": "a", "input": "", "output": "b"}, "these are Alpaca: use alpaca_dataset"),
+        (alpaca_dataset, {"input": "a", "output": "b"}, "these are instructions: use instruct_dataset"),
+    ],
+)
+def test_the_error_names_the_dataset_that_reads_the_rows(tokenizer, build, row, advice):
+    with pytest.raises(DataError, match=advice):
+        build(tokenizer, source=[row] * 12)
+    with pytest.raises(DataError, match="counted from 0") as caught:
+        build(tokenizer, source=[{"x": 3}] * 12)
+    assert "these are" not in str(caught.value)

@@ -143,11 +143,12 @@ def test_tables_are_read_from_any_position(tmp_path, kind, buffer):
 
     def stream():
         how = {"data_files": paths, "limit": None, "shuffle_buffer": buffer}
-        return StreamedDataset(lambda row: {"tokens": [row["id"]], "labels": [row["id"]]}, kind, **how)
+        return StreamedDataset(lambda row: {"tokens": [int(row["id"])], "labels": [int(row["id"])]}, kind, **how)
 
     whole = stream()
     assert [ids(whole[index])[0] for index in range(36)] == [*range(18)] * 2
-    assert whole.origins(8) == [{"source": paths[1], "row": 2}]
+    place = {"row": 2} if kind == "parquet" else {"line": 3}  # behind the header
+    assert whole.origins(8) == [{"source": paths[1], **place}]
     for index in range(20):
         resumed = stream()
         resumed.go_to(json.loads(json.dumps(whole.state_at(index))))

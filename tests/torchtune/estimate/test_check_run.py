@@ -184,7 +184,8 @@ def test_rows_tokens_and_steps(count, folder, tmp_path):
     assert exact["steps"] == f"{3 * per_epoch} = 3 epochs of {per_epoch}"
     estimated = dict(plan_data(cfg, processes=2, sample=12))
     assert estimated["data"].startswith(f"about {count} rows, ")
-    assert estimated["data"].endswith("tokens, estimated from the first 12 rows of each source")
+    remark = "tokens, estimated from the first 12 rows of each source; the run checks all rows before its first step"
+    assert estimated["data"].endswith(remark)
     assert estimated["steps"] == f"about {exact['steps']}"
     first = [sum(len(row["tokens"]) for row in (built[i] for i in range(12)))]
     assert f"{round(first[0] * count / 12):,} tokens" in estimated["data"]

@@ -3,8 +3,9 @@
 from typing import Any
 
 from torchtune.data import Transform
+from torchtune.datasets._file_formats import suffix_of
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._row_source import LOADERS, Source, _suffix
+from torchtune.datasets._row_source import LOADERS, Source
 from torchtune.datasets._sft import SFTDataset
 from torchtune.datasets.multimodal._multimodal import multimodal_chat_dataset
 
@@ -25,7 +26,7 @@ def llava_instruct_dataset(
     Raises:
         DataError: ``image_dir`` does not exist, or no row has an image; see :class:`SFTDataset`.
     """
-    if not isinstance(source, str) or _suffix(source) in LOADERS:  # source is the file or the rows
+    if not isinstance(source, str) or suffix_of(source) in LOADERS:  # source is the file or the rows
         data_files = None
     return multimodal_chat_dataset(
         model_transform, source=source, image_tag="<image>", image_dir=image_dir, data_files=data_files, **settings

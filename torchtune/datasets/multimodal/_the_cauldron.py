@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune.data import DataError, Message, Transform, check_column_map, column, image_column, read_conversation
+from torchtune.datasets._file_formats import suffix_of
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._row_source import LOADERS, Source, _suffix
+from torchtune.datasets._row_source import LOADERS, Source
 from torchtune.datasets._sft import SFTDataset, SFTTransform
 from torchtune.datasets.multimodal._image_builder import image_dataset
 
@@ -101,7 +102,7 @@ def the_cauldron_dataset(
     Raises:
         DataError: no row has an image; see :class:`SFTDataset`.
     """
-    on_hub = isinstance(source, str) and "data_files" not in settings and _suffix(source) not in LOADERS
+    on_hub = isinstance(source, str) and "data_files" not in settings and suffix_of(source) not in LOADERS
     return image_dataset(
         model_transform,
         source,

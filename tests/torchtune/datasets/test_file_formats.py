@@ -1,0 +1,319 @@
+"""Every reader of a file gives the texts that stand in it: tables, lists of JSON, compressed files."""
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchtune.data import DataError
+from torchtune.datasets import StreamedDataset, instruct_dataset, kto_dataset, prompt_dataset
+from torchtune.datasets._file_formats import JsonLines, Line, parsed
+from torchtune.datasets._file_report import read_rows
+from torchtune.datasets._read import open_reader
+from torchtune.datasets._row_source import RowSource, load_rows
+from torchtune.rlhf.reward_functions import ExactMatch, NumberMatch
+from torchtune.utils import UserError
+
+
+def _streamed(path, **settings):
+    """Read a file in windows of one row, with a new reader for each, as resumed runs do."""
+    rows, position = [], None
+    while True:
+        reader, _ = open_reader(str(path), split="train", **settings)
+        window, position = reader.window(json.loads(json.dumps(position)), 1, None)
+        rows += [pickle.loads(pickle.dumps(row)).columns() for row in window]
+        if position is None:
+            return rows
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    "mapped": lambda path, **settings: list(load_rows(str(path), split="train", **settings)),
+    "indexed": lambda path, **settings: list(load_rows(str(path), split="train[:100%]", **settings)),
+    "streamed": _streamed,
+}
+
+# What is written, and the rows that RFC 4180 says it holds.
+TABLES = {
+    "numbers": (b"input,output\n007,1.50\n1e5,-0\n", [["007", "1.50"], ["1e5", "-0"]]),
+    "words for nothing": (b"input,output\nNaN,n/a\nNULL,None\n", [["NaN", "n/a"], ["NULL", "None"]]),
+    "words for truth": (b"input,output\nTRUE,no\n2024-05-06,12:30\n", [["TRUE", "no"], ["2024-05-06", "12:30"]]),
+    "empty cells": (b'input,output\n,""\n" ",x\n', [["", ""], [" ", "x"]]),
+    "quotes": (b'input,output\n"say ""hi"", please",5" wide\n', [['say "hi", please', '5" wide']]),
+    "line breaks": (b'input,output\n"one\n\ntwo","a\r\nb"\nx,y\n', [["one\n\ntwo", "a\r\nb"], ["x", "y"]]),
+    "Windows": (b"\xef\xbb\xbfinput,output\r\na,b\r\n\r\nc,d", [["a", "b"], ["c", "d"]]),
+    "mark before quotes": (b'\xef\xbb\xbf"input","output"\n"a\nb",c\n', [["a\nb", "c"]]),
+    "other lines of Unicode": ("input,output\na\u2028b,c\x0bd\n".encode(), [["a\u2028b", "c\x0bd"]]),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("table", TABLES)
+def test_every_cell_is_the_text_in_the_file(reader, table, tmp_path):
+    written, cells = TABLES[table]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(written)
+    rows = [dict(zip(("input", "output"), row, strict=True)) for row in cells]
+    assert READERS[reader](path) == rows
+    assert [row for _, row in read_rows(path)] == rows
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("settings", "written"),
+    [
+        ({"delimiter": ";"}, "input;output\n1,5;x\n"),
+        ({"sep": "|", "quotechar": "'"}, "input|output\n'1,5'|x\n"),
+        ({"names": ["input", "output"]}, '"1,5",x\n'),
+        ({"column_names": ["input", "output"], "header": 0}, 'a,b\n"1,5",x\n'),
+        ({"skiprows": 2}, 'a report\n\ninput,output\n"1,5",x\n'),
+        ({"quoting": 3, "delimiter": "\t"}, "input\toutput\n1,5\tx\n"),
+        ({"skipinitialspace": True}, 'input, output\n"1,5", "x"\n'),
+        ({"escapechar": "\\", "doublequote": False}, "input,output\n1\\,5,x\n"),
+        ({"keep_default_na": False, "num_proc": 2, "dtype": "str"}, 'input,output\n"1,5",x\n'),
+    ],
+)
+def test_settings_of_tables(reader, settings, written, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(written)
+    assert READERS[reader](path, **settings) == [{"input": "1,5", "output": "x"}]
+
+
+def test_quotes_as_plain_characters(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text('input\toutput\n"hello" he said\t"\n')
+    assert READERS["mapped"](path, quoting=3) == [{"input": '"hello" he said', "output": '"'}]
+    with pytest.raises(DataError, match="line 2: a text goes on behind its closing quotation mark"):
+        READERS["mapped"](path)
+    (tmp_path / "rows.csv").write_text('a\n"say \\"hi\\""\n')
+    assert READERS["mapped"](tmp_path / "rows.csv", escapechar="\\", doublequote=False) == [{"a": 'say "hi"'}]
+
+
+def test_tabs_and_encodings(tmp_path):
+    (tmp_path / "rows.tsv").write_bytes(b"input\toutput\n\t\na,b\tc\n")
+    assert READERS["mapped"](tmp_path / "rows.tsv") == [{"input": "", "output": ""}, {"input": "a,b", "output": "c"}]
+    (tmp_path / "rows.csv").write_bytes("input,output\ncafé,é\n".encode("latin-1"))
+    rows = [{"input": "café", "output": "é"}]
+    assert READERS["mapped"](tmp_path / "rows.csv", encoding="latin-1") == rows
+    (tmp_path / "index.csv").write_text(",input\n0,a\n")  # as pandas writes an index
+    assert READERS["mapped"](tmp_path / "index.csv") == [{"Unnamed: 0": "0", "input": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dtype": {"a": "int"}}, "dtype is not a setting of tables, where every cell is the text"),
+        ({"na_values": ["-"]}, "na_values is not a setting of tables"),
+        ({"delimiter": "::"}, "delimiter must be one ASCII character, not '::'"),
+        ({"header": 3}, "header must be 0"),
+        ({"quoting": 2}, "quoting must be 0 or, if quotes are plain characters, 3, not 2"),
+        ({"doublequote": "no"}, "doublequote must be true or false"),
+        ({"column_names": "a"}, "column_names must be a list of names"),
+        ({"column_names": ["a", "a"]}, "two columns are named 'a'"),
+        ({"skiprows": [1]}, "skiprows must be the number of lines"),
+        ({"encoding": "utf-16"}, "encoding=utf-16 cannot be read in lines"),
+        ({"encoding": "utf-9"}, "encoding=utf-9 is not known"),
+    ],
+)
+def test_settings_that_are_not_known_are_refused_by_name(settings, words, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n")
+    for read in (load_rows, open_reader):
+        with pytest.raises(DataError, match=words):
+            read(str(path), split="train", **settings)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ('input,output\na,b\n"c\nd",e,f\n', r"line 3: it has 3 fields and the header has 2: put texts with the delim"),
+        ("input,output\na,b\nc\n", "line 3: it has 1 fields and the header has 2"),
+        ('input,output\na,b\nc,"d\ne,f\n', "line 3: a cell begins with a quotation mark that is never closed"),
+        ('input,output\n"a" b,c\n', "line 2: a text goes on behind its closing quotation mark"),
+        ("input,output\na,b\0\n", "line 2: it has a zero byte"),
+        ("input;output\na;b\n", "line 1: the header is one column, 'input;output': set delimiter=';'"),
+        ("input,input\na,b\n", "line 1: two columns are named 'input'"),
+    ],
+    ids=["more fields", "fewer fields", "open quote", "behind a quote", "zero byte", "delimiter", "header"],
+)
+def test_broken_tables_are_refused_by_file_and_line(written, words, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(written)
+    for read in (*READERS.values(), lambda path: list(read_rows(path))):
+        # A stream names the place beside the reason, as the run's error does.
+        reason = words.split(": ", 1)[1] if read is _streamed else rf"rows\.csv, {words}"
+        with pytest.raises(UserError, match=reason):
+            read(path)
+
+
+def test_a_row_of_another_width_is_skipped_on_request(tokenizer, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("input,output\nthe cat,red\na, b,c\nthe dog,blue\n")
+    with pytest.raises(DataError, match=r"row 1: it has 3 fields.*row 1 is .*rows\.csv, line 3"):
+        instruct_dataset(tokenizer, source=str(path))
+    assert len(instruct_dataset(tokenizer, source=str(path), on_bad_row="skip")) == 2
+
+
+def test_numbers_of_a_table_are_trained_and_rewarded_as_texts(tokenizer, tmp_path):
+    path = tmp_path / "sums.csv"
+    path.write_text("input,output\n1+1,2\n2+2,04\n")
+    data = instruct_dataset(tokenizer, source=str(path))
+    answers = [tokenizer.decode([label for label in row["labels"] if label != -100]).strip() for row in data]
+    assert answers == ["2", "04"]
+    path.write_text("prompt,answer\n1+1,2\n3 / 2,1.50\n")
+    rows = [item["row"] for item in prompt_dataset(tokenizer, source=str(path))]
+    assert rows == [{"prompt": "1+1", "answer": "2"}, {"prompt": "3 / 2", "answer": "1.50"}]
+    assert ExactMatch()(rows, ["2", "1.50"]) == [1.0, 1.0]
+    assert NumberMatch()(rows, ["2.0", "it is 1.5"]) == [1.0, 1.0]
+
+
+def test_labels_of_a_table_are_understood(tokenizer, tmp_path):
+    path = tmp_path / "thumbs.csv"
+    path.write_text("prompt,completion,label\nwho,the cat,true\nwho,the dog,False\nwho,red,1\nwho,blue,0\n")
+    assert [row["is_chosen"] for row in kto_dataset(tokenizer, source=str(path))] == [True, False, True, False]
+    path.write_text("prompt,completion,label\nwho,the cat,good\n")
+    with pytest.raises(DataError, match="column 'label' is 'good': it must be true or false"):
+        kto_dataset(tokenizer, source=str(path))
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_compressed_files(reader, kind, suffix, tmp_path):
+    written = b'a,b\n"1\n2",x\n\n3,y\n' if kind == "csv" else b'{"a": "1\\n2", "b": "x"}\n\n{"a": "3", "b": "y"}\n'
+    path = tmp_path / f"rows.{kind}{suffix}"
+    path.write_bytes(PACKERS[suffix](written))
+    rows = [{"a": "1\n2", "b": "x"}, {"a": "3", "b": "y"}]
+    assert READERS[reader](path) == rows
+    assert [number for number, _ in read_rows(path)] == ([2, 5] if kind == "csv" else [1, 3])
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(UserError, match=rf"rows\.{kind}{suffix} is a damaged (gzip|bzip2|xz) file"):
+        READERS[reader](path)
+
+
+def test_zstd_needs_its_package(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd")  # the first bytes of every such file
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(UserError, match=r"rows\.jsonl\.zst.*needs the package 'zstandard'.*torchtune\[zstd\]"):
+        READERS["mapped"](path)
+    monkeypatch.undo()
+    zstandard = pytest.importorskip("zstandard")
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    path.write_bytes(b"".join(zstandard.compress(b'{"a": %d}\n' % number) for number in range(3)))
+    assert READERS["mapped"](path) == READERS["streamed"](path) == [{"a": 0}, {"a": 1}, {"a": 2}]
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"rows\.jsonl\.zst is a damaged zstd file"):
+        READERS["mapped"](path)
+
+
+# Nulls and keys of one row alone survive, and whole numbers stay whole.
+OBJECTS = [{"a": {"x": None, "n": 1}}, {"a": {"y": 2.0}, "b": [None, "é"]}]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("rows.json", json.dumps(OBJECTS)),
+        ("rows.jsonl", json.dumps(OBJECTS)),
+        ("rows.jsonl", json.dumps(OBJECTS, indent=1)),
+        ("rows.json", "\n".join(json.dumps(row, indent=2) for row in OBJECTS)),
+        ("rows.json", "\n".join(map(json.dumps, OBJECTS))),
+    ],
+    ids=["list", "list in lines", "indented list", "indented objects", "lines"],
+)
+def test_lists_of_json(reader, name, written, tmp_path):
+    path = tmp_path / name
+    path.write_text(written)
+    assert READERS[reader](path) == OBJECTS
+    assert [row for _, row in read_rows(path)] == OBJECTS
+
+
+def test_a_list_inside_of_an_object(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": OBJECTS}, indent=1))
+    assert READERS["mapped"](path, field="data") == READERS["streamed"](path, field="data") == OBJECTS
+    for settings, words in (({}, r"one object \(version, data\).*name the key"), ({"field": "x"}, "no object with")):
+        with pytest.raises(DataError, match=words):
+            READERS["mapped"](path, **settings)
+    path.write_text("3")
+    with pytest.raises(DataError, match=r"rows\.json: it holds one int, not a list of rows"):
+        READERS["mapped"](path)
+
+
+def test_places_of_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('a\n"1\n2"\n\n3\n')
+    assert [load_rows(str(path), split="train").place(i) for i in (0, 1)] == [f"{path}, line 2", f"{path}, line 5"]
+    assert [row.place for row in open_reader(str(path))[0].window(None, 9, None)[0]] == [
+        f"{path}, line 2",
+        f"{path}, line 5",
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text('[{"a": 1}, 3]')
+    rows = load_rows(str(path), split="train")
+    assert rows.place(1) == f"{path}, row 2"
+    with pytest.raises(DataError, match=r"rows\.json, row 2: a row must be a mapping column -> value, not int"):
+        rows[1]
+
+
+def test_splits_of_files_and_folders(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, numbers in (("train-0", range(3)), ("train-1", range(3, 5)), ("test", range(5, 7))):
+        (folder / f"{name}.csv").write_text("a\n" + "".join(f"{n}.0\n" for n in numbers))
+
+    def read(source, **settings):
+        return [row["a"] for row in load_rows(str(source), **settings)]
+
+    assert read(folder, split="train") == ["0.0", "1.0", "2.0", "3.0", "4.0"]
+    assert read(folder, split="train[1:3]+test[-1:]") == ["1.0", "2.0", "6.0"]
+    assert read("csv", data_files={"t": f"{folder}/train-*.csv"}, split="t[:40%]") == ["0.0", "1.0"]
+    with pytest.raises(DataError, match="has the splits"):
+        read(folder, split=None)
+    with pytest.raises(DataError, match="valid"):
+        read(folder, split="valid")
+    stream = StreamedDataset(lambda row: {"tokens": [1], "labels": [int(float(row["a"]))]}, str(folder), limit=None)
+    assert [stream[index]["labels"] for index in range(5)] == [[0], [1], [2], [3], [4]]
+
+
+def test_filters_of_files(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,x\n2,y\n3,x\n")
+
+    def kept(filter_fn, **settings):
+        source = RowSource(str(path), split="train", filter_fn=filter_fn, filter_kwargs=settings)
+        return [row["a"] for row in source.rows()]
+
+    assert kept(lambda row: row["b"] == "x") == ["1", "3"]
+    assert kept(lambda b, number: b == "x" and number, input_columns="b", with_indices=True, num_proc=2) == ["3"]
+    assert kept(lambda row, name: row["b"] == name, fn_kwargs={"name": "y"}) == ["2"]
+    with pytest.raises(DataError, match="batched=True is not possible"):
+        kept(lambda rows: rows, batched=True)
+
+
+def test_blank_lines_of_a_text_are_no_rows(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("one\n\n  \n two \r\n\n")
+    rows = [{"text": "one"}, {"text": " two "}]
+    assert [READERS[name](path) for name in READERS] == [rows] * 3
+    assert [number for number, _ in read_rows(path)] == [1, 4]
+
+
+def test_a_row_that_is_no_mapping_is_refused():
+    with pytest.raises(DataError, match="not list"):
+        parsed(Line.of(b"[1]", JsonLines()))

@@ -1,0 +1,467 @@
+"""Division of local files into rows, and decoding of their columns: JSON, tables (CSV, TSV) and plain text.
+
+Every command and every stream reads such a file here, so that all of them read the same values. The ``datasets``
+package infers a type for each column instead: in a table the text ``2`` becomes a number and ``NA`` nothing, and in
+JSON a mapping gets the keys of all other rows.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from torchtune.data import DataError
+from torchtune.utils import (
+    UserError,
+    decode_line,
+    decode_utf8,
+    numbered_lines,
+    open_lines,
+    packed_by,
+    parse_json_line,
+    unpacking,
+)
+
+# File suffix -> loader of the datasets package.
+LOADERS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# Longest cell of a table in characters.
+_LONGEST_CELL = 1 << 30
+_CHUNK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+# Arguments of `datasets.load_dataset` that do not change what is read from a local file.
+_WITHOUT_EFFECT = {
+    "cache_dir", "download_config", "download_mode", "keep_in_memory", "name", "num_proc", "revision", "save_infos",
+    "storage_options", "token", "trust_remote_code", "verification_mode",
+}  # fmt: skip
+
+
+class Line(bytes):
+    """Undecoded record of a file; :func:`parsed` decodes it.
+
+    Attributes:
+        format: format of its file.
+    """
+
+    format: "FileFormat"
+
+    @classmethod
+    def of(cls, record: bytes, format: "FileFormat") -> "Line":
+        """Return a record of a file of a format."""
+        line = cls(record)
+        line.format = format
+        return line
+
+
+class FileFormat:
+    """Format of a file: how its bytes are divided into records, and decoded to columns. Records are lines by default.
+
+    Attributes:
+        unit: what is counted to name a row, ``line`` or ``row``.
+        start: (offset, number of lines) before the first record.
+    """
+
+    unit: ClassVar[str] = "line"
+    start: tuple[int, int] = (0, 0)
+
+    def open(self, path: str, offset: int = 0) -> IO[bytes]:
+        """Open the records of a file, decompressed, at an offset.
+
+        Raises:
+            UserError: the file cannot be decompressed, or parsed if it is one JSON value.
+        """
+        file = open_lines(Path(path))
+        if packed_by(Path(path)) is None:
+            file.seek(offset)
+            return file
+        with unpacking(Path(path)):
+            while offset > 0 and (skipped := file.read(min(offset, _CHUNK))):
+                offset -= len(skipped)
+        return file
+
+    def divide(self, file: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+        """Yield (record, number of lines in it) from the current position of a file on, with blank records."""
+        for line in file:
+            yield line, 1
+
+    def is_blank(self, record: bytes) -> bool:
+        """Return whether a record is no row."""
+        return record.isspace()
+
+    def decode(self, record: bytes) -> Any:
+        """Return the row of a record; raise :class:`UserError` with the reason if it is broken."""
+        raise NotImplementedError
+
+
+class JsonLines(FileFormat):
+    """Format with a JSON object per line."""
+
+    def decode(self, record: bytes) -> Any:
+        """See :meth:`FileFormat.decode`."""
+        return parse_json_line(record)
+
+
+@dataclass(frozen=True)
+class JsonArray(JsonLines):
+    """Format of a file that holds a list of JSON objects, or JSON objects over several lines each.
+
+    The file is parsed as a whole, and its rows become lines of JSON.
+
+    Args:
+        field: key of the list, if the file holds an object; None if it holds the list.
+    """
+
+    field: str | None = None
+    unit: ClassVar[str] = "row"
+
+    def open(self, path: str, offset: int = 0) -> IO[bytes]:
+        """Open the rows of a file as lines; raise :class:`UserError` if it holds no list of rows."""
+        with open_lines(Path(path)) as file, unpacking(Path(path)):
+            text = file.read()
+        try:
+            rows = self._rows(text)
+        except UserError as error:
+            raise UserError(f"{path}: {error}; correct the file.") from error
+        lines = io.BytesIO("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        lines.seek(offset)
+        return lines
+
+    def _rows(self, text: bytes) -> Sequence[Any]:
+        value = _parse_json(text)
+        if self.field is not None:
+            if not isinstance(value, dict) or self.field not in value:
+                raise UserError(f"it holds no object with the key '{self.field}', which field names")
+            value = value[self.field]
+        if isinstance(value, dict):
+            keys = ", ".join(value)
+            raise UserError(f"it holds one object ({keys}), not a list of rows; name the key of the list in field")
+        if not isinstance(value, list):
+            raise UserError(f"it holds one {type(value).__name__}, not a list of rows")
+        return value
+
+
+def _parse_json(text: bytes) -> Any:
+    """Parse a file of one JSON value; several values, one after the other, become a list."""
+    try:
+        return parse_json_line(text)
+    except UserError:
+        decoded, values, position = decode_utf8(text), [], 0
+        decoder = json.JSONDecoder()
+        try:
+            while stripped := decoded[position:].lstrip():
+                value, length = decoder.raw_decode(stripped)
+                values.append(value)
+                position = len(decoded) - len(stripped) + length
+        except (ValueError, RecursionError):
+            values = []
+        if len(values) < 2:
+            raise
+        return values
+
+
+@dataclass(frozen=True)
+class TextLines(FileFormat):
+    """Format with a text per line, column ``text``; blank lines are no rows."""
+
+    def decode(self, record: bytes) -> Any:
+        """See :meth:`FileFormat.decode`."""
+        return {"text": decode_line(record.split(b"\n", 1)[0])}
+
+
+@dataclass(frozen=True)
+class Table(FileFormat):
+    """Format of a table, CSV or TSV: every cell is the text in the file, also ``2.0``, ``NA`` and the empty text.
+
+    Args:
+        names: names of the columns.
+        dialect: settings of ``csv.reader``, such as the delimiter.
+        encoding: encoding of the text; None: UTF-8.
+        start: see :class:`FileFormat`.
+    """
+
+    names: tuple[str, ...] = ()
+    dialect: Mapping[str, Any] = field(default_factory=dict)
+    encoding: str | None = None
+    start: tuple[int, int] = field(default=(0, 0), compare=False)
+
+    def divide(self, file: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+        """See :meth:`FileFormat.divide`; a record goes on behind a line break in quotes."""
+        lines: list[bytes] = []
+
+        def texts() -> Iterator[str]:
+            for line in file:
+                lines.append(line)
+                # Every byte is a character in Latin-1, and delimiter and quotes are the same in UTF-8.
+                yield line.decode("latin-1")
+
+        reader = self._reader(texts())
+        while True:
+            try:
+                next(reader)
+            except StopIteration:
+                break
+            except csv.Error:
+                pass  # raised again, with a reason, when the record is decoded
+            if lines:
+                yield b"".join(lines), len(lines)
+                lines.clear()
+
+    def is_blank(self, record: bytes) -> bool:
+        """See :meth:`FileFormat.is_blank`; a line of tabs is a row of empty cells."""
+        return not record.strip(b"\r\n")
+
+    def decode(self, record: bytes) -> Any:
+        """Return the cells by column; raise :class:`UserError` if their number differs from the header's."""
+        cells = self.cells(record)
+        if len(cells) != len(self.names):
+            quotes = ": put texts with the delimiter in quotes" if len(cells) > len(self.names) else ""
+            raise UserError(f"it has {len(cells)} fields and the header has {len(self.names)}{quotes}")
+        return dict(zip(self.names, cells, strict=True))
+
+    def cells(self, record: bytes) -> list[str]:
+        """Return the cells of a record; raise :class:`UserError` if it is broken."""
+        if b"\0" in record:
+            raise UserError("it has a zero byte: the file was not written to its end, or is not UTF-8")
+        try:
+            text = decode_utf8(record) if self.encoding is None else record.decode(self.encoding)
+        except UnicodeDecodeError as error:
+            raise UserError(f"byte {error.start + 1} is not {self.encoding}: correct the encoding") from error
+        try:
+            # A newline is the only end of a line, as in `divide`; a carriage return in quotes stays.
+            rows = list(self._reader(io.StringIO(text, newline="\n")))
+        except csv.Error as error:
+            raise UserError(_explain(error)) from error
+        return next((row for row in rows if row), [])
+
+    def _reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        csv.field_size_limit(_LONGEST_CELL)
+        return csv.reader(lines, **self.dialect, strict=True)
+
+
+def _explain(error: csv.Error) -> str:
+    """Return the reason why a record of a table is broken, for a user who sees the file."""
+    said = str(error)
+    if "unexpected end" in said:
+        return "a cell begins with a quotation mark that is never closed: close it, or double it inside of a text"
+    if "expected after" in said:
+        return "a text goes on behind its closing quotation mark: double the quotation marks inside of a text"
+    if "new-line character" in said:
+        return "a line ends with a carriage return alone: save the file with the line ends of Unix or Windows"
+    return f"it cannot be read ({said}): save the file again"
+
+
+def parsed(row: Any) -> Any:
+    """Decode a :class:`Line` to its columns; return other rows unchanged.
+
+    Raises:
+        DataError: the line is broken; the message does not name file and line.
+    """
+    if not isinstance(row, Line):
+        return row
+    try:
+        columns = row.format.decode(row)
+    except UserError as error:
+        raise DataError(str(error)) from error
+    if not isinstance(columns, dict):
+        raise DataError(f"a row must be a mapping column -> value, not {type(columns).__name__}")
+    return columns
+
+
+def settings_of(loader: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings with which local files are read, of the arguments of ``datasets.load_dataset``.
+
+    Args:
+        loader: ``csv``, ``json`` or ``text``.
+        kwargs: the arguments, without ``data_files``, ``data_dir``, ``split`` and ``streaming``.
+
+    Returns:
+        the settings; None if JSON or text is to be read in a way that only the ``datasets`` package knows.
+
+    Raises:
+        DataError: a table has a setting that is not known, or a value that is not possible.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None and name not in _WITHOUT_EFFECT}
+    if loader == "text":
+        return None if given else {}
+    if loader == "json":
+        return None if given.keys() - {"field"} else given
+    return _table_settings(given)
+
+
+# Settings of a table that are arguments of `csv.reader`, and all of them.
+_DIALECT = ("delimiter", "quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
+_TABLE_SETTINGS = (*_DIALECT, "column_names", "header", "skiprows", "encoding")
+
+
+def _table_settings(given: dict[str, Any]) -> dict[str, Any]:
+    settings = {_FORMER_NAMES.get(name, name): value for name, value in given.items()}
+    for name, value in _WHAT_IS_DONE.items():
+        if str(settings.get(name)) == str(value):  # asks for what is done in any case
+            del settings[name]
+    for name in settings:
+        if name not in _TABLE_SETTINGS:
+            raise DataError(
+                f"{name} is not a setting of tables, where every cell is the text in the file: leave it out. There "
+                f"are {', '.join(_TABLE_SETTINGS)}."
+            )
+    for name in ("delimiter", "quotechar", "escapechar"):
+        value = settings.get(name, ",")
+        if value == "\\t":
+            settings[name] = value = "\t"
+        if not isinstance(value, str) or len(value) != 1 or not value.isascii() or value in "\r\n":
+            raise DataError(f"{name} must be one ASCII character, not {value!r}.")
+    if settings.get("quoting", csv.QUOTE_MINIMAL) not in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
+        raise DataError(f"quoting must be 0 or, if quotes are plain characters, 3, not {settings['quoting']!r}.")
+    for name in ("doublequote", "skipinitialspace"):
+        if not isinstance(settings.get(name, True), bool):
+            raise DataError(f"{name} must be true or false, not {settings[name]!r}.")
+    names = settings.get("column_names")
+    if names is not None:
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise DataError(f"column_names must be a list of names, not {names!r}.")
+        settings["column_names"] = _checked_names(list(names))
+    if settings.get("header", "infer") not in ("infer", 0):
+        raise DataError(f"header must be 0 (the first line has names) or left out, not {settings['header']!r}.")
+    skiprows = settings.get("skiprows", 0)
+    if not isinstance(skiprows, int) or isinstance(skiprows, bool) or skiprows < 0:
+        raise DataError(f"skiprows must be the number of lines before the table, not {skiprows!r}.")
+    encoding = settings.pop("encoding", "utf-8")
+    if encoding.lower() not in ("utf-8", "utf8", "utf-8-sig"):
+        _check_encoding(encoding)
+        settings["encoding"] = encoding
+    return settings
+
+
+# Other names of settings, and settings that change nothing, because every cell is a text.
+_FORMER_NAMES = {"sep": "delimiter", "names": "column_names"}
+_WHAT_IS_DONE = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
+
+
+def _check_encoding(encoding: str) -> None:
+    try:
+        is_possible = 'a,"\n'.encode(encoding) == b'a,"\n'
+    except LookupError as error:
+        raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
+    if not is_possible:
+        raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")
+
+
+def _checked_names(names: list[str]) -> tuple[str, ...]:
+    """Return the names of columns; a column without a name gets one. Raises :class:`DataError` for equal names."""
+    named = tuple(name or f"Unnamed: {number}" for number, name in enumerate(names))
+    repeated = [name for number, name in enumerate(named) if name in named[:number]]
+    if repeated:
+        raise DataError(f"two columns are named '{repeated[0]}': give one of them another name.")
+    return named
+
+
+def format_of_file(path: str, loader: str, settings: Mapping[str, Any]) -> FileFormat:
+    """Return the format of a local file.
+
+    Args:
+        path: path of the file.
+        loader: ``csv``, ``json`` or ``text``.
+        settings: see :func:`settings_of`.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or its header is broken.
+    """
+    try:
+        if loader == "text":
+            return TextLines()
+        if loader == "json":
+            if settings.get("field") is not None or not _has_json_lines(Path(path)):
+                return JsonArray(settings.get("field"))
+            return JsonLines()
+        return _format_of_table(path, settings)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}): correct the path or its rights."
+        ) from error
+    except UserError as error:
+        raise error if isinstance(error, DataError) else DataError(str(error)) from error
+
+
+def _has_json_lines(path: Path) -> bool:
+    """Return whether a file has a JSON value per line, by its first lines."""
+    lines = (line.removeprefix(_BOM).strip() for _, line in numbered_lines(path))
+    first = next(lines, b"{")
+    if suffix_of(path.name) in (".jsonl", ".ndjson") and not first.startswith(b"["):
+        return True  # a broken first line is one broken row
+    try:
+        value = parse_json_line(first)
+    except UserError:
+        return False  # a value over several lines
+    return isinstance(value, dict) or (isinstance(value, list) and next(lines, None) is not None)
+
+
+def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
+    dialect = {name: settings[name] for name in _DIALECT if name in settings}
+    dialect.setdefault("delimiter", "\t" if suffix_of(path) == ".tsv" else ",")
+    table = Table(dialect=dialect, encoding=settings.get("encoding"))
+    names, has_header = settings.get("column_names"), settings.get("column_names") is None or "header" in settings
+    offset, number = _length_of_mark(table, path), 0
+    with table.open(path, offset) as file, unpacking(Path(path)):
+        for _ in range(settings.get("skiprows", 0)):
+            offset, number = offset + len(file.readline()), number + 1
+        for record, lines in table.divide(file) if has_header else ():
+            place = f"{path}, line {number + 1}"
+            offset, number = offset + len(record), number + lines
+            if table.is_blank(record):
+                continue
+            try:
+                header = _checked_names(table.cells(record))
+            except UserError as error:
+                raise DataError(f"{place}: {str(error).rstrip('.')}; correct the header.") from error
+            names = header if names is None else names
+            _check_delimiter(place, header, settings)
+            break
+    return Table(names or (), dialect, table.encoding, start=(offset, number))
+
+
+def _length_of_mark(table: Table, path: str) -> int:
+    """Return the bytes of a byte order mark, behind which a quotation mark still begins a cell."""
+    with table.open(path) as file, unpacking(Path(path)):
+        return len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+
+
+def _check_delimiter(place: str, header: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Raise :class:`DataError` if a header of one column looks like several columns with another delimiter."""
+    if len(header) > 1 or "delimiter" in settings:
+        return
+    for delimiter, shown in ((";", "';'"), ("\t", "'\\t'"), ("|", "'|'"), (",", "','")):
+        if delimiter in header[0]:
+            raise DataError(f"{place}: the header is one column, '{header[0]}': set delimiter={shown}.")
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file name in lower case, before that of a compressed file."""
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def numbered_records(path: str, format: FileFormat) -> Iterator[tuple[int, Line]]:
+    """Yield (line or row number from 1, record) of each row of a file.
+
+    Raises:
+        UserError: the file cannot be decompressed or, if it is one JSON value, parsed.
+    """
+    offset, number = format.start
+    with format.open(path, offset) as file, unpacking(Path(path)):
+        for record, lines in format.divide(file):
+            if not format.is_blank(record):
+                yield number + 1, Line.of(record, format)
+            number += lines
+
+
+def is_data_file(name: str) -> bool:
+    """Return whether a file of this name is read as rows, possibly decompressed."""
+    return suffix_of(name) in LOADERS

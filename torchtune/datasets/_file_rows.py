@@ -1,0 +1,187 @@
+"""Rows of local files, found by their offsets."""
+
+import glob
+import os
+import shutil
+import tempfile
+import weakref
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from torchtune.data import DataError
+from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, parsed
+from torchtune.datasets._shared import cache_folder
+from torchtune.utils import UserError, packed_by, unpacking
+
+_CHUNK = 1 << 20
+
+
+class FileRows:
+    """Sequence of the rows of files, which are parsed when they are read; takes 8 bytes of memory per row.
+
+    A compressed file, or one that holds a JSON list, is written to a temporary file without a name, as lines.
+
+    Args:
+        files: (path, format) of each file.
+
+    Raises:
+        DataError: a file cannot be read; when rows are read: the file has shrunk, or a row is broken.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, FileFormat]]) -> None:
+        self._files = [_IndexedFile(path, format) for path, format in files]
+        self._firsts = [0, *accumulate(len(file.starts) - 1 for file in self._files)]  # rows before each file
+        self._chosen: Sequence[int] | np.ndarray = range(self._firsts[-1])
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        for number, line in enumerate(self.lines()):
+            try:
+                yield parsed(line)
+            except DataError as error:
+                raise DataError(f"{self.place(number)}: {error}; correct the line.") from error
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        index = range(len(self))[index]
+        return next(iter(self.select(range(index, index + 1))))
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> "FileRows":
+        """Return the rows at ``indices``."""
+        part = object.__new__(FileRows)
+        part.__dict__ |= vars(self)
+        chosen = self._chosen
+        part._chosen = (
+            chosen[indices.start : indices.stop] if isinstance(indices, range) else np.asarray(chosen)[indices]
+        )
+        return part
+
+    def filter(self, keep: Callable[[Mapping[str, Any], int], bool]) -> "FileRows":
+        """Return the rows for which ``keep(row, number)`` is true, and broken rows, which are reported when read."""
+        kept = [number for number, line in enumerate(self.lines()) if _keeps(keep, line, number)]
+        return self.select(np.array(kept, np.int64))
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the undecoded records of the rows."""
+        for number, rows in groupby(self._chosen, self._file_of):
+            file = self._files[number]
+            for record in file.records(int(row) - self._firsts[number] for row in rows):
+                yield Line.of(record, file.format)
+
+    def place(self, index: int) -> str:
+        """Return the file, and the line or row in it, of a row, for messages; reads the file up to this row."""
+        chosen = int(self._chosen[index])
+        number = self._file_of(chosen)
+        return self._files[number].place(chosen - self._firsts[number])
+
+    def _file_of(self, number: int) -> int:
+        return bisect_right(self._firsts, number) - 1
+
+
+class _IndexedFile:
+    """File with the offsets of its rows.
+
+    Attributes:
+        starts: offset of each row, and of the end of the file.
+    """
+
+    def __init__(self, path: str, format: FileFormat) -> None:
+        self.path, self.format = path, format
+        self._copy: int | None = None  # descriptor of the temporary file
+        try:
+            if isinstance(format, JsonArray) or packed_by(Path(path)) is not None:
+                self._copy = _unpacked(path, format)
+                weakref.finalize(self, os.close, self._copy)
+            with self._open() as file:
+                self.starts = self._find_starts(file)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}): correct the path or its rights.") from error
+        except UserError as error:
+            raise error if isinstance(error, DataError) else DataError(str(error)) from error
+
+    def _open(self) -> IO[bytes]:
+        if self._copy is None:
+            return open(self.path, "rb")
+        return os.fdopen(os.dup(self._copy), "rb")
+
+    def _find_starts(self, file: IO[bytes]) -> array:
+        offset = self.format.start[0]
+        file.seek(offset)
+        starts = array("q")
+        for record, _ in self.format.divide(file):
+            if not self.format.is_blank(record):
+                starts.append(offset)
+            offset += len(record)
+        starts.append(offset)
+        return starts
+
+    def records(self, rows: Iterable[int]) -> Iterator[bytes]:
+        """Yield the bytes of rows; blank lines behind a row belong to it."""
+        try:
+            with self._open() as file:
+                for row in rows:
+                    start, end = self.starts[row], self.starts[row + 1]
+                    # Forked processes share the position of the file: read without moving it.
+                    record = _read_at(file.fileno(), start, end - start)
+                    if len(record) < end - start:
+                        refuse_shrunk(self.path, self.starts[-1], os.fstat(file.fileno()).st_size)
+                    yield record
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read on ({error.strerror}): put it back.") from error
+
+    def place(self, row: int) -> str:
+        """Return the path, and the line or row, of a row."""
+        number, offset, start = 1, 0, self.starts[row]
+        with self._open() as file:
+            while offset < start and (chunk := _read_at(file.fileno(), offset, min(start - offset, _CHUNK))):
+                number, offset = number + chunk.count(b"\n"), offset + len(chunk)
+        return f"{self.path}, {self.format.unit} {number}"
+
+
+def _read_at(descriptor: int, start: int, count: int) -> bytes:
+    record = os.pread(descriptor, count, start)
+    while len(record) < count and (more := os.pread(descriptor, count - len(record), start + len(record))):
+        record += more
+    return record
+
+
+def _unpacked(path: str, format: FileFormat) -> int:
+    """Write the decompressed records of a file to a temporary file without a name, and return its descriptor."""
+    with tempfile.TemporaryFile(dir=cache_folder()) as copy:
+        with format.open(path) as file, unpacking(Path(path)):
+            shutil.copyfileobj(file, copy, _CHUNK)
+        copy.flush()
+        return os.dup(copy.fileno())
+
+
+def _keeps(keep: Callable[[Mapping[str, Any], int], bool], line: Line, number: int) -> bool:
+    try:
+        row = parsed(line)
+    except DataError:
+        return True
+    return bool(keep(row, number))
+
+
+def refuse_shrunk(path: str, before: int, now: int) -> None:
+    """Raise :class:`DataError` for a file that has shrunk from ``before`` to ``now`` bytes."""
+    raise DataError(
+        f"{path} has shrunk while the run reads it, from {before:,} to {now:,} bytes: put the whole file back and "
+        "resume, or start a new run."
+    )
+
+
+def unparsed(rows: Any) -> Iterable[Any]:
+    """Return an iterable of rows; records of files are undecoded, so that a broken one does not end the iteration."""
+    return rows.lines() if isinstance(rows, FileRows) else rows
+
+
+def matching(names: Sequence[str]) -> list[str]:
+    """Return the files that match names and glob patterns; names without a match are returned unchanged."""
+    return [path for name in names for path in sorted(glob.glob(name, recursive=True)) or [name]]
