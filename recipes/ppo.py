@@ -295,7 +295,8 @@ class PPORecipe:
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Build this rank's loader of prompts; the order depends only on the seed and the epoch."""
-        prompts = rlhf.numbered_prompts(datasets.instantiate_dataset(dataset, self.tokenizer), self.tokenizer)
+        rows = datasets.instantiate_dataset(dataset, self.tokenizer, training.context_length(self.cfg))
+        prompts = rlhf.numbered_prompts(rows, self.tokenizer)
         max_steps = None
         if training_data:
             max_steps = rlhf.steps_per_epoch(self.cfg.num_steps, len(prompts) // self.dims.data_size, batch_size)

@@ -22,15 +22,16 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
     from torchtune.datasets import instantiate_dataset, preparing, workers
     from torchtune.estimate import nodes_of
     from torchtune.supervision import count_tokens
+    from torchtune.training import context_length
 
-    tokenizer = config.instantiate(cfg.tokenizer)
+    tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
     parts = {"dataset": cfg.dataset, "dataset_val": cfg.dataset_val}
     for name, node in parts.items():
         if node is None:
             continue
         started = time.monotonic()
         with preparing(output), workers(processes):
-            dataset = instantiate_dataset(node, tokenizer)
+            dataset = instantiate_dataset(node, tokenizer, longest)
         tokens = count_tokens(dataset)
         if tokens is None:
             if getattr(dataset, "is_stream", False):

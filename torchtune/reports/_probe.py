@@ -15,7 +15,7 @@ from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.rlhf.loss import KTOLoss
 from torchtune.supervision import row_lengths
-from torchtune.training import RNGState, SettingsView
+from torchtune.training import RNGState, SettingsView, context_length
 from torchtune.utils import UserError, get_logger
 
 # Rows to measure: a twentieth of the rows of the run, within these limits. A forward pass takes a third of a training
@@ -159,7 +159,7 @@ def _first_rows(recipe: Any, count: int) -> list[Any]:
     settings = SettingsView.of(recipe.cfg)
     try:
         with _undisturbed(), workers(1):
-            stream = instantiate_dataset(settings.dataset, recipe.tokenizer)
+            stream = instantiate_dataset(settings.dataset, recipe.tokenizer, context_length(settings))
             return [stream[index] for index in range(count)]
     except UserError as error:
         get_logger().warning(f"No rows of the stream are measured: {error}")

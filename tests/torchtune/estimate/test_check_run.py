@@ -1,6 +1,7 @@
 """Every reason for which a run cannot start is found without starting it, and all of them at once."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from tests.tiny import write_conversations
 from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
-from torchtune.estimate import find_problems
+from torchtune.estimate import find_problems, measure_data
 from torchtune.training import RunError, check_run, plan_data, plan_run
 
 LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
@@ -200,6 +201,39 @@ def test_rows_that_cannot_be_trained_on_are_named(folder, tmp_path):
         plan_data(cfg)
 
 
+def test_the_plan_counts_rows_that_are_left_out_or_truncated(folder, tmp_path):
+    data = write_conversations(tmp_path / "data.jsonl", 5)
+    data.write_text(data.read_text() + '{"messages": []}\n')
+    changes = {"dataset__data_files": str(data), "dataset__on_bad_row": "skip"}
+    train = measure_data(settings(LORA, folder, **changes)).train
+    built = datasets.instantiate_dataset(*built_from(settings(LORA, folder, **changes)))
+    assert train.longest == max(len(row["tokens"]) for row in built)
+    assert train.text.endswith("; 1 rows cannot be trained on and are left out")
+    cut = measure_data(settings(LORA, folder, "tokenizer.max_seq_len=36", **changes)).train
+    assert cut.longest == 36
+    assert re.search(r"; \d rows have max_seq_len=36 tokens or are truncated to it$", cut.text)
+    packed = measure_data(settings(LORA, folder, "dataset.packed=True", "tokenizer.max_seq_len=128", **changes)).train
+    assert train.longest < packed.longest <= 128
+
+
+def built_from(cfg):
+    return cfg.dataset, config.instantiate(cfg.tokenizer)
+
+
+def test_a_row_that_the_model_cannot_read_is_found_before_the_run(tmp_path):
+    data = write_conversations(tmp_path / "long.jsonl", 3)
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "the cat " * 60}]
+    data.write_text(data.read_text() + json.dumps({"messages": turns}) + "\n")
+    cfg = settings(LORA, tmp_path, "tokenizer.max_seq_len=null", dataset__data_files=str(data))
+    file = tmp_path / "checkpoint" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 120}))
+    for start_or_plan in (plan_data, load_recipe(LORA, tmp_path).recipe_main):
+        with pytest.raises(
+            DataError, match=rf"row 3: it has more tokens than the 120 that the model.*{data}, line 4\)"
+        ):
+            start_or_plan(cfg)
+
+
 def test_data_of_the_hub_are_not_fetched(folder):
     cfg = settings(LORA, folder, dataset={"_component_": "torchtune.datasets.alpaca_cleaned_dataset"})
     assert find_problems(cfg) == []
@@ -214,6 +248,7 @@ def test_the_plan_of_a_run(folder):
     assert "mesh        1 process, device cpu\n" in text
     assert "converted   LoRA: " in text
     assert text.endswith("micro-batch 2 x 64 = 128 tokens at most")
+    assert plan_run(cfg, length=33).endswith("micro-batch 2 x 33 = 66 tokens at most")
     guessed = plan_run(settings(LORA, folder, "tokenizer.max_seq_len=null"))
     assert guessed.endswith("tokens (tokenizer.max_seq_len is not set, so this is a guess)")
     assert "of weights" in plan_run(SimpleNamespace(model=cfg.model, dtype="fp32"))
