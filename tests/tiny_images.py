@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def gemma4_unified_config() -> Any:
 def smolvlm_config(kind: str = "SmolVLMConfig") -> Any:
     import transformers
 
-    text = {**_TEXT, "model_type": "llama"}
+    text = {**_TEXT, "model_type": "llama", "vocab_size": 321}  # with the token that ends a turn
     vision = {**_TOWER, "image_size": 16}
     settings = {"scale_factor": 2, "image_token_id": IMAGE, "tie_word_embeddings": True}
     return getattr(transformers, kind)(text_config=text, vision_config=vision, **settings)
@@ -404,6 +405,7 @@ PROCESSORS = {
 # The tokens behind those of the text: the image token first.
 QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TILED_SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>")
+TILED_STOP = "<end_of_utterance>"
 SPECIAL = {
     **dict.fromkeys(GEMMA, ("<|image|>", "<|video|>", "<|image>", "<image|>")),
     "smolvlm": TILED_SPECIAL,
@@ -412,6 +414,16 @@ SPECIAL = {
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
     "llava": ("[IMG]", "[IMG_BREAK]", "[INST]", "[IMG_END]"),
 }
+
+
+def image_template(family: str) -> str:
+    """Return the published chat template of SmolVLM and Idefics 3, which read parts only; ChatML with images otherwise."""
+    if family in TILED:
+        published = Path(find_spec("trl").origin).parent / "chat_templates"
+        return (published / f"{family}.jinja").read_text()
+    special = SPECIAL.get(family, QWEN_SPECIAL)
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>" if special == QWEN_SPECIAL else special[0]
+    return CHAT_TEMPLATE.replace("PLACEHOLDER", "<|image|>" if family == "llama4" else placeholder)
 
 
 def write_image_checkpoint(model: Any, folder: Path) -> Path:
@@ -430,10 +442,10 @@ def write_image_checkpoint(model: Any, folder: Path) -> Path:
     special = SPECIAL.get(model.config.model_type, QWEN_SPECIAL)
     tokenizer.add_special_tokens(list(special))
     assert [tokenizer.token_to_id(text) for text in (special[0], special[-1])] == [IMAGE, END]
+    if model.config.model_type in TILED:
+        tokenizer.add_special_tokens([TILED_STOP])
     tokenizer.save(str(folder / "tokenizer.json"))
-    placeholder = "<|vision_start|><|image_pad|><|vision_end|>" if special == QWEN_SPECIAL else special[0]
-    placeholder = "<|image|>" if model.config.model_type == "llama4" else placeholder
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder))
+    (folder / "chat_template.jinja").write_text(image_template(model.config.model_type))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS.get(model.config.model_type, PROCESSOR)))
     return folder
 

@@ -23,6 +23,23 @@ _CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DIRECTIVE = re.compile(r"%-?(.)")
 _DATE = frozenset("aAwdbBmyYjUWGVux%")  # strftime directives that change at most once a day
 
+_PROBE_TEXT = f"probe{uuid.uuid4().hex}"  # letters and digits only, like all marks
+_PROBE_CALL = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {"at": "it"}}}
+# Role -> turns before the probed turn, and turns after it; templates refuse such turns elsewhere.
+_PROBE_CONTEXTS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "system": ([], [{"role": "user", "content": "Question"}]),
+    "developer": ([], [{"role": "user", "content": "Question"}]),
+    "user": ([], []),
+    "assistant": ([{"role": "user", "content": "Question"}], []),
+    "tool": (
+        [
+            {"role": "user", "content": "Question"},
+            {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+        ],
+        [],
+    ),
+}
+
 
 class _Generation(Extension):
     """``{% generation %}…{% endgeneration %}``, which marks the assistant's text."""
@@ -59,6 +76,9 @@ class ChatTemplate:
     environment is the same as in ``transformers``: trimmed blocks, ``break`` and ``continue``, ``tojson``,
     ``strftime_now``, ``raise_exception``, ``{% generation %}``.
 
+    Some templates, such as SmolVLM's, iterate over the parts of a turn and write nothing for a text; others fail at a
+    list of parts. Each text is therefore passed in the form in which the template writes turns of this role.
+
     Args:
         source: source of the template.
         variables: further template variables, for example ``bos_token`` or ``enable_thinking``.
@@ -71,6 +91,7 @@ class ChatTemplate:
         self.source = source
         self.variables = dict(variables)
         self.now: datetime | None = None
+        self._is_part_role: dict[str, bool] = {}
         self._environment = environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], filters={"tojson": _to_json}
         )
@@ -120,6 +141,38 @@ class ChatTemplate:
         Raises:
             DataError: the template raises an error or exceeds its limits.
         """
+        return self._rendered([self._readable(turn) for turn in messages], add_generation_prompt, tools)
+
+    def _readable(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a turn with its text in the form that the template reads: a string, or a list of one part."""
+        content = turn.get("content")
+        if not isinstance(content, str) or not self._reads_parts(turn.get("role")):
+            return turn
+        return {**turn, "content": [{"type": "text", "text": content}]}
+
+    def _reads_parts(self, role: Any) -> bool:
+        """Return whether the template writes the texts of a role only if they come as lists of parts."""
+        if role not in _PROBE_CONTEXTS or "text" not in self.source:  # the key of a part's text
+            return False
+        if role not in self._is_part_role:
+            turn = {"role": role, "content": _PROBE_TEXT}
+            parts = {"role": role, "content": [{"type": "text", "text": _PROBE_TEXT}]}
+            self._is_part_role[role] = not self._writes_probe(turn) and self._writes_probe(parts)
+        return self._is_part_role[role]
+
+    def _writes_probe(self, turn: Mapping[str, Any]) -> bool:
+        """Return whether the probe's text is in the rendered conversation."""
+        before, after = _PROBE_CONTEXTS[turn["role"]]
+        turns = [*map(self._readable, before), turn, *map(self._readable, after)]
+        try:
+            return _PROBE_TEXT in self._rendered(turns, False, None)[0]
+        except DataError:  # the template refuses the turn, or its content in this form
+            return False
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Sequence[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render turns as they are; see :meth:`render`."""
         self._environment.begin()
         try:
             text = self._template.render(

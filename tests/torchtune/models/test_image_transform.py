@@ -6,9 +6,11 @@ from transformers import AutoTokenizer
 
 import torchtune
 from tests.tiny_images import (
+    CONFIGS,
     END,
     IMAGE,
     START,
+    TILED,
     image_text_model,
     qwen3_vl_config,
     write_image_checkpoint,
@@ -83,3 +85,25 @@ def test_images_of_the_assistant_are_refused(transform):
 def test_text_that_spells_a_placeholder_is_text(transform):
     row = transform({"messages": [*turns(picture(8, 8), answer="<|image_pad|>")["messages"]]})
     assert row["tokens"].count(IMAGE) == transform.processor.plan((8, 8)).tokens
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_texts_reach_a_template_that_reads_parts(family, tmp_path):
+    """The published templates of SmolVLM and Idefics 3 iterate over parts, and write nothing for a plain text."""
+    transform = image_text_transform(str(write_image_checkpoint(image_text_model(CONFIGS[family]()), tmp_path)))
+    system = torchtune.data.Message(role="system", content="Be brief.", masked=True)
+    question = torchtune.data.Message(role="user", content="A dog?", masked=True)
+    messages = [system, *turns(picture(8, 8))["messages"], question, torchtune.data.Message("assistant", "a cat")]
+    row = transform({"messages": messages})
+    trained = [token for token, masked in zip(row["tokens"], row["mask"], strict=True) if not masked]
+    answers = " so<end_of_utterance> a cat<end_of_utterance>"
+    assert transform.decode(trained, skip_special_tokens=False) == answers
+    text = transform.decode(row["tokens"], skip_special_tokens=False)
+    begin = "<|im_start|>" if family == "smolvlm" else "<|begin_of_text|>"
+    assert text.startswith(f"{begin}System: Be brief.<end_of_utterance>\nUser: See <fake_token_around_image>")
+    end = " Why?<end_of_utterance>\nAssistant: so<end_of_utterance>\nUser: A dog?<end_of_utterance>\nAssistant:"
+    assert text.endswith(f"{end} a cat<end_of_utterance>\n")
+    messages[-1] = torchtune.data.Message("assistant", "")
+    prompt = transform({"messages": messages}, inference=True)["tokens"]
+    assert transform.decode(prompt, skip_special_tokens=False).endswith(end)
+    assert row["tokens"][: len(prompt)] == prompt

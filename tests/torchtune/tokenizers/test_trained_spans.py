@@ -142,6 +142,18 @@ def test_generation_stops_where_turns_end(family, tmp_path):
     assert set(tokenizer.stop_tokens) == expected
 
 
+@pytest.mark.parametrize("template", ["smolvlm_training", "idefics3_training", "llava_next"])
+def test_a_text_reaches_a_template_that_reads_parts(template, tmp_path):
+    end = "</s>" if template == "llava_next" else "<end_of_utterance>"
+    source = (PUBLISHED / f"{template}.jinja").read_text()
+    write_checkpoint(tmp_path, Case(template, source, lambda turns: [], ["<|im_start|>", end], end))
+    tokenizer = hf_tokenizer(str(tmp_path))
+    turns, _ = conversation("S U A U A")
+    assert all(turn["content"] in tokenizer.render_template(turns) for turn in turns)
+    answers = [f" {turns[i]['content']}{end}" for i in (2, 4)]
+    assert [part.rstrip("\n") for part in trained_parts(tokenizer, turns)] == answers
+
+
 def test_a_text_behind_the_answer_of_a_tool_is_a_part_of_its_turn(tmp_path):
     """Gemma 4 writes the text that accompanies a call behind the tool's answer."""
     turns, _ = conversation("U XC T A")
