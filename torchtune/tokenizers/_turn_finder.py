@@ -124,9 +124,11 @@ class TurnFinder:
         """
         self.check_calls(index)
         spans: list[Span] = []
-        for first, last in self._runs(index) or [(None, None)]:
+        runs = self._runs(index) or [(None, None)]
+        for first, last in runs:
             start = self._start(index) if not spans or first is None else self._places[first][0]
-            spans.append((start, self._end(index, start, last)))
+            goes_on = (first, last) != runs[-1] or self._is_followed_by_assistant(last)
+            spans.append((start, self._end(index, start, last, goes_on=goes_on)))
         if all(start >= end for start, end in spans):
             raise DataError(
                 f"the chat template writes nothing for turn {index} (assistant): take it out of the conversation, or "
@@ -182,6 +184,13 @@ class TurnFinder:
             else:
                 runs.append((number, number))
         return runs
+
+    def _is_followed_by_assistant(self, number: int | None) -> bool:
+        """Return whether the next marked text after text ``number`` belongs to a turn of the assistant."""
+        if number is None or self._rank[number] + 1 == len(self._order):
+            return False
+        following = self._turn_of[self._order[self._rank[number] + 1]]
+        return self.messages[following]["role"] == "assistant"
 
     def _before(self, index: int) -> int | None:
         """Return the number of the last text before turn ``index`` that belongs to an earlier turn."""
@@ -276,17 +285,17 @@ class TurnFinder:
                 header = header if shared == len(header) else _whole_words(header[:shared])
         return header
 
-    def _end(self, index: int, start: int, last: int | None) -> int:
+    def _end(self, index: int, start: int, last: int | None, *, goes_on: bool) -> int:
         base = self._end_of(last)
         if last is None or base < start:
             last, base = None, start
         passage = self.text[base : self._limit(base, last)]
-        key = (*self._key(passage, index, index), last is None)
+        key = (*self._key(passage, index, index), last is None, goes_on)
         if key not in self._ends:
-            self._ends[key] = self._find_end(index, last, start, passage)
+            self._ends[key] = self._find_end(index, last, start, passage, goes_on=goes_on)
         return base + self._ends[key]
 
-    def _find_end(self, index: int, last: int | None, start: int, tail: str) -> int:
+    def _find_end(self, index: int, last: int | None, start: int, tail: str, *, goes_on: bool) -> int:
         """Return the number of characters of ``tail``, the text after a turn's last text, that the model generates."""
         is_last = index == len(self.messages) - 1
         found = [*self._special.finditer(tail)]
@@ -305,7 +314,7 @@ class TurnFinder:
                 if rest == "":
                     return 0
             if rest is not None:
-                return self._closing(index, tail, rest)
+                return self._closing(index, tail, rest, goes_on=goes_on)
         return self._first_stop(index, tail, 0)
 
     def _followed(self, index: int) -> Iterator[list[Turn]]:
@@ -317,7 +326,7 @@ class TurnFinder:
             yield [*self._turns, *({"role": "tool", "content": "Found", **one} for one in named)]
         yield [*self._turns, _USER]
 
-    def _closing(self, index: int, tail: str, other: str) -> int:
+    def _closing(self, index: int, tail: str, other: str, *, goes_on: bool) -> int:
         """Return the end of the end-of-turn token in ``tail``, from a comparison with another continuation."""
         shared = _common_prefix(tail, other)
         for text in (tail, other):
@@ -338,6 +347,8 @@ class TurnFinder:
             return len(tail) - len(rest) + following.end()
         if not rest or not other_rest or self._goes_on(rest):
             return len(part)  # the conversation ends here, or the assistant continues
+        if goes_on:  # without a token that ends a turn, as before the answer of a tool inside the turn
+            return len(_whole_words(part).rstrip())
         return self._first_stop(index, tail, shared)
 
     def _first_stop(self, index: int, tail: str, begin: int) -> int:

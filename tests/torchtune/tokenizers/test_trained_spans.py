@@ -142,6 +142,23 @@ def test_generation_stops_where_turns_end(family, tmp_path):
     assert set(tokenizer.stop_tokens) == expected
 
 
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_v5"])
+@pytest.mark.parametrize("kind", ["U XC T A", "U XC T XC T A", "U XCC T U A", "S U RXC T R"])
+def test_a_text_beside_a_call_is_trained_where_no_special_token_ends_the_call(family, kind, tmp_path):
+    """Gemma 4 writes the text behind the tool's answer; here, only the ends of turns are special tokens."""
+    special = ["<bos>", "<eos>", "<|turn>", "<turn|>"]
+    source = (PUBLISHED / f"{family}.jinja").read_text()
+    write_checkpoint(tmp_path, Case(family, source, lambda turns: [], special, "<eos>", bos="<bos>"))
+    tokenizer = hf_tokenizer(str(tmp_path))
+    turns, words = conversation(kind)
+    trained = "\n".join(trained_parts(tokenizer, turns))
+    text = tokenizer.render_template(messages_of(turns))
+    assert {word for word in words if word in trained} == {
+        word for word, role in words.items() if role == "assistant" and word in text
+    }
+    assert "response:" not in trained
+
+
 @pytest.mark.parametrize("template", ["smolvlm_training", "idefics3_training", "llava_next"])
 def test_a_text_reaches_a_template_that_reads_parts(template, tmp_path):
     end = "</s>" if template == "llava_next" else "<end_of_utterance>"
