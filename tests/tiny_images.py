@@ -417,7 +417,7 @@ SPECIAL = {
 
 
 def image_template(family: str) -> str:
-    """Return the published chat template of SmolVLM and Idefics 3, which read parts only; ChatML with images otherwise."""
+    """Return the published chat template of SmolVLM and Idefics 3; ChatML with images for other families."""
     if family in TILED:
         published = Path(find_spec("trl").origin).parent / "chat_templates"
         return (published / f"{family}.jinja").read_text()

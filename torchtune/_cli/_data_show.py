@@ -157,6 +157,9 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
         yield f"images      {about}{round(images * scale):,}"
     if counts.limit is not None:
         yield f"truncated   {counts.full:,} rows have max_seq_len={counts.limit} tokens or were truncated to it"
+    for part in _row_datasets(dataset):
+        if omitted := getattr(part, "omitted", ""):
+            yield f"template    {omitted}"
     if dropped := sum(len(getattr(part, "dropped", ())) for part in _row_datasets(dataset)):
         yield f"dropped     {dropped:,} rows cannot be trained on and are left out"
     if hasattr(dataset, "packs"):

@@ -83,7 +83,7 @@ class PreferenceDataset(TokenizedDataset):
             "tokenizer": tokenizer,
             "allow_empty_answers": allow_empty_answers,
         }
-        work = Tokenize(samples, self._names)
+        work = Tokenize(samples, self._names, tokenizer)
         formats = formats_of(message_transform)
         self._read(self._prepare(found, depends_on, work, limit=limit, skips=found.skips, formats=formats))
         self._rows = encoded(found.rows(), message_transform) if self.num_images else None

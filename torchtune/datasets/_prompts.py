@@ -63,7 +63,8 @@ class PromptDataset(TokenizedDataset):
         if found.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
         depends_on = {"column": column, "new_system_prompt": new_system_prompt, "tokenizer": tokenizer}
-        rows = self._prepare(found, depends_on, Tokenize(self._prompt, self._names), limit=None, way_out="filter_fn")
+        work = Tokenize(self._prompt, self._names, tokenizer)
+        rows = self._prepare(found, depends_on, work, limit=None, way_out="filter_fn")
         self.num_images = sum(note["images"][0] for note in rows.notes)
         self._rows = found.rows()
 

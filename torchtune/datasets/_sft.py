@@ -187,7 +187,7 @@ class SFTDataset(TokenizedDataset):
             rows = self._prepare(
                 found,
                 {"masks and columns": message_transform, "tokenizer": model_transform, **checks},
-                TransformRows(tokenize, limit, side, notes=self.on_reading),
+                TransformRows(tokenize, limit, side, notes=self.on_reading, tokenizer=model_transform),
                 limit=limit,
                 load=self._load,
                 skips=found.skips,

@@ -35,6 +35,7 @@ def sft_dataset(
             source,
             limit=getattr(tokenizer, "max_seq_len", None),
             side=getattr(tokenizer, "truncation_type", "right"),
+            tokenizer=tokenizer,
             pack_length=length,
             **settings,
         )

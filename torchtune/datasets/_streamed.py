@@ -36,8 +36,20 @@ class _Start(NamedTuple):
 _BEGINNING = _Start(0, 0, 0, None)
 
 
-# Token rows; the source row number of each; (number, reason) of source rows that cannot be trained on.
-_Tokens = tuple[pa.RecordBatch, list[int], list[tuple[int, str]]]
+class _Tokens(NamedTuple):
+    """Token rows of consecutive source rows.
+
+    Attributes:
+        batch: the token rows.
+        numbers: number of the source row of each token row.
+        bad: (number, reason) of source rows that cannot be trained on.
+        omitted: kind of text that the chat template leaves out -> number of the first source row with such a text.
+    """
+
+    batch: pa.RecordBatch
+    numbers: list[int]
+    bad: list[tuple[int, str]]
+    omitted: dict[str, int]
 
 
 class _Window:
@@ -70,6 +82,7 @@ class StreamedDataset(Dataset):
         source: Hub dataset, folder or file.
         limit: maximum row length in tokens that ``transform`` truncates to; ``None`` if it does not truncate.
         side: side that ``transform`` truncates, ``"right"`` or ``"left"``.
+        tokenizer: tokenizer that ``transform`` calls; texts that its chat template leaves out are logged once a kind.
         pack_length: maximum number of tokens per pack; ``None`` disables packing.
         split_across_pack: fill packs completely by splitting rows.
         filter_fn: function of a row; rows for which it returns False are dropped.
@@ -107,6 +120,7 @@ class StreamedDataset(Dataset):
         *,
         limit: int | None,
         side: str = "right",
+        tokenizer: Any = None,
         pack_length: int | None = None,
         split_across_pack: bool = False,
         filter_fn: Callable[[Mapping[str, Any]], bool] | None = None,
@@ -124,7 +138,9 @@ class StreamedDataset(Dataset):
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
         self._longest = longest_row()
-        self._tokenize = TransformRows(transform, limit, side, longest=None if split_across_pack else self._longest)
+        longest = None if split_across_pack else self._longest
+        self._tokenize = TransformRows(transform, limit, side, tokenizer=tokenizer, longest=longest)
+        self._kinds_said: set[str] = set()
         self._filter, self._rows = filter_fn, shuffle_buffer
         self._capacity, self._splits = pack_length, split_across_pack
         self._skips = on_bad_row == "skip"
@@ -180,9 +196,10 @@ class StreamedDataset(Dataset):
             ahead.drain()
         if self._is_lazy:
             row, tokens = self._coming.pop(index, None) or self._request(index)
-            batch, _, bad = tokens()
-            self._leave_out([(row, reason) for _, reason in bad])
-            return TokenStore([batch]).lists(0)
+            found = tokens()
+            self._leave_out([(row, reason) for _, reason in found.bad])
+            self._say_what_is_omitted([row], found.omitted)
+            return TokenStore([found.batch]).lists(0)
         window, place = self._find(index)
         item = int(window.order[place])
         if not window.packs:
@@ -227,7 +244,9 @@ class StreamedDataset(Dataset):
                 said = f"{self.source}: rows with more than text cannot be streamed: leave streaming out."
                 raise DataError(said) from error
         bad += [(kept[number], reason) for number, reason in facts["bad"]]
-        return batch, [kept[number] for number in facts["numbers"]], sorted(bad)
+        numbers = [kept[number] for number in facts["numbers"]]
+        omitted = {kind: kept[places[0]] for kind, places in facts["omitted"].items()}
+        return _Tokens(batch, numbers, sorted(bad), omitted)
 
     def _number(self, index: int) -> int:
         number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
@@ -290,14 +309,23 @@ class StreamedDataset(Dataset):
         if num_left_out() <= 10:
             log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
 
+    def _say_what_is_omitted(self, rows: Sequence[Row], omitted: Mapping[str, int]) -> None:
+        """Log a warning for each kind of text that the chat template leaves out of a row, once per kind."""
+        for kind, number in omitted.items():
+            if kind not in self._kinds_said:
+                self._kinds_said.add(kind)
+                said = f"{rows[number].place}: the chat template drops the {kind}, which is not trained on"
+                log_rank_zero(get_logger(), f"{said}; further such rows are not named.", logging.WARNING)
+
     def _finished(self, window: _Window) -> _Window:
         """Collect the tokens of a window, pack and shuffle them, and keep the window."""
         count, batches = len(window.rows), []
         for first, tokens in zip(range(0, count, ROWS), window.parts, strict=False):
-            batch, places, bad = tokens()
-            self._leave_out([(window.rows[first + number], reason) for number, reason in bad])
-            batches.append(batch)
-            window.places += [first + place for place in places]
+            found = tokens()
+            self._leave_out([(window.rows[first + number], reason) for number, reason in found.bad])
+            self._say_what_is_omitted(window.rows[first : first + ROWS], found.omitted)
+            batches.append(found.batch)
+            window.places += [first + number for number in found.numbers]
         if batches:
             window.store = TokenStore(batches)
             window.packs = [] if self._capacity is None else self._packed(window, window.store.lengths)

@@ -3,6 +3,7 @@
 import copy
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ class PreparedRows:
     """Batches of a folder, verified by their checksums (about a second per GB).
 
     Each batch has facts: ``rows`` (number of source rows), ``numbers`` (source row of each token row), ``bad`` (number
-    and reason of each row that cannot be trained on) and ``notes`` (plain data for each token row).
+    and reason of each row that cannot be trained on), ``notes`` (plain data for each token row) and ``omitted`` (kind
+    of text that the chat template leaves out -> source rows that lose such a text).
 
     Args:
         folder: folder of the files.
@@ -119,6 +121,7 @@ class PreparedRows:
         numbers: source row of each token row, int64 ``[rows]``.
         bad: (row, reason) of the source rows that cannot be trained on.
         notes: plain data for the token rows, if their transform returns any.
+        omitted: kind of text that the chat template leaves out -> number of source rows that lose such a text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,6 +133,9 @@ class PreparedRows:
         self.numbers = np.array([row for _, facts in found for row in facts["numbers"]], np.int64)
         self.bad = [(row, reason) for _, facts in found for row, reason in facts["bad"]]
         self.notes = [note for _, facts in found for note in facts["notes"]]
+        self.omitted: Counter[str] = Counter()
+        for _, facts in found:
+            self.omitted.update({kind: len(rows) for kind, rows in facts["omitted"].items()})
         self._batches = [batch for batch, _ in found]
         self._kept: np.ndarray | None = None
 

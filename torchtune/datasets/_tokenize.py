@@ -60,6 +60,7 @@ class Tokenize:
         samples: row -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list of such
             mappings, if a row has several samples.
         names: names of the stores.
+        tokenizer: the tokenizer that ``samples`` calls; its ``take_omitted``, if any, says what it leaves out of a row.
         longest: maximum number of tokens of a row; None for no limit.
     """
 
@@ -67,9 +68,11 @@ class Tokenize:
         self,
         samples: Callable[[Any], Mapping[str, Mapping[str, Any]]],
         names: Sequence[str],
+        tokenizer: Any = None,
         longest: int | None = None,
     ) -> None:
         self._samples, self.names, self._longest = samples, names, longest
+        self._take_omitted: Callable[[], list[str]] = getattr(tokenizer, "take_omitted", list)
 
     def __call__(
         self, start: int, rows: Iterable[Any], place: Callable[[int], str] = "row {}".format
@@ -82,10 +85,11 @@ class Tokenize:
         columns: dict[str, list[np.ndarray]] = {
             f"{name}.{kind}": [] for name in self.names for kind in ("tokens", "labels")
         }
-        facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": []}
+        facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
         for index, row in enumerate(unparsed(rows), start):
             sign_of_life(place(index))
             facts["rows"] += 1
+            self._take_omitted()  # of texts that were tokenized for something else
             try:
                 found = self._samples(_columns(row))
                 found = found if isinstance(found, list) else [found]
@@ -102,6 +106,8 @@ class Tokenize:
             except RecursionError:
                 facts["bad"].append((index, "it is nested too deeply"))
                 continue
+            for kind in self._take_omitted():
+                facts["omitted"].setdefault(kind, []).append(index)
             for arrays in checked:
                 for column, ids in zip(columns.values(), arrays, strict=True):
                     column.append(ids)
@@ -135,6 +141,7 @@ class TransformRows(Tokenize):
         limit: maximum row length in tokens that the transform truncates to, for the error message.
         side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
         notes: whether the transform returns a ``note`` as well.
+        tokenizer: see :class:`Tokenize`.
         longest: see :class:`Tokenize`.
     """
 
@@ -144,9 +151,10 @@ class TransformRows(Tokenize):
         limit: int | None,
         side: str = "right",
         notes: bool = False,
+        tokenizer: Any = None,
         longest: int | None = None,
     ) -> None:
-        super().__init__(self._transformed, ["rows"], longest)
+        super().__init__(self._transformed, ["rows"], tokenizer, longest)
         self._transform, self._limit = transform, limit
         self._known = {"tokens", "labels", "note"} if notes else {"tokens", "labels"}
         self._why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
@@ -193,10 +201,19 @@ def _write_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> N
     bad.check()
 
 
+def _describe_omitted(rows: PreparedRows) -> str:
+    """Return what the chat template leaves out, such as "drops the reasoning of 3 of 8 rows"; empty for nothing."""
+    if not rows.omitted:
+        return ""
+    kinds = [f"the {kind} of {count:,}" for kind, count in sorted(rows.omitted.items())]
+    return f"the chat template drops {', '.join(kinds)} of {rows.total:,} rows"
+
+
 class TokenizedDataset(Dataset):
     """Base class of datasets that tokenize all rows at construction, or map the rows of an earlier run.
 
     Attributes:
+        omitted: what the chat template leaves out of how many rows, for people; empty if it writes everything.
         source: name of the source.
         stores: name -> token rows.
         dropped: rows of the source that are left out, because they cannot be trained on.
@@ -208,6 +225,7 @@ class TokenizedDataset(Dataset):
 
     _names: ClassVar[tuple[str, ...]] = ("rows",)
     _has_prompts: ClassVar[bool] = False  # which are never truncated
+    omitted: str = ""
 
     def _prepare(
         self,
@@ -263,6 +281,9 @@ class TokenizedDataset(Dataset):
         self.stores = {name: rows.store(name) for name in self._names}
         self._numbers = rows.numbers
         say_what_is_left_out(rows.bad, self.source, rows.total)
+        self.omitted = _describe_omitted(rows)
+        if self.omitted:
+            log_rank_zero(get_logger(), f"{self.source}: {self.omitted}: it is not trained on.", logging.WARNING)
         if limit is not None:
             longest = np.max([store.lengths for store in self.stores.values()], axis=0)
             self.num_truncated = int((longest >= limit).sum())

@@ -12,6 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from torchtune.data import DataError
+from torchtune.tokenizers._reasoning import REASONING_FIELDS
 from torchtune.tokenizers._template_limits import SOURCE, LimitedEnvironment
 
 # Delimiters around the text of a {% generation %} block; random, so no text contains them.
@@ -92,6 +93,7 @@ class ChatTemplate:
         self.variables = dict(variables)
         self.now: datetime | None = None
         self._is_part_role: dict[str, bool] = {}
+        self._is_reasoning_written: dict[bool, bool] = {}  # by whether the reasoning has a field of its own
         self._environment = environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], filters={"tojson": _to_json}
         )
@@ -159,6 +161,16 @@ class ChatTemplate:
             parts = {"role": role, "content": [{"type": "text", "text": _PROBE_TEXT}]}
             self._is_part_role[role] = not self._writes_probe(turn) and self._writes_probe(parts)
         return self._is_part_role[role]
+
+    def writes_reasoning(self, turn: Mapping[str, Any]) -> bool:
+        """Return whether the template writes reasoning in the last turn, if it is given as in ``turn``."""
+        is_field = any(turn.get(name) for name in REASONING_FIELDS)
+        if is_field not in self._is_reasoning_written:
+            probe = {"role": "assistant", "content": f"<think>\n{_PROBE_TEXT}\n</think>\n\nAnswer"}
+            if is_field:
+                probe = {**dict.fromkeys(REASONING_FIELDS, _PROBE_TEXT), "role": "assistant", "content": "Answer"}
+            self._is_reasoning_written[is_field] = self._writes_probe(self._readable(probe))
+        return self._is_reasoning_written[is_field]
 
     def _writes_probe(self, turn: Mapping[str, Any]) -> bool:
         """Return whether the probe's text is in the rendered conversation."""

@@ -120,6 +120,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         }
         self._guard, self._encoder = self.base_tokenizer.guard, self.base_tokenizer.encoder
         self._layouts = Layouts(self._spans_of_plain)
+        self._omitted = OmittedTexts()
         self._stops: list[str] = []
         final: list[str] = []
         text_of = {token_id: text for text, token_id in self.special_tokens.items()}
@@ -257,6 +258,13 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 rows[policy] = [other.tokenize_messages(part) for part in other.conversations(messages)]
         return [policy for policy, row in rows.items() if row != rows.get(self.reasoning)]
 
+    def take_omitted(self) -> list[str]:
+        """Return the kinds of texts that the chat template omitted since the last call, for example ``reasoning``.
+
+        Reasoning before the last user turn is not among them, if the template writes it in a last turn.
+        """
+        return self._omitted.take()
+
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
         if name not in self.chat_templates:
@@ -278,7 +286,13 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         begun = ""
         if turns[-1]["role"] == "assistant":
             turns, begun = turns[:-1], turns[-1]["content"]
-        return self._template(tools).render(turns, add_generation_prompt=True, tools=tools)[0] + begun
+        template = self._template(tools)
+        text = template.render(turns, add_generation_prompt=True, tools=tools)[0]
+        if not all(_is_plainly_written(turn, text) for turn in turns):
+            finder = self._finder(template, text, turns, tools)
+            self._omitted.add(finder.omitted(_omissible(template, turns)))
+        self._omitted.add(_omitted_tools(tools, text))
+        return text + begun
 
     def _finished_text(
         self, turns: list[dict[str, Any]], masked: list[bool], tools: Sequence[Any] | None
@@ -290,7 +304,11 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             text, generated = template.render(turns, tools=tools)
             # Learned layouts cover neither tools nor {% generation %} blocks.
             spans = None if tools is not None or generated else self._layouts.spans(text, turns, masked)
-            return text, self._find_spans(template, text, generated, turns, masked, tools) if spans is None else spans
+            if spans is None:  # layouts fit only texts that are written completely
+                finder = self._finder(template, text, turns, tools)
+                spans = self._find_spans(finder, generated, masked, marks=template.marks_generation)
+                self._omitted.add(finder.omitted(_omissible(template, turns)), _omitted_tools(tools, text))
+            return text, spans
         finally:
             template.now = None
 
@@ -298,35 +316,33 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """Return the result of :meth:`_finished_text` without tools, for :class:`Layouts`."""
         template = self._template(None)
         text, generated = template.render(turns)
-        return text, self._find_spans(template, text, generated, turns, masked, None)
+        finder = self._finder(template, text, turns, None)
+        return text, self._find_spans(finder, generated, masked, marks=template.marks_generation)
 
-    def _find_spans(
-        self,
-        template: ChatTemplate,
-        text: str,
-        generated: Sequence[Span],
-        turns: list[dict[str, Any]],
-        masked: list[bool],
-        tools: Sequence[Any] | None,
-    ) -> list[Span]:
-        """Return the spans of a rendered conversation that are trained on."""
-        finder = TurnFinder(
+    def _finder(
+        self, template: ChatTemplate, text: str, turns: list[dict[str, Any]], tools: Sequence[Any] | None
+    ) -> TurnFinder:
+        return TurnFinder(
             lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
             turns,
             text,
             self._stops,
             list(self.special_tokens),
         )
-        assistant = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        marked = template.marks_generation and len(generated) == len(assistant)
-        by_turn = dict(zip(assistant, generated, strict=True)) if marked else {}
+
+    def _find_spans(
+        self, finder: TurnFinder, generated: Sequence[Span], masked: list[bool], *, marks: bool
+    ) -> list[Span]:
+        """Return the spans of a rendered conversation that are trained on; ``marks``: of {% generation %} blocks."""
+        assistant = [i for i, turn in enumerate(finder.messages) if turn["role"] == "assistant"]
+        by_turn = dict(zip(assistant, generated, strict=True)) if marks and len(generated) == len(assistant) else {}
         spans = []
-        for i, turn in enumerate(turns):
+        for i, turn in enumerate(finder.messages):
             if masked[i]:
                 continue
             if i in by_turn:
-                finder.check_calls(i)
-                spans.append(self._with_stop(text, by_turn[i]))
+                finder.check_written(i)
+                spans.append(self._with_stop(finder.text, by_turn[i]))
             else:
                 spans += finder.assistant(i) if turn["role"] == "assistant" else [finder.other(i)]
         return sorted(spans)
@@ -340,6 +356,48 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         rest = text[end:].lstrip()
         token = first_special(rest, self._stops)
         return (start, end) if token is None else (start, len(text) - len(rest) + len(token))
+
+
+class OmittedTexts:
+    """Kinds of texts that a chat template omitted."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def fingerprint_parts(self) -> list[Any]:
+        """Return an empty list: tokens do not depend on it."""
+        return []
+
+    def add(self, *kinds: Sequence[str]) -> None:
+        """Add kinds of texts."""
+        self._kinds.update(*kinds)
+
+    def take(self) -> list[str]:
+        """Return the kinds since the last call, sorted."""
+        kinds = sorted(self._kinds)
+        self._kinds.clear()
+        return kinds
+
+
+def _omissible(template: ChatTemplate, turns: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the turns whose reasoning is omitted because a user turn follows; see ``reasoning``."""
+    return {index for index in earlier_reasoning(turns) if template.writes_reasoning(turns[index])}
+
+
+def _omitted_tools(tools: Sequence[Any] | None, text: str) -> list[str]:
+    """Return ``["tool definitions"]`` if a rendered text lacks the name of a tool."""
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and name not in text:
+            return ["tool definitions"]
+    return []
+
+
+def _is_plainly_written(turn: Mapping[str, Any], text: str) -> bool:
+    """Return whether a turn has only a role and a text, and the text is in the rendered conversation."""
+    content = turn["content"]
+    return len(turn) == 2 and isinstance(content, str) and content.strip() in text
 
 
 def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:

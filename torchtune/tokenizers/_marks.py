@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Turn = Mapping[str, Any]
@@ -11,7 +11,7 @@ Span = tuple[int, int]
 # Letters and digits only, which templates and JSON leave unchanged; random, so no text contains them.
 _KEY = f"m{uuid.uuid4().hex[:16]}"
 _MARK = re.compile(rf"{_KEY}(\d+)([oc])q")
-_TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _OPENING_TAGS = re.compile(r"\s*(?:</?\w+>\s*)*")
 _CLOSING_TAGS = 4  # maximum number of closing tags
 _LAST_TAG = re.compile(r"</?\w{1,40}>\Z")
@@ -22,6 +22,22 @@ class Rendered(NamedTuple):
 
     text: str
     places: dict[int, Span]  # number of the marked text -> (start, end)
+
+
+class MarkedTurn(NamedTuple):
+    """A turn with marks around its texts, and the numbers of these texts.
+
+    Attributes:
+        turn: the turn with marks.
+        calls: numbers of the function names of its tool calls.
+        text: numbers of its text, without reasoning.
+        reasoning: numbers of its reasoning, in fields of its own and before ``</think>`` in the text.
+    """
+
+    turn: Turn
+    calls: list[int]
+    text: list[int]
+    reasoning: list[int]
 
 
 def read_marks(marked: str) -> Rendered:
@@ -58,19 +74,35 @@ class Marker:
 
     def __init__(self) -> None:
         self.count = 0
+        self.texts = [""]  # marked text by number, from 1 on
 
     def _wrap(self, text: str, edges: Span | None = None) -> str:
         start, end = edges or (len(text) - len(text.lstrip()), len(text.rstrip()))
         if start >= end:
             return text
         self.count += 1
+        self.texts.append(text[start:end])
         return text[:start] + marked_text(text[start:end], self.count) + text[end:]
 
-    def _text(self, text: str, role: str) -> str:
-        if role != "assistant":
-            return self._wrap(text, inner_span(text))
-        marked = "</think>".join(map(self._wrap, text.split("</think>")))
-        return self._wrap(text) if marked == text else marked
+    def _numbered(self, text: str, edges: Span | None = None) -> tuple[str, list[int]]:
+        """Return a text with marks, and its number; no number for white space."""
+        before = self.count
+        return self._wrap(text, edges), list(range(before + 1, self.count + 1))
+
+    def _answer(self, text: str) -> tuple[str, list[int], list[int]]:
+        """Return an assistant's text with marks, the numbers of the answer, and those of the reasoning before it."""
+        *thoughts, answer = text.split("</think>")
+        reasoning: list[int] = []
+        marked: list[str] = []
+        for thought in thoughts:
+            wrapped, numbers = self._numbered(thought)
+            marked.append(wrapped)
+            first, last = inner_span(thought)
+            if first < last:  # more than an opening tag
+                reasoning += numbers
+        wrapped, numbers = self._numbered(answer)
+        joined = "</think>".join([*marked, wrapped])
+        return (*self._numbered(text), []) if joined == text else (joined, numbers, reasoning)
 
     def _nested(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -79,24 +111,46 @@ class Marker:
             return {key: self._nested(item) for key, item in value.items()}
         return [self._nested(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def turn(self, turn: Turn) -> tuple[Turn, list[int]]:
-        """Return a turn with marks around its texts, and the mark numbers of its tool calls' function names."""
-        marked, names = dict(turn), []
-        for field in _TEXTS:
+    def _parts(self, content: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Return the parts of a turn with marks around their texts, and the numbers of these texts."""
+        parts: list[Any] = []
+        numbers: list[int] = []
+        for part in content:
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                marked, number = self._numbered(part["text"])
+                part = {**part, "text": marked}
+                numbers += number
+            parts.append(part)
+        return parts, numbers
+
+    def turn(self, turn: Turn) -> MarkedTurn:
+        """Add marks to the texts of a turn."""
+        marked = dict(turn)
+        text: list[int] = []
+        reasoning: list[int] = []
+        calls: list[int] = []
+        content = turn.get("content")
+        if isinstance(content, str) and turn["role"] == "assistant":
+            marked["content"], text, reasoning = self._answer(content)
+        elif isinstance(content, str):
+            marked["content"], text = self._numbered(content, inner_span(content))
+        elif isinstance(content, list | tuple):
+            marked["content"], text = self._parts(content)
+        for field in _REASONING:
             if isinstance(turn.get(field), str):
-                marked[field] = self._text(turn[field], turn["role"])
-        calls = turn.get("tool_calls")
-        if isinstance(calls, list):
+                marked[field], numbers = self._numbered(turn[field])
+                reasoning += numbers
+        if isinstance(turn.get("tool_calls"), list):
             marked["tool_calls"] = []
-            for call in calls:
+            for call in turn["tool_calls"]:
                 function = call.get("function", call) if isinstance(call, Mapping) else None
                 if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                    function = {**function, "name": self._wrap(function["name"])}
-                    names += [self.count] if function["name"].strip() else []
-                    function["arguments"] = self._nested(function.get("arguments"))
+                    name, numbers = self._numbered(function["name"])
+                    calls += numbers
+                    function = {**function, "name": name, "arguments": self._nested(function.get("arguments"))}
                     call = {**call, "function": function} if "function" in call else function
                 marked["tool_calls"].append(call)
-        return marked, names
+        return MarkedTurn(marked, calls, text, reasoning)
 
 
 def marked_text(text: str, number: int) -> str:

@@ -9,12 +9,13 @@ rendered once per kind of passage, so that the cost is linear in the length of t
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from torchtune.data import DataError
 from torchtune.tokenizers._marks import (
+    MarkedTurn,
     Marker,
     Rendered,
     Span,
@@ -31,7 +32,15 @@ _DIGIT = re.compile(r"\d")
 _STAND_IN = "StandInText"
 _USER = {"role": "user", "content": "Question"}
 _ANSWER = {"role": "assistant", "content": _STAND_IN}
-_CALL = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {"at": "it"}}}
+_OMITTED = {
+    "system": "system text",
+    "developer": "system text",
+    "user": "text of user turns",
+    "tool": "results of tools",
+    "call": "text beside tool calls",
+    "assistant": "text of assistant turns",
+}
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "standInCall", "arguments": {"at": "it"}}}
 
 
 def _common_prefix(one: str, other: str) -> int:
@@ -77,17 +86,16 @@ class TurnFinder:
         self._starts: dict[Any, int] = {}
         self._ends: dict[Any, int] = {}
         marker = Marker()
-        self._marked: list[Turn] = []
+        self._marked_turns: list[MarkedTurn] = []
         self._numbers: list[range] = []
         self._turn_of = [-1]
-        self._names: list[list[int]] = []
         for turn in self.messages:
             first = marker.count + 1
-            marked, names = marker.turn(turn)
-            self._marked.append(marked)
+            self._marked_turns.append(marker.turn(turn))
             self._numbers.append(range(first, marker.count + 1))
             self._turn_of += [len(self._numbers) - 1] * len(self._numbers[-1])
-            self._names.append(names)
+        self._marked = [marked.turn for marked in self._marked_turns]
+        self._texts = marker.texts
 
     @cached_property
     def _found(self) -> Rendered | None:
@@ -120,9 +128,9 @@ class TurnFinder:
         the text that accompanies the call.
 
         Raises:
-            DataError: the spans cannot be determined, or the template omits the turn or one of its calls.
+            DataError: the spans cannot be determined, or the template omits the turn, its text or one of its calls.
         """
-        self.check_calls(index)
+        self.check_written(index)
         spans: list[Span] = []
         runs = self._runs(index) or [(None, None)]
         for first, last in runs:
@@ -136,14 +144,57 @@ class TurnFinder:
             )
         return spans
 
-    def check_calls(self, index: int) -> None:
-        """Raise :class:`DataError` if the template omits a tool call of a turn."""
-        written = [number in self._places for number in self._names[index]]
-        if self._found is not None and not all(written):
+    def check_written(self, index: int) -> None:
+        """Raise :class:`DataError` if the template omits the text of a turn without tool calls, or a tool call.
+
+        A text beside a call is left to :meth:`omitted`: the call, which needs no text, is trained.
+        """
+        if self._found is None:
+            return
+        marked = self._marked_turns[index]
+        written = [number in self._places for number in marked.calls]
+        if not any(written) and marked.calls and not self._has_calls:
+            raise DataError(
+                f"the chat template has no tool calls, but turn {index} has {len(written)}: set the tokenizer's "
+                "chat_template to one that writes them, write the calls into the turn's content, or leave the row out"
+            )
+        if not all(written):
             raise DataError(
                 f"the chat template writes {sum(written)} of the {len(written)} tool_calls of turn {index}: divide "
                 "the turn, or use a template that writes them"
             )
+        if marked.text and not marked.calls and not self._is_written(marked.text):
+            raise DataError(
+                f"the chat template writes nothing of the text of turn {index} (assistant): take it out of the "
+                "conversation, or use a template that writes it"
+            )
+
+    @property
+    def _has_calls(self) -> bool:
+        """Whether the template writes a tool call at all."""
+        rendered = self._rendered([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], False)
+        return rendered is not None and _CALL["function"]["name"] in rendered.text
+
+    def omitted(self, ignored: Collection[int] = ()) -> list[str]:
+        """Return the kinds of texts that the template omits, as nouns for messages.
+
+        Args:
+            ignored: turns whose reasoning may be omitted.
+        """
+        kinds: list[str] = []
+        for index, marked in enumerate(self._marked_turns):
+            if marked.text and not self._is_written(marked.text):
+                role = "call" if marked.calls else self.messages[index]["role"]
+                kinds.append(_OMITTED.get(role, f"text of turns of '{role}'"))
+            if marked.reasoning and index not in ignored and not self._is_written(marked.reasoning):
+                kinds.append("reasoning")
+        return kinds
+
+    def _is_written(self, numbers: Sequence[int]) -> bool:
+        """Return whether one of the marked texts is in the rendered text."""
+        if self._found is None:  # the marks change the text: look for the text itself
+            return any(self._texts[number] in self.text for number in numbers)
+        return any(number in self._places for number in numbers)
 
     def other(self, index: int) -> Span:
         """Return the span of a user, system or tool turn's text, with its end-of-turn token.
@@ -273,7 +324,7 @@ class TurnFinder:
     @cached_property
     def _header(self) -> str:
         """The assistant's header: the part of the generation prompt that finished turns share."""
-        user, *more = (Marker().turn(turn)[0] for turn in (_USER, _ANSWER, _USER, _ANSWER))
+        user, *more = (Marker().turn(turn).turn for turn in (_USER, _ANSWER, _USER, _ANSWER))
         opened, closed = (self._tail(self._rendered([user], prompt), 1) for prompt in (True, False))
         if opened is None or closed is None or not opened.startswith(closed):
             return ""

@@ -124,6 +124,15 @@ def test_a_file_with_a_tokenizer(tokenizer, tmp_path, tune, monkeypatch):
     assert "\x1b" not in tune("data", *arguments).out
 
 
+def test_texts_that_the_chat_template_leaves_out_are_counted(tokenizer, tmp_path, tune):
+    thoughtful = [TURNS[0], {**TURNS[1], "reasoning_content": "because"}]
+    path = write(tmp_path / "rows.jsonl", {"messages": TURNS}, {"messages": thoughtful})
+    out = tune("data", "show", path, "--tokenizer", tokenizer).out
+    assert "template    the chat template drops the reasoning of 1 of 2 rows\n" in out
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    assert "drops" not in tune("data", "show", tmp_path / "plain.jsonl", "--tokenizer", tokenizer).out
+
+
 def test_a_config(tokenizer, tmp_path, tune):
     pairs = [{"instruction": "red", "input": "", "output": word} for word in ("blue", "cat", "red cat")]
     out = tune(

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from tests.tiny import CHATS, OPENAI, write_lines
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, OpenAIToMessages, collate_documents
+from torchtune.data import (
+    CROSS_ENTROPY_IGNORE_IDX,
+    DataError,
+    Message,
+    OpenAIToMessages,
+    Transform,
+    collate_documents,
+)
 from torchtune.datasets import (
     ConcatDataset,
+    PreferenceDataset,
     SFTDataset,
     SFTTransform,
     alpaca_cleaned_dataset,
@@ -102,7 +110,46 @@ def test_a_call_that_the_template_leaves_out(tokenizer, tmp_path):
     row = openai("red", "")
     row["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     message = refused(chat, tokenizer, write_lines(tmp_path / "rows.jsonl", [openai("a", "b"), row]))
-    assert "row 1: the chat template writes 0 of the 1 tool_calls of turn 1" in message
+    assert "row 1: the chat template has no tool calls, but turn 1 has 1: set the tokenizer's chat_template" in message
+
+
+def test_texts_that_the_template_leaves_out_are_counted(tokenizer, tmp_path, caplog):
+    """The template writes no reasoning; a count is of rows, also of those that an earlier run tokenized."""
+    thoughtful = openai("red", "blue")
+    thoughtful["messages"][1]["reasoning_content"] = "because"
+    path = write_lines(tmp_path / "rows.jsonl", [openai("a", "b"), thoughtful, thoughtful, openai("c", "d")])
+    for _ in range(2):
+        caplog.clear()
+        dataset = chat(tokenizer, path)
+        assert dataset.omitted == "the chat template drops the reasoning of 2 of 4 rows"
+        assert f"{path}: {dataset.omitted}: it is not trained on." in caplog.text
+    caplog.clear()
+    assert chat(tokenizer, write_lines(tmp_path / "plain.jsonl", [openai("a", "b")])).omitted == ""
+    assert "drops" not in caplog.text
+    stream = chat(tokenizer, path, streaming=True)
+    assert [len(stream[i]["tokens"]) for i in range(8)]  # two passes
+    assert caplog.text.count("drops the reasoning") == 1
+    assert f"{path}, line 2: the chat template drops the reasoning" in caplog.text
+
+
+def test_a_pair_is_one_row_of_those_that_lose_a_text(tokenizer):
+    """Both sides of the pair lose their reasoning."""
+    messages = {
+        side: [
+            Message("user", "red", masked=True),
+            Message("assistant", side, extra={"reasoning_content": "because"}),
+        ]
+        for side in ("chosen", "rejected")
+    }
+
+    class Pair(Transform):
+        fingerprint = "pair"
+
+        def __call__(self, row):
+            return messages
+
+    dataset = PreferenceDataset(source=[{"id": 1}, {"id": 2}], message_transform=Pair(), tokenizer=tokenizer)
+    assert dataset.omitted == "the chat template drops the reasoning of 2 of 2 rows"
 
 
 @pytest.mark.parametrize("place", ["arguments", "tools"])

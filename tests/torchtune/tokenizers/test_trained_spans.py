@@ -120,7 +120,7 @@ def test_all_that_the_model_writes_is_trained_on_and_nothing_else(family, tmp_pa
             continue
         calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", [])]
         if not all(name in text for name in calls):
-            with pytest.raises(DataError, match=r"writes \d of the \d tool_calls of turn \d"):
+            with pytest.raises(DataError, match=r"writes \d of the \d tool_calls of turn|has no tool calls, but turn"):
                 trained_parts(tokenizer, turns)
             continue
         tried += 1
@@ -140,6 +140,78 @@ def test_generation_stops_where_turns_end(family, tmp_path):
     eos, ends, _ = FAMILIES[family]
     expected = {tokenizer.special_tokens[end] for end in {eos, *ends.split()} - {"<|end|>"}}
     assert set(tokenizer.stop_tokens) == expected
+
+
+def small_tokenizer(folder, name, special):
+    """A small tokenizer with a published template that has other special tokens than a family of ``FAMILIES``."""
+    source = (PUBLISHED / f"{name}.jinja").read_text()
+    write_checkpoint(folder, Case(name, source, lambda turns: [], special, special[-1], bos=special[0]))
+    return hf_tokenizer(str(folder))
+
+
+LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "kind", "omitted"),
+    [
+        ("llama3_1", LLAMA, "S U XC T A", ["text beside tool calls"]),
+        ("llama3_1", LLAMA, "U RXC T R", ["reasoning", "text beside tool calls"]),
+        ("llama3_1", LLAMA, "S U A U C T A", []),
+        ("llama3", LLAMA, "U R U A", ["reasoning"]),  # of an earlier turn, but it writes none of a last turn either
+        ("gptoss", SPECIAL["gptoss"].split(), "U XC T A", ["text beside tool calls"]),
+        ("gptoss", SPECIAL["gptoss"].split(), "U XC", []),
+        ("qwen3", SPECIAL["qwen3_6"].split(), "U R U R", []),  # of earlier turns: the policy `reasoning`
+        ("qwen2_5", SPECIAL["qwen3_6"].split(), "U RC T R", ["reasoning"]),
+    ],
+)
+def test_texts_that_the_template_leaves_out_are_named(name, special, kind, omitted, tmp_path):
+    tokenizer = small_tokenizer(tmp_path, name, special)
+    messages = messages_of(conversation(kind)[0])
+    tokenizer.tokenize_messages(messages)
+    assert tokenizer.take_omitted() == omitted
+    assert tokenizer.take_omitted() == []
+
+
+def test_reasoning_in_the_text_that_the_template_cuts_off_is_named(tmp_path):
+    """The template of the distilled DeepSeek R1 cuts everything before ``</think>``, of the last turn, too."""
+    tokenizer = small_tokenizer(tmp_path, "deepseek_r1_distill", ["<s>", "</s>"])
+    for thought, omitted in (("because", ["reasoning"]), ("", [])):
+        answer = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nso"}
+        tokenizer.tokenize_messages(messages_of([{"role": "user", "content": "Why?"}, answer]))
+        assert tokenizer.take_omitted() == omitted
+
+
+def test_tools_that_the_template_leaves_out_are_named(tmp_path):
+    messages = messages_of(conversation("U A")[0])
+    for name, omitted in (("llama3", ["tool definitions"]), ("llama3_1", [])):
+        tokenizer = small_tokenizer(tmp_path / name, name, LLAMA)
+        tokenizer.tokenize_messages(messages, tools=[TOOL])
+        assert tokenizer.take_omitted() == omitted
+
+
+ANSWERS_ONLY = (
+    "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' + "
+    "(m.content if m.role == 'user' else m.get('answer', '')) + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+def test_an_answer_whose_text_the_template_leaves_out_is_refused(tmp_path):
+    """Its end of turn alone would be trained on."""
+    special = SPECIAL["qwen3_6"].split()
+    write_checkpoint(tmp_path, Case("answers", ANSWERS_ONLY, lambda turns: [], special, "<|im_end|>"))
+    tokenizer = hf_tokenizer(str(tmp_path))
+    messages = messages_of(conversation("S U A U A")[0])
+    with pytest.raises(DataError, match=r"writes nothing of the text of turn 2 \(assistant\)"):
+        tokenizer.tokenize_messages(messages)
+    for message in messages:
+        message.masked = True
+    tokenizer.take_omitted()
+    tokenizer.tokenize_messages(messages)
+    assert tokenizer.take_omitted() == ["system text", "text of assistant turns"]
+    tokenizer({"messages": messages}, inference=True)  # a prompt
+    assert tokenizer.take_omitted() == ["system text", "text of assistant turns"]
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_v5"])
@@ -185,7 +257,7 @@ def test_a_text_behind_the_answer_of_a_tool_is_a_part_of_its_turn(tmp_path):
 def test_a_call_that_the_template_leaves_out_is_refused(tmp_path):
     tokenizer = make("cohere2", tmp_path)
     turns, _ = conversation("U C")
-    with pytest.raises(DataError, match=r"writes 0 of the 1 tool_calls of turn 1: .* a template that writes them"):
+    with pytest.raises(DataError, match=r"has no tool calls, but turn 1 has 1: .* the tokenizer's chat_template"):
         tokenizer.tokenize_messages(messages_of(turns))
     messages = messages_of(turns)
     messages[1].masked = True
