@@ -182,8 +182,10 @@ class HFFormat:
         fields.skip(*self.unused)
         fields.require(**dict(self.only))
         values |= self._read_windows(fields, num_layers, more.get("unrotated_layers", ())) | more
-        if self.rotates_windows_only and values.get("window"):
-            values["unrotated_layers"] = tuple(i for i in range(num_layers) if i not in values["window_layers"])
+        if self.rotates_windows_only and fields.take("sliding_window", None) is not None:
+            # The size of the windows decides, even if no layer has one.
+            windowed = values.get("window_layers", ())
+            values["unrotated_layers"] = tuple(i for i in range(num_layers) if i not in windowed)
         try:
             description = self.describe(**values)
         except ModelError as error:
@@ -289,6 +291,8 @@ class HFFormat:
         if self.windows == "none":
             return {}
         config: dict[str, Any] = {"sliding_window": d.window}
+        if self.rotates_windows_only and d.window is None and d.unrotated_layers:
+            config["sliding_window"] = d.max_seq_len  # of no layer, but it turns off RoPE in the others
         if self.windows == "use_sliding_window":
             config["use_sliding_window"] = d.window is not None
         if self.window_layers != "all":

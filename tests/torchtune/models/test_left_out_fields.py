@@ -344,6 +344,30 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name, monkeyp
     assert not wrong, "\n".join(wrong)
 
 
+_FULL = {"layer_types": ["full_attention"] * 3, "rope_parameters": _PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("exaone4", {**_FULL, "sliding_window": 9}),  # no layer has a window, but no layer has RoPE either
+        ("exaone4", {**_FULL, "sliding_window": 0}),
+        ("exaone4", {**_FULL, "sliding_window": None}),
+        ("exaone4", {"layer_types": _KINDS, "sliding_window": 9, "rope_parameters": _PLAIN}),
+        ("minimax_m2", {"head_dim": 16, "rotary_dim": 8}),
+        ("minimax_m2", {"head_dim": 16, "rotary_dim": 8, "partial_rotary_factor": None}),
+        ("minimax_m2", {"head_dim": 16, "rotary_dim": 8, "partial_rotary_factor": 0.25}),
+    ],
+)
+def test_a_field_that_decides_about_another_is_read_as_transformers_reads_it(name, said):
+    architecture, more = FAMILIES[name]
+    file = {**_SIZES, **more, **said}
+    found = _read(architecture, file)
+    assert _logits_differ_by(architecture, _filled(architecture, file), found) < 1e-4
+    spec = spec_for_architecture(f"{architecture}ForCausalLM")
+    assert spec.from_hf_config(spec.to_hf_config(found)) == found
+
+
 @pytest.mark.parametrize("name", {architecture: name for name, (architecture, _) in _FILES.items()}.values())
 def test_another_activation_is_computed_or_refused_by_name(name):
     """In a mixer, too, and where ``transformers`` does not read the field."""

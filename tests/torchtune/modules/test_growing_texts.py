@@ -20,11 +20,26 @@ _ORIGINAL, _NEW = 12, 9
 _PROMPTS = {"short": 2, "grows": 8, "long": 20}
 
 
-@pytest.fixture(scope="module", params=["phi4_mini", "llama3_dynamic"])
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": _ORIGINAL,
+    "short_factor": [1.0, 1.05, 1.1, 1.2],
+    "long_factor": [1.0, 2.5, 5.0, 9.0],
+}
+_KINDS = ["full_attention", "sliding_attention", "full_attention"]
+# Family -> fields. In EXAONE 4, only layers with a window have RoPE.
+_FIELDS = {
+    "phi4_mini": {"original_max_position_embeddings": _ORIGINAL},
+    "exaone4": {"layer_types": _KINDS, "max_position_embeddings": 48, "rope_parameters": _LONGROPE},
+    "llama3_dynamic": {"max_position_embeddings": _ORIGINAL},
+}
+
+
+@pytest.fixture(scope="module", params=_FIELDS)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TransformerDecoder]:
-    longrope = request.param == "phi4_mini"
-    field = "original_max_position_embeddings" if longrope else "max_position_embeddings"
-    hf = make_hf_model(request.param, **{field: _ORIGINAL})
+    hf = make_hf_model(request.param, **_FIELDS[request.param])
     folder: Path = tmp_path_factory.mktemp(request.param)
     hf.save_pretrained(folder)
     ours = load_model(folder)
