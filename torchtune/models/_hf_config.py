@@ -304,7 +304,6 @@ class HFFormat:
 # Fields in which null means absent, so that HFFormat.defaults apply.
 _NEVER_NULL = (
     "rope_theta",
-    "partial_rotary_factor",
     "rope_local_base_freq",
     "rope_parameters",
     "hidden_size_per_layer_input",

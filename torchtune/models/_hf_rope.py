@@ -82,8 +82,11 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         return found
     # Description raises for a size of 0.
     width = fields.take("head_dim", 0) or fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1) or 1
+    base = fields.take("rope_theta", 10_000.0)
     turning = fields.take("rotary_dim", width) if "dim" in allowed else width
-    base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", turning / width)
+    if fields.has("partial_rotary_factor"):
+        turning = width  # even null has precedence, and means 1
+    partial = fields.take("partial_rotary_factor", turning / width)
     local = fields.take("rope_local_base_freq", None)
     together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
     name = "rope_scaling" if scaling or not together else "rope_parameters"

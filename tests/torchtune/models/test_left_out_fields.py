@@ -357,6 +357,7 @@ _FULL = {"layer_types": ["full_attention"] * 3, "rope_parameters": _PLAIN}
         ("minimax_m2", {"head_dim": 16, "rotary_dim": 8}),
         ("minimax_m2", {"head_dim": 16, "rotary_dim": 8, "partial_rotary_factor": None}),
         ("minimax_m2", {"head_dim": 16, "rotary_dim": 8, "partial_rotary_factor": 0.25}),
+        *((name, {"partial_rotary_factor": None}) for name in ("glm4", "glm4_moe", "qwen3_5", "qwen3_next")),
     ],
 )
 def test_a_field_that_decides_about_another_is_read_as_transformers_reads_it(name, said):

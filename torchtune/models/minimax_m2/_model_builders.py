@@ -1,16 +1,8 @@
 """Size of MiniMax-M2: sigmoid routers with selection bias, 256 experts, norms over all heads, partial RoPE."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torchtune.models._family import HF_HALF, Fields, HFFormat, experts, family, model_builders
-
-
-def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out ``rotary_dim`` beside ``partial_rotary_factor: null``, which overrides it in ``transformers``."""
-    is_null = "partial_rotary_factor" in config and config["partial_rotary_factor"] is None
-    skipped = ("rotary_dim",) if is_null else ()
-    return {name: value for name, value in config.items() if name not in skipped}
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -46,7 +38,6 @@ _FORMAT = HFFormat(
     ),
     unused=("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
     read_more=_read,
-    prepare=_prepare,
     defaults=(
         ("num_key_value_heads", 8),
         ("head_dim", 128),
