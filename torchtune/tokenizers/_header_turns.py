@@ -129,7 +129,7 @@ class HeaderTurns(TurnsTokenizer):
 
     def _body(self, message: Message) -> list[int]:
         ids = [self.python_tag] if message.ipython and self.python_tag is not None else []
-        if message.extra.get("tool_calls") and not message.text_content:
+        if message.extra.get("tool_calls") and not (message.text_content and message.masked):
             raise DataError(
                 f"{type(self).__name__} has no layout for structured tool_calls: write the call as the turn's text, or "
                 "use the checkpoint's own chat template (torchtune.tokenizers.hf_tokenizer)."

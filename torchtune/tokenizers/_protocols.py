@@ -160,10 +160,13 @@ def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
 
 
 def text_only(message: Message, name: str) -> str:
-    """Return a turn's text; raise :class:`DataError` if it has media, or tool calls without text."""
+    """Return a turn's text; raise :class:`DataError` if it has media, or tool calls that the text does not replace.
+
+    A turn that is not trained on may have a text beside its calls.
+    """
     if message.contains_media:
         raise DataError(f"{name} takes text only, but a turn of '{message.role}' holds an image.")
-    if message.extra.get("tool_calls") and not message.text_content:
+    if message.extra.get("tool_calls") and not (message.text_content and message.masked):
         raise DataError(
             f"{name} has no layout for structured tool_calls: use the checkpoint's own chat template "
             "(torchtune.tokenizers.hf_tokenizer)."

@@ -186,6 +186,12 @@ def test_text_tokenizers_refuse_what_they_have_no_layout_for(pieces, ranks):
     for tokenizer in (Llama2Tokenizer(pieces), Llama3Tokenizer(ranks)):
         with pytest.raises(DataError, match="tool_calls"):
             tokenizer.tokenize_messages([CHAT[1], called])
+    said = Message("assistant", "I look.", extra=called.extra)  # trained without the call
+    for tokenizer in (Phi3MiniTokenizer(pieces), Llama3Tokenizer(ranks)):
+        with pytest.raises(DataError, match="tool_calls"):
+            tokenizer.tokenize_messages([CHAT[1], said])
+        masked = Message("assistant", "I look.", masked=True, extra=called.extra)
+        assert all(tokenizer.tokenize_messages([CHAT[1], masked, CHAT[1]])[1][:4])
     for tokenizer in (Llama2Tokenizer(pieces), Phi3MiniTokenizer(pieces)):
         with pytest.raises(DataError, match="image"):
             tokenizer.tokenize_messages([IMAGE])
