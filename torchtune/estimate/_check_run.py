@@ -19,6 +19,7 @@ from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import has_adapters, require_adapters
 from torchtune.training import SettingsView, fit_vocabulary, is_distributed, is_restart
+from torchtune.training.metric_logging import TrackingLogger
 from torchtune.training.optim import GroupedOptimizer, require_trained
 from torchtune.training.parallel import ParallelDims, check_parallelizable
 from torchtune.training.precision import get_dtype
@@ -229,9 +230,8 @@ def _check_component(node: Any, *, build: bool) -> None:
     needed = [name for name in ("log", "log_dict", "log_config", "close") if not callable(getattr(target, name, None))]
     if isinstance(target, type) and needed:
         raise UserError(f"metric_logger: {node['_component_']} has no method {needed[0]}: recipes call it.")
-    check = getattr(target, "check_installed", None)
-    if check is not None:
-        check()
+    if isinstance(target, type) and issubclass(target, TrackingLogger):
+        target.check_ready(node)
 
 
 def _check_sources(dataset: Any) -> None:

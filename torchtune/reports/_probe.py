@@ -14,9 +14,9 @@ from torchtune.datasets import instantiate_dataset, workers
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.rlhf.loss import KTOLoss
-from torchtune.supervision import row_lengths
+from torchtune.supervision import observe_together, row_lengths
 from torchtune.training import RNGState, SettingsView, context_length
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import ObserverGuard, UserError, get_logger
 
 # Rows to measure: a twentieth of the rows of the run, within these limits. A forward pass takes a third of a training
 # step and there are two, so that this costs about 3 % of the time of a long run.
@@ -37,9 +37,11 @@ class Probe:
 
     Args:
         recipe: recipe after ``setup``.
+        answers: guard of the answers, which need more of a tokenizer and a model than the losses.
     """
 
-    def __init__(self, recipe: Any) -> None:
+    def __init__(self, recipe: Any, answers: ObserverGuard) -> None:
+        self._answers_guard = answers
         self._recipe, loader = recipe, recipe.loader_val or recipe.loader
         self._setting = "dataset" if loader is recipe.loader else "dataset_val"
         self._has_rewards, self._collate = hasattr(recipe, "sample"), loader.collate_fn
@@ -82,7 +84,8 @@ class Probe:
                 means.add({name: figure})
             found = means.over(recipe.dims)
             if not self._has_rewards:
-                answers = self._answers((time.perf_counter() - start) / len(batches))
+                seconds = (time.perf_counter() - start) / len(batches)
+                answers = observe_together(self._answers_guard, lambda: self._answers(seconds), recipe.dims) or []
         values = {name: found.get(f"val_{name}") for name in names}
         what = "reward" if self._has_rewards else "loss"
         return {"what": what, "on": self._setting, "values": values, "answers": answers}
@@ -139,12 +142,14 @@ def describe_data(loader: Any, tokenizer: Any) -> dict[str, Any]:
 def _undisturbed(model: torch.nn.Module | None = None) -> Iterator[None]:
     """Restore the random state after the block, in which ``model`` is in evaluation mode and not compiled."""
     state, model = RNGState().state_dict(), torch.nn.Module() if model is None else model
-    was_training = model.training
+    # Of each module, because a recipe may keep some of them, such as frozen towers, in evaluation mode.
+    was_training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad(), uncompiled(model.eval()):
             yield
     finally:
-        model.train(was_training)
+        for module, training in was_training.items():
+            module.training = training
         RNGState().load_state_dict(state)
 
 

@@ -6,12 +6,11 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from jinja2 import TemplateError
 
 from torchtune.checkpoints import ADAPTER_FILE, complete_directories
 from torchtune.data import BatchLoader
@@ -35,11 +34,16 @@ from torchtune.supervision import (
     describe_global_batch,
     explain_no_validation,
     explain_short_epoch,
+    observe_together,
     rows_per_step,
 )
 from torchtune.training import RecipeSettingsError, SettingsView, checksum_trained
 from torchtune.training.parallel import ParallelDims
-from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero, logged_once
+from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, logged_once
+
+T = TypeVar("T")
+# Parts of the report that can fail one by one.
+_PARTS = ("summary", "measurement", "answers", "record", "data", "page")
 
 
 class TrainedRecipe(Protocol):
@@ -101,7 +105,26 @@ class RunReport:
         self._recipe, self._cfg, self._started = recipe, SettingsView.of(recipe.cfg), time.monotonic()
         self._folder, self._has_ended = Path(self._cfg.output_dir), False
         unused = explain_no_validation(self._cfg, recipe.total_steps)
-        self._first_step, self._initial_fingerprint = recipe.global_step, checksum_trained(recipe.model)
+        # Everything from here on only watches the run.
+        self._guards = {name: ObserverGuard(f"report: {name}") for name in _PARTS}
+        self._first_step = recipe.global_step
+        self._initial_fingerprint = self._guarded("summary", lambda: checksum_trained(recipe.model))
+        self._guarded("summary", lambda: self._log_summary(unused))
+        self._probe = None if is_simulated() else self._together(lambda: Probe(recipe, self._guards["answers"]))
+        if recipe.dims.is_main and not is_simulated():
+            self._record_start()
+        if not recipe.global_step:
+            self._measure("before")
+
+    def _guarded(self, part: str, function: Callable[[], T]) -> T | None:
+        return self._guards[part].call(function)
+
+    def _together(self, function: Callable[[], T]) -> T | None:
+        """Call a part of the measurement on all ranks, or leave it out on all."""
+        return observe_together(self._guards["measurement"], function, self._recipe.dims)
+
+    def _log_summary(self, unused: str | None) -> None:
+        recipe = self._recipe
         log_rank_zero(get_logger(), f"This run:\n{align_rows(list(self._summary_rows()))}")
         if unused is not None:
             log_rank_zero(get_logger(), f"dataset_val: {unused}.", logging.WARNING)
@@ -109,11 +132,6 @@ class RunReport:
         if short is not None:
             rows = rows_per_step(self._cfg, recipe.dims.data_size)
             log_rank_zero(get_logger(), f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
-        self._probe = None if is_simulated() else Probe(recipe)
-        if recipe.dims.is_main and self._probe is not None:
-            append_record(self._folder, "start", describe_start(recipe) | self._describe_model_and_data())
-        if not recipe.global_step:
-            self._measure("before")
 
     def __enter__(self) -> "RunReport":
         return self
@@ -121,6 +139,13 @@ class RunReport:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and not self._has_ended:
             self._write_report("has failed", error=kind.__name__, sentence=str(error).strip().partition("\n")[0])
+
+    def _record_start(self) -> None:
+        recipe = self._recipe
+        start: dict[str, Any] = {"step": recipe.global_step, "total_steps": recipe.total_steps}
+        start |= self._guarded("record", lambda: describe_start(recipe)) or {}
+        start |= self._guarded("data", self._describe_model_and_data) or {}
+        self._guarded("record", lambda: append_record(self._folder, "start", start))
 
     def _describe_model_and_data(self) -> dict[str, Any]:
         total, trained = count_parameters(self._recipe.model)
@@ -133,24 +158,29 @@ class RunReport:
         """Measure the model and record the result; nothing in a simulation. A collective."""
         if self._probe is None:
             return
-        found = self._probe.measure()
-        if self._recipe.dims.is_main:
-            append_record(self._folder, "measured", {"when": when, "step": self._recipe.global_step, **found})
+        measured = self._together(self._probe.measure)
+        if measured is not None and self._recipe.dims.is_main:
+            step = self._recipe.global_step
+            record = {"when": when, "step": step, **measured}
+            self._guarded("record", lambda: append_record(self._folder, "measured", record))
 
     def _write_report(self, state: str, **facts: Any) -> None:
         """Record the end, write the report and log the verdict, on the main rank; errors are only logged."""
         self._has_ended = True
-        if not self._recipe.dims.is_main or self._probe is None:
-            return
-        seconds = time.monotonic() - self._started
-        facts |= {"step": self._recipe.global_step, "state": state, "seconds": seconds}
-        facts |= {"layers": describe_layers(self._recipe.model), "notes": logged_once()}
-        append_record(self._folder, "end", facts)
-        try:
-            run = RunFolder(self._folder)
-            rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
-        except (UserError, OSError, TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            rows = [("report", f"it cannot be written: {error}")]
+        if self._recipe.dims.is_main and not is_simulated():
+            self._record_end(state, facts)
+            self._guarded("page", lambda: self._log_verdict(state))
+
+    def _record_end(self, state: str, facts: Mapping[str, Any]) -> None:
+        recipe = self._recipe
+        layers = self._guarded("record", lambda: describe_layers(recipe.model)) or {}
+        end = {"step": recipe.global_step, "state": state, "seconds": time.monotonic() - self._started}
+        end |= {"layers": layers, "notes": logged_once(), **facts}
+        self._guarded("record", lambda: append_record(self._folder, "end", end))
+
+    def _log_verdict(self, state: str) -> None:
+        run = RunFolder(self._folder)
+        rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
         get_logger().info(f"The run {state}.\n{align_rows(rows)}")
 
     def _summary_rows(self) -> Iterator[tuple[str, str]]:
@@ -180,24 +210,22 @@ class RunReport:
     def end(self, code: int) -> int:
         """Log the result of the run, on all ranks after the last step. Return ``code``, the result of ``train``."""
         recipe, steps = self._recipe, self._recipe.global_step - self._first_step
-        changed = recipe.dims.any(checksum_trained(recipe.model) != self._initial_fingerprint)
+        fingerprint = self._guarded("summary", lambda: checksum_trained(recipe.model))
+        is_unknown = fingerprint is None or self._initial_fingerprint is None
+        changed = recipe.dims.any(is_unknown or fingerprint != self._initial_fingerprint)
         took = duration(time.monotonic() - self._started)
         is_finished, stops_early = recipe.global_step >= recipe.total_steps, code == 0 and recipe.best.should_stop
         if is_finished or stops_early:
             self._measure("after")
         if is_finished:
-            state, text = (
-                "has finished",
-                f"Finished {steps:,} steps in {took}.\n{align_rows(list(self._result_rows()))}",
-            )
+            state, text = "has finished", f"Finished {steps:,} steps in {took}."
         elif stops_early:
             state = "has stopped early"
-            text = f"Stopped early, after {steps:,} steps in {took}: {recipe.best.stop_reason()}.\n"
-            text += align_rows(list(self._result_rows()))
+            text = f"Stopped early, after {steps:,} steps in {took}: {recipe.best.stop_reason()}."
         else:
-            state, resume = "was stopped", _resume_command(recipe)
-            text = f"Stopped after {steps:,} steps in {took}.\n{align_rows([('go on with', resume)])}"
-        log_rank_zero(get_logger(), text)
+            state, text = "was stopped", f"Stopped after {steps:,} steps in {took}."
+        rows = self._guarded("summary", lambda: list(self._next_rows(is_finished or stops_early))) or []
+        log_rank_zero(get_logger(), "\n".join([text, align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=changed or not steps)
         if steps and not changed:
             skipped = recipe.guard.num_skipped
@@ -209,6 +237,13 @@ class RunReport:
                 level=30,
             )
         return code
+
+    def _next_rows(self, has_ended: bool) -> Iterator[tuple[str, str]]:
+        """Yield the result of a run that has ended, or the command that goes on with one that was stopped."""
+        if has_ended:
+            yield from self._result_rows()
+        else:
+            yield "go on with", _resume_command(self._recipe)
 
     def _result_rows(self) -> Iterator[tuple[str, str]]:
         history = self._recipe.step_metrics.history

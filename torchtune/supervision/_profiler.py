@@ -1,14 +1,14 @@
 """Profile a window of steps with ``torch.profiler``."""
 
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from torchtune.utils import UserError, get_logger, get_world_size_and_rank, verbose_profiling
+from torchtune.utils import ObserverGuard, UserError, get_logger, get_world_size_and_rank, verbose_profiling
 
 PROFILER_KEY = "profiler"
 DEFAULT_PROFILER_ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}
@@ -147,6 +147,12 @@ def setup_torch_profiler(
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     on_cuda = ProfilerActivity.CUDA in activities
     metric = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+    guard = ObserverGuard("profiler")
+
+    def on_trace_ready(profiler: torch.profiler.profile) -> None:
+        # Guarded here, because torch crashes if a profile is stopped whose handler has raised.
+        guard.call(lambda: trace_handler(profiler, output_dir=output_dir, metric=metric))
+
     profiler = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(
@@ -156,18 +162,66 @@ def setup_torch_profiler(
             repeat=schedule["num_cycles"],
         ),
         experimental_config=verbose_profiling() if with_stack else None,
-        on_trace_ready=partial(trace_handler, output_dir=output_dir, metric=metric),
+        on_trace_ready=on_trace_ready,
         **options,
     )
     asked = {name.lower(): getattr(ProfilerActivity, name, None) in activities for name in wanted}
     return profiler, {"enabled": True, "output_dir": output_dir, **asked, **schedule, **options}
 
 
-def profiler_from_config(cfg: Any | None) -> torch.profiler.profile | DummyProfiler:
+class GuardedProfiler:
+    """Passes all calls to a profiler, whose errors end no run: the first one ends the profile, with a warning.
+
+    Args:
+        profiler: the profiler; a started one is not accepted.
+
+    Example:
+        >>> with torchtune.supervision.GuardedProfiler(torchtune.training.DummyProfiler()) as profiler:
+        ...     profiler.step()
+    """
+
+    def __init__(self, profiler: torch.profiler.profile) -> None:
+        self._profiler = profiler
+        self._guard = ObserverGuard("profiler")
+        self._is_running = False
+
+    def __enter__(self) -> "GuardedProfiler":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin the first window."""
+        self._is_running = True
+        self._call(self._profiler.start)
+
+    def stop(self) -> None:
+        """Write the trace of a window that is being recorded."""
+        self._call(self._profiler.stop)
+        self._is_running = False
+
+    def step(self) -> None:
+        """Count a step."""
+        self._call(self._profiler.step)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if not self._is_running:
+            return
+        self._guard.call(function)
+        if self._guard.has_failed:  # its state is unknown, and torch may crash if it is stopped
+            self._is_running = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._profiler, name)
+
+
+def profiler_from_config(cfg: Any | None) -> GuardedProfiler | DummyProfiler:
     """Build the profiler of a recipe's ``profiler`` section, or a ``DummyProfiler`` if ``cfg`` is None.
 
     Raises:
-        UserError: ``_component_`` is not ``setup_torch_profiler``.
+        UserError: ``_component_`` is not ``setup_torch_profiler``, or a setting is wrong.
     """
     if cfg is None:
         return DummyProfiler()
@@ -177,6 +231,7 @@ def profiler_from_config(cfg: Any | None) -> torch.profiler.profile | DummyProfi
     if component != "torchtune.training.setup_torch_profiler":
         raise UserError(f"profiler: {component} is not torchtune.training.setup_torch_profiler, the only one there is.")
     profiler, used = config.instantiate({**cfg, "_component_": component})
-    if used["enabled"]:
-        get_logger().info(f"Profiling: {used}")
-    return profiler
+    if not used["enabled"]:
+        return profiler
+    get_logger().info(f"Profiling: {used}")
+    return GuardedProfiler(profiler)

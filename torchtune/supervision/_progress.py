@@ -7,6 +7,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from torchtune.utils import ObserverGuard
+
 # Metric -> name and format on the screen, most important first: the last ones are left out where the line is too short.
 _SHOWN = {
     "loss": ("loss", "{:.4f}"),
@@ -42,41 +44,52 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, initial: int = 0, file: IO[str] | None = None, interval: float = 10.0) -> None:
-        file = sys.stderr if file is None else file
-        terminal = file.isatty()
-        sized = terminal and _has_size(file)
-        self._bar = _Bar(
-            total=total,
-            initial=initial,
-            file=file if terminal else _Lines(file),
-            disable=int(os.environ.get("RANK", "0")) != 0,
-            dynamic_ncols=sized,
-            **({"ncols": 80, "nrows": 24} if terminal and not sized else {}),
-            mininterval=0.1 if terminal else interval,
-            miniters=1,
-            unit="step",
-            bar_format=_ON_TERMINAL if terminal else _IN_FILE,
-        )
+        self._guard = ObserverGuard("progress bar")
+        stream = sys.stderr if file is None else file
+        self._bar = self._guard.call(lambda: _make_bar(total, initial, stream, interval))
 
     def __enter__(self) -> "ProgressBar":
         return self
 
     def update_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Show loss, reward, accuracy (also of validation), tokens per second and MFU; other metrics are ignored."""
+        if self._bar is not None:
+            self._guard.call(lambda: self._show(metrics))
+
+    def _show(self, metrics: Mapping[str, Any]) -> None:
         for name, (label, form) in _SHOWN.items():
             if name in metrics:
                 self._bar.shown[label] = form.format(float(metrics[name]))
 
     def advance(self, step: int) -> None:
         """Set the number of completed steps, including steps before a resume."""
-        self._bar.update(step - self._bar.n)
+        if self._bar is not None:
+            self._guard.call(lambda: self._bar.update(step - self._bar.n))
 
     def close(self) -> None:
         """Draw the final state and end the line."""
-        self._bar.close()
+        if self._bar is not None:
+            self._guard.call(self._bar.close)
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _make_bar(total: int, initial: int, file: IO[str], interval: float) -> "_Bar":
+    terminal = file.isatty()
+    sized = terminal and _has_size(file)
+    return _Bar(
+        total=total,
+        initial=initial,
+        file=file if terminal else _Lines(file),
+        disable=int(os.environ.get("RANK", "0")) != 0,
+        dynamic_ncols=sized,
+        **({"ncols": 80, "nrows": 24} if terminal and not sized else {}),
+        mininterval=0.1 if terminal else interval,
+        miniters=1,
+        unit="step",
+        bar_format=_ON_TERMINAL if terminal else _IN_FILE,
+    )
 
 
 def _has_size(file: IO[str]) -> bool:

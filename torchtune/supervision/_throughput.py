@@ -4,10 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtune.supervision._flops import count_flops, document_spans, peak_flops
-from torchtune.utils import Activity, get_logger, log_once, watched_activity
+from torchtune.supervision._flops import FlopCount, count_flops, document_spans, peak_flops
+from torchtune.utils import Activity, ObserverGuard, get_logger, log_once, watched_activity
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +60,11 @@ class Throughput:
         self._dims, self._device = dims, device
         self._waited = self._dims_waited()
         self._lost_seconds: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
-        self._peak_flops = None if model is None or device is None else _peak_flops(model, device)
-        self._flops = None if self._peak_flops is None else count_flops(model, labels_only=True)
+        self._guard = ObserverGuard("throughput: the MFU")
+        self._peak_flops: float | None = None
+        self._flops: FlopCount | None = None
+        if model is not None and device is not None:
+            self._guard.call(lambda: self._prepare_mfu(model, device))
         self._pair_flops = 0.0  # attention FLOPs per token in the current step
         self._expert_load = None if model is None else _expert_load(model)
         self.activity = watched_activity() or Activity(step)
@@ -70,6 +74,11 @@ class Throughput:
         self.trained = 0
         if model is not None:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _prepare_mfu(self, model: "nn.Module", device: "torch.device") -> None:
+        self._peak_flops = _peak_flops(model, device)
+        if self._peak_flops is not None:
+            self._flops = count_flops(model, labels_only=True)
 
     def _on_forward(self, model: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = args[0] if args else kwargs.get("tokens")
@@ -94,7 +103,7 @@ class Throughput:
             except StopIteration:
                 return
             if self._flops is not None:
-                self._pair_flops = self._attention_by_token(loaded)
+                self._pair_flops = self._guard.call(partial(self._attention_by_token, loaded), default=0.0)
             self.activity.move("training")
             yield loaded
 
@@ -181,7 +190,7 @@ class Throughput:
         size = 1 if self._dims is None else self._dims.world_size
         found |= {"processed_tokens": self.processed * size, "trained_tokens": self.trained}
         found["elapsed_seconds"] = self._clock() - self._started
-        if self._flops is not None:
+        if self._flops is not None and not self._guard.has_failed:
             found["mfu"] = flops / seconds / self._peak_flops
         if self._expert_load is not None:
             found |= self._expert_load.metrics()

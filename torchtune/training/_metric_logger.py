@@ -86,6 +86,15 @@ class TrackingLogger(MetricLoggerInterface):
         """Return the imported package. Raises ``UserError`` if it is not installed."""
         return require(cls._package, extra=cls._extra, purpose=cls.__name__)
 
+    @classmethod
+    def check_ready(cls, settings: Mapping[str, Any]) -> None:
+        """Check before a run that the logger can start with these arguments of its constructor.
+
+        Raises:
+            UserError: the package is not installed, or its account is not set up on this machine.
+        """
+        cls.check_installed()
+
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log several scalars of one step."""
         if self._run is not None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from torchtune._lazy import former_names
-from torchtune.utils import get_logger, log_once
+from torchtune.utils import ObserverGuard, get_logger, log_once
 
 ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
 
@@ -21,6 +21,7 @@ DEFAULT_LOG_MESSAGE = "Memory stats after model init:"
 VALID_BACKENDS_FOR_MEMORY_STATS = ("cuda", "xpu", "npu", "hpu")
 
 _GIB = 1024**3
+_guard = ObserverGuard("memory figures")
 
 
 class CheckpointedForward:
@@ -99,6 +100,10 @@ def cleanup_before_training() -> None:
 
 def reset_memory_stats(device: torch.device) -> None:
     """Reset the peaks of ``get_memory_stats``."""
+    _guard.call(lambda: _reset_peaks(device))
+
+
+def _reset_peaks(device: torch.device) -> None:
     if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
         getattr(torch, device.type).reset_peak_memory_stats(device)
     elif device.type == "cpu" and sys.platform == "linux":
@@ -127,7 +132,7 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
 
     On an accelerator: ``peak_memory_active`` (tensors in use), ``peak_memory_alloc`` (allocated blocks) and
     ``peak_memory_reserved`` (reserved from the driver; not on MPS). On CPU: ``peak_memory_resident`` (of the process).
-    MPS does not record peaks: its values are current memory.
+    MPS does not record peaks: its values are current memory. Empty, with one warning, if they cannot be read.
 
     Args:
         device: device to measure.
@@ -137,25 +142,28 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
         >>> torchtune.training.get_memory_stats(torch.device("cpu"))
         {...}
     """
-    if device.type == "cpu":
-        stats = {"peak_memory_resident": _peak_resident_bytes() / _GIB}
-    elif device.type == "mps":
-        stats = {
-            "peak_memory_active": torch.mps.current_allocated_memory() / _GIB,
-            "peak_memory_alloc": torch.mps.driver_allocated_memory() / _GIB,
-        }
-    elif device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
-        namespace = getattr(torch, device.type)
-        stats = {
-            "peak_memory_active": namespace.memory_stats(device).get("active_bytes.all.peak", 0) / _GIB,
-            "peak_memory_alloc": namespace.max_memory_allocated(device) / _GIB,
-            "peak_memory_reserved": namespace.max_memory_reserved(device) / _GIB,
-        }
-    else:
-        raise ValueError(f"There are no memory statistics for device type '{device.type}'.")
+    stats = _guard.call(lambda: _read_peaks(device), default={})
     if reset_stats:
         reset_memory_stats(device)
     return stats
+
+
+def _read_peaks(device: torch.device) -> dict[str, float]:
+    if device.type == "cpu":
+        return {"peak_memory_resident": _peak_resident_bytes() / _GIB}
+    if device.type == "mps":
+        return {
+            "peak_memory_active": torch.mps.current_allocated_memory() / _GIB,
+            "peak_memory_alloc": torch.mps.driver_allocated_memory() / _GIB,
+        }
+    if device.type not in VALID_BACKENDS_FOR_MEMORY_STATS:
+        raise ValueError(f"there are no memory statistics for device type '{device.type}'")
+    namespace = getattr(torch, device.type)
+    return {
+        "peak_memory_active": namespace.memory_stats(device).get("active_bytes.all.peak", 0) / _GIB,
+        "peak_memory_alloc": namespace.max_memory_allocated(device) / _GIB,
+        "peak_memory_reserved": namespace.max_memory_reserved(device) / _GIB,
+    }
 
 
 def log_memory_stats(stats: dict[str, float], message: str = DEFAULT_LOG_MESSAGE) -> None:

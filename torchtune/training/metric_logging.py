@@ -1,8 +1,10 @@
 """Metric loggers: a file, the terminal, or a tracking service."""
 
 import contextlib
+import inspect
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,18 @@ from torchtune.training._metric_logger import (
     save_config,
     to_number,
 )
-from torchtune.utils import AppendedFile, above_bars, atomic_write, get_logger, get_world_size_and_rank, valid_json
+from torchtune.utils import (
+    AppendedFile,
+    ObserverGuard,
+    UserError,
+    above_bars,
+    atomic_write,
+    first_line,
+    get_logger,
+    get_world_size_and_rank,
+    kept_random_state,
+    valid_json,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -26,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CometLogger",
     "DiskLogger",
+    "GuardedLogger",
     "MLFlowLogger",
     "MetricLoggerInterface",
     "SilentLogger",
@@ -123,13 +137,31 @@ class WandBLogger(TrackingLogger):
         kwargs: arguments of ``wandb.init``, for example ``mode="offline"``, ``name`` or ``id``.
 
     Raises:
-        UserError: wandb is not installed.
+        UserError: wandb is not installed, or this machine has no valid API key.
 
     Example:
         >>> logger = torchtune.training.metric_logging.WandBLogger(project="mine")  # doctest: +SKIP
     """
 
     _package = _extra = "wandb"
+
+    @classmethod
+    def check_ready(cls, settings: Mapping[str, Any]) -> None:
+        """Check that wandb is installed and, unless it runs offline or can ask for it, has an API key."""
+        wandb = cls.check_installed()
+        mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
+        # Earlier releases of wandb cannot look for a key without asking for it; the constructor finds out with them.
+        can_look = "prompt" in inspect.signature(wandb.login).parameters
+        if mode not in ("online", "shared") or sys.stdin.isatty() or not can_look:
+            return
+        try:
+            has_key = wandb.login(prompt=False)
+        except wandb.errors.AuthenticationError as error:
+            raise _no_account(error) from error
+        except wandb.errors.CommError:  # a server that does not answer is no mistake in the settings
+            return
+        if not has_key:
+            raise _no_account(None)
 
     def __init__(
         self,
@@ -146,7 +178,14 @@ class WandBLogger(TrackingLogger):
             kwargs = {"id": stored, "resume": "allow", **kwargs}
         if log_dir is not None:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=project, entity=entity, group=group, dir=log_dir, **kwargs)
+        try:
+            self._run = wandb.init(project=project, entity=entity, group=group, dir=log_dir, **kwargs)
+        except wandb.errors.AuthenticationError as error:
+            raise _no_account(error) from error
+        except wandb.errors.UsageError as error:
+            if "API key" in str(error):
+                raise _no_account(None) from error
+            raise LoggerSettingsError(error) from error
         _store_name(log_dir, "wandb_run_id.txt", self._run.id)
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
@@ -370,6 +409,26 @@ class TrackioLogger(TrackingLogger):
         self._run.log({"answers": traces}, step=step)
 
 
+class LoggerSettingsError(UserError):
+    """The settings of the metric logger are wrong, or its account is not set up.
+
+    Args:
+        error: the sentence, or the error of the logger's package.
+    """
+
+    def __init__(self, error: Exception | str) -> None:
+        super().__init__(f"metric_logger: {' '.join(str(error).split())}")
+
+
+def _no_account(error: Exception | None) -> LoggerSettingsError:
+    """Return the error for a machine without a valid key of Weights & Biases."""
+    reason = "no API key is set up on this machine"
+    if error is not None:
+        reason = f"the API key is refused ({first_line(error)})"
+    remedy = "run `wandb login`, or set WANDB_API_KEY, or metric_logger.mode=offline"
+    return LoggerSettingsError(f"Weights & Biases cannot log, {reason}: {remedy}.")
+
+
 def _is_rank_0() -> bool:
     return get_world_size_and_rank()[1] == 0
 
@@ -397,6 +456,79 @@ class SilentLogger(MetricLoggerInterface):
         """Do nothing."""
 
 
+class GuardedLogger(MetricLoggerInterface):
+    """Passes all calls to another logger, whose errors end no run and which changes no random numbers.
+
+    The first error is logged as a warning. The resolved config is written to ``{config.output_dir}`` in any case,
+    because other commands read it. Other attributes are those of the logger.
+
+    Args:
+        logger: the logger.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.StdoutLogger()
+        >>> torchtune.training.metric_logging.GuardedLogger(logger).log("loss", 1.5, step=1)
+        Step 1 | loss:1.5
+    """
+
+    def __init__(self, logger: MetricLoggerInterface) -> None:
+        self._logger = logger
+        self._guard = ObserverGuard(f"metric_logger {type(logger).__name__}")
+
+    def _call(self, function: Callable[[], None]) -> None:
+        with kept_random_state():
+            self._guard.call(function)
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Log one scalar."""
+        self._call(lambda: self._logger.log(name, data, step))
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Write the resolved config, and log it."""
+        save_config(config)
+        self._call(lambda: self._logger.log_config(config))
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log several scalars of one step."""
+        # A copy, because the recipe uses its metrics further.
+        self._call(lambda: self._logger.log_dict(dict(payload), step=step))
+
+    def log_answers(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Log sampled answers, if the logger has a method for them."""
+        if hasattr(self._logger, "log_answers"):
+            self._call(lambda: self._logger.log_answers(answers, step))
+
+    def close(self) -> None:
+        """Close the logger."""
+        self._call(self._logger.close)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
 def main_process_logger(make: Callable[[], MetricLoggerInterface], dims: "ParallelDims") -> MetricLoggerInterface:
-    """Return ``make()`` on the main rank, and a :class:`SilentLogger` on all others."""
-    return make() if dims.is_main else SilentLogger()
+    """Return the guarded logger of ``make()`` on the main rank, and a :class:`SilentLogger` on all others.
+
+    A logger that cannot start, because its server does not answer for example, is replaced by a silent one, with a
+    warning. Mistakes in its settings are raised; a ``TypeError`` or ``ValueError`` of its constructor counts as one.
+
+    Args:
+        make: builds the logger.
+        dims: processes of the run.
+
+    Raises:
+        UserError: a setting of the logger is wrong, its package is not installed, or its account is not set up.
+    """
+    if not dims.is_main:
+        return SilentLogger()
+    try:
+        with kept_random_state():
+            logger = make()
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise LoggerSettingsError(error) from error
+    except Exception as error:  # noqa: BLE001  (whatever the code of a user or of another library raises)
+        ObserverGuard("metric_logger").warn(error)
+        logger = SilentLogger()
+    return GuardedLogger(logger)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torchtune import training
+from torchtune.supervision import GuardedProfiler
 from torchtune.utils import UserError
 
 
@@ -62,4 +63,4 @@ def test_mistakes(tmp_path):
 
 def test_a_section_of_a_config(tmp_path):
     profiler = training.profiler_from_config({"enabled": True, "output_dir": str(tmp_path), "cuda": False})
-    assert isinstance(profiler, torch.profiler.profile)
+    assert isinstance(profiler, GuardedProfiler)

@@ -10,9 +10,10 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
+from torchtune.training import memory
 from torchtune.training.activations import ActivationCheckpointingError
 from torchtune.training.memory import CheckpointedForward
-from torchtune.utils import UserError
+from torchtune.utils import ObserverGuard, UserError
 
 CPU = torch.device("cpu")
 
@@ -167,9 +168,12 @@ def test_resident_memory_of_the_process_and_its_reset(caplog):
     assert caplog.messages == ["Now:\n\tpeak memory resident: 1.50 GiB"]
 
 
-def test_no_statistics_on_meta():
-    with pytest.raises(ValueError, match="no memory statistics for device type 'meta'"):
-        training.get_memory_stats(torch.device("meta"))
+def test_a_device_without_statistics_is_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(memory, "_guard", ObserverGuard("memory figures"))
+    for _ in range(2):
+        assert training.get_memory_stats(torch.device("meta")) == {}
+    (message,) = caplog.messages
+    assert "no memory statistics for device type 'meta'" in message
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without an accelerator")

@@ -1,10 +1,13 @@
 import ast
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import types
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +15,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from torchtune.training import ParallelDims
 from torchtune.training.metric_logging import (
     CometLogger,
     DiskLogger,
+    GuardedLogger,
     MLFlowLogger,
+    SilentLogger,
     StdoutLogger,
     TensorBoardLogger,
     TrackioLogger,
     WandBLogger,
     flatten_dict,
+    main_process_logger,
     save_config,
 )
 from torchtune.utils import UserError
@@ -197,3 +204,127 @@ def test_trackio_has_metrics_answers_and_alerts(tmp_path, cfg):
     assert [(turn["role"], turn["content"]) for turn in messages] == [("user", "red?"), ("assistant", "blue")]
     assert reward == 0.5
     assert alerts == [("Step 3", "loss is nan; 1 steps are skipped so far")]
+
+
+class FailingLogger:
+    """Every method fails, after it has drawn a random number and taken a metric away."""
+
+    def log_dict(self, payload, step):
+        payload.pop("loss")
+        torch.rand(1)
+        raise ConnectionResetError("the service was killed")
+
+    def log(self, name, data, step):
+        raise ConnectionResetError("the service was killed")
+
+    log_config = close = None
+
+
+def test_a_logger_that_fails_changes_nothing_but_its_own_output(cfg, tmp_path, caplog):
+    logger = main_process_logger(FailingLogger, ParallelDims())
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    metrics = {"loss": torch.rand(1)}
+    logger.log_config(cfg)
+    logger.log_dict(metrics, step=1)
+    logger.log("loss", 1.0, step=1)
+    logger.log_answers([{"prompt": "?", "answer": "!"}], step=1)
+    logger.close()
+    assert metrics.keys() == {"loss"}
+    assert torch.equal(torch.cat([metrics["loss"], torch.rand(1)]), expected)
+    assert (tmp_path / "out" / "torchtune_config.yaml").exists(), "other commands read it"
+    (message,) = caplog.messages
+    assert message.startswith("metric_logger FailingLogger failed (TypeError: 'NoneType'")
+
+
+def make_failing(error):
+    def make():
+        raise error
+
+    return make
+
+
+def test_a_logger_that_cannot_start_is_left_out(cfg, tmp_path, caplog):
+    logger = main_process_logger(make_failing(ConnectionError("no server at this address")), ParallelDims())
+    logger.log_config(cfg)
+    logger.log_dict({"loss": 1.0}, step=1)
+    assert caplog.messages == [
+        "metric_logger failed (ConnectionError: no server at this address): the run goes on without it."
+    ]
+    assert (tmp_path / "out" / "torchtune_config.yaml").exists()
+
+
+@pytest.mark.parametrize("error", [UserError("no account"), TypeError("no argument 'mdoe'"), ValueError("mode is on")])
+def test_a_mistake_in_the_settings_of_a_logger_is_refused(error):
+    with pytest.raises(UserError, match=str(error)):
+        main_process_logger(make_failing(error), ParallelDims())
+
+
+def test_only_the_main_rank_has_a_logger(tmp_path):
+    logger = main_process_logger(lambda: DiskLogger(str(tmp_path)), ParallelDims())
+    assert isinstance(logger, GuardedLogger)
+    assert logger.path_to_log_file() == tmp_path / "log.txt", "its other attributes are there"
+    logger.close()
+    other = ParallelDims()
+    other.mesh = object()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.get_rank", lambda: 1)
+        assert isinstance(main_process_logger(lambda: pytest.fail("it is built"), other), SilentLogger)
+
+
+def make_wandb(login=None, init=None):
+    """A stand-in for the package, which tests do not install: its errors are those of wandb 0.31."""
+    errors = types.SimpleNamespace()
+    errors.Error = type("Error", (Exception,), {})
+    errors.CommError = type("CommError", (errors.Error,), {})
+    errors.AuthenticationError = type("AuthenticationError", (errors.CommError,), {})
+    errors.UsageError = type("UsageError", (errors.Error,), {})
+
+    def raise_or_return(value):
+        if isinstance(value, tuple):
+            raise getattr(errors, value[0])(value[1])
+        return value
+
+    package = types.ModuleType("wandb")
+    package.errors = errors
+    package.login = lambda prompt=True: raise_or_return(login)
+    package.init = lambda **kwargs: raise_or_return(init)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("login", "settings", "refusal"),
+    [
+        (False, {}, "no API key is set up on this machine: run `wandb login`"),
+        (False, {"mode": "online"}, "no API key is set up on this machine"),
+        (
+            ("AuthenticationError", "API key has 3 characters"),
+            {},
+            r"the API key is refused \(API key has 3 characters\)",
+        ),
+        (False, {"mode": "offline"}, None),
+        (("CommError", "no answer"), {}, None),
+        (True, {}, None),
+    ],
+)
+def test_weights_and_biases_without_a_key_is_refused_before_the_run(login, settings, refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", make_wandb(login=login))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with nullcontext() if refusal is None else pytest.raises(UserError, match=refusal):
+        WandBLogger.check_ready(settings)
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [
+        (("UsageError", "No API key configured."), "no API key is set up on this machine"),
+        (("UsageError", "project is too long"), "metric_logger: project is too long"),
+        (("AuthenticationError", "wrong key"), r"the API key is refused \(wrong key\)"),
+    ],
+)
+def test_what_weights_and_biases_refuses_at_its_start_is_one_sentence(error, refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", make_wandb(init=error))
+    with pytest.raises(UserError, match=refusal):
+        main_process_logger(WandBLogger, ParallelDims())

@@ -1,0 +1,70 @@
+"""Rows that are in two datasets, for example in the training and the validation data of a run."""
+
+from typing import Any
+
+import numpy as np
+
+from torchtune.data import texts_of
+from torchtune.datasets._concat import ConcatDataset
+from torchtune.datasets._token_store import digest_tokens
+
+# Rows of a dataset without a store of tokens are read one by one, so that more of them are not compared.
+_MOST_READ = 20_000
+# Odd multipliers of a digest modulo 2**64; another one for every answer of a row.
+_BY_ANSWER = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+
+
+def count_shared_rows(held_out: Any, training: Any) -> tuple[int, int] | None:
+    """Count the rows of a dataset that have the tokens of a row of another one.
+
+    Args:
+        held_out: dataset whose rows are counted; packs are compared by their rows.
+        training: the other dataset.
+
+    Returns:
+        These rows, and all rows of ``held_out``. None if rows cannot be compared: streams, rows with images or
+        transforms on reading, and more than 20,000 rows of a dataset that does not keep its tokens.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3], "labels": [-100]}]
+        >>> torchtune.datasets.count_shared_rows(rows, rows[1:])
+        (1, 2)
+    """
+    own, other = digest_rows(held_out), digest_rows(training)
+    if own is None or other is None:
+        return None
+    return int(np.isin(own, other).sum()), len(own)
+
+
+def digest_rows(dataset: Any) -> np.ndarray | None:
+    """Return a digest of each row's tokens, uint64 ``[rows]``; None if rows cannot be compared."""
+    if getattr(dataset, "is_stream", False):
+        return None
+    if hasattr(dataset, "packs"):
+        return digest_rows(dataset.ds)
+    if isinstance(dataset, ConcatDataset):
+        digests = [digest_rows(part) for part in dataset.parts]
+        return None if any(part is None for part in digests) else np.concatenate(digests)
+    # The same text stands beside many images, and a transform on reading may draw random numbers.
+    if getattr(dataset, "num_images", None) or getattr(dataset, "on_reading", False):
+        return None
+    stores = list((getattr(dataset, "stores", None) or {}).values())
+    if stores:
+        columns = [store.digests() for store in stores]
+    elif len(dataset) <= _MOST_READ:
+        columns = _read_digests(dataset)
+    else:
+        return None
+    with np.errstate(over="ignore"):
+        return sum(column * np.uint64(factor) for column, factor in zip(columns, _BY_ANSWER, strict=False))
+
+
+def _read_digests(dataset: Any) -> list[np.ndarray]:
+    """Return the digests of the texts of each row, by the number of the text."""
+    rows = [[tokens for _, tokens, _ in texts_of(dataset[index])] for index in range(len(dataset))]
+    columns = []
+    for number in range(max(map(len, rows), default=0)):
+        texts = [row[number] if number < len(row) else np.zeros(0, dtype=np.int64) for row in rows]
+        offsets = np.cumsum([0, *map(len, texts)])
+        columns.append(digest_tokens(np.concatenate(texts), offsets))
+    return columns
