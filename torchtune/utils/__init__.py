@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = attach(
         "atomic_directory": "_atomic_files",
         "atomic_write": "_atomic_files",
         "batch_to_device": "_device",
+        "bound_onednn_caches": "_torch_private",
         "close_run_logger": "_log_files",
         "computes_on_cpu": "_simulated",
         "deprecate_parameter": "_logging",

@@ -115,7 +115,8 @@ def find_device(device: str | None = None) -> "torch.device":
 def get_device(device: str | None = None) -> "torch.device":
     """Convert a name to a device and make it the current device; ``None`` is the best available device.
 
-    In a distributed run, a device type without an index gets the local rank as its index.
+    In a distributed run, a device type without an index gets the local rank as its index. On CPU, the caches of
+    oneDNN's kernels are bounded.
 
     Raises:
         UserError: this machine does not have the device.
@@ -129,6 +130,10 @@ def get_device(device: str | None = None) -> "torch.device":
     chosen = find_device(device)
     if chosen.index is not None and chosen.type not in ("cpu", "mps"):
         getattr(torch, chosen.type).set_device(chosen)
+    if chosen.type == "cpu":
+        from torchtune.utils._torch_private import bound_onednn_caches
+
+        bound_onednn_caches()
     return chosen
 
 

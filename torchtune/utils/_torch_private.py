@@ -4,6 +4,7 @@ A release of torch may remove any of them, so all uses are in this module. Publi
 one.
 """
 
+import os
 import warnings
 from datetime import timedelta
 from functools import cache
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+# Kernels of oneDNN that a process keeps, of about 0.5 MiB each.
+_ONEDNN_KERNELS = 128
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
@@ -144,6 +148,18 @@ def onednn_linear_op() -> Any | None:
     """Return the operation of :func:`onednn_linear`, for recomputation policies; ``None`` in a build without oneDNN."""
     op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return None if op is None else op.default
+
+
+def bound_onednn_caches() -> None:
+    """Bound the caches of oneDNN's kernels in this process, unless the user has set their sizes.
+
+    oneDNN compiles a kernel for every shape of a matrix product and keeps the last 1024, and its wrapper in PyTorch
+    keeps as many again: with batches of ever new lengths, half a GiB of code and buffers. They lie between the tensors,
+    so that the C library cannot give the memory of these back, which costs as much once more. A step needs some dozens
+    of kernels. The variables are read when the first product is computed; builds without oneDNN ignore them.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(_ONEDNN_KERNELS))
 
 
 def onednn_layout(weight: torch.Tensor) -> torch.Tensor:

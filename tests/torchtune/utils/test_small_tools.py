@@ -1,6 +1,7 @@
 """Devices, optional packages, versions, logging and deprecation."""
 
 import logging
+import os
 import sys
 from importlib.metadata import version
 
@@ -24,6 +25,14 @@ from torchtune.utils import (
     require,
     torch_version_ge,
 )
+
+
+def test_a_run_on_cpu_bounds_the_caches_of_kernels_unless_the_user_does(monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    get_device("cpu")
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
 
 
 def test_get_device():
