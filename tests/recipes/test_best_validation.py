@@ -3,12 +3,14 @@
 import json
 import math
 import shutil
+from statistics import fmean
 
 import pytest
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.recipes.runs import load_recipe, start, write_config
+from tests.recipes.runs import load_recipe, read_log, run_main, start, write_config
 from torchtune.config import ConfigError, load_and_check
+from torchtune.reports import RunFolder, judge
 from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
 
 NAME = "lora_finetune_single_device"
@@ -23,6 +25,43 @@ SETTINGS = {
 def there_and_back(optimizer, last_epoch=-1, **_):
     """The loss falls for five steps. Then the rate is below zero and the loss rises, on every machine."""
     return LambdaLR(optimizer, lambda step: 1.0 if step < 5 else -1.0, last_epoch)
+
+
+@pytest.mark.parametrize("name", ["lora_finetune_single_device", "full_finetune_single_device"])
+def test_a_run_is_judged_by_the_weights_that_are_used(name, tmp_path, caplog):
+    """The best is at step 5 of 12, the last is worse: verdict and page say the loss of the best."""
+    code, output_dir = run_main(name, tmp_path, **SETTINGS, keep_best="val_loss", log_level="INFO")
+    assert code == 0
+    run = RunFolder(output_dir)
+    best, after = run.best, run.measured("after")
+    assert best["step"] < 12
+    assert after["best"] == best
+    assert after["on"] == "dataset_val"
+    # All 24 rows are validation data; the probe measures eight of them with the weights of the best checkpoint.
+    assert math.isclose(fmean(after["values"].values()), best["value"], rel_tol=0.5)
+    assert fmean(after["values"].values()) < validated_last(output_dir) * 0.9
+    where = f"of {best['checkpoint']}, with the best val_loss, {best['value']:.4g} at step {best['step']}"
+    assert where in str(judge(run))
+    assert "verdict     learned: loss of 8 rows of dataset_val" in caplog.text
+    page = (output_dir / "report.html").read_text()
+    assert "with the best checkpoint" in page
+    assert f"at step {best['step']}, in {best['checkpoint']}" in page
+    assert json.loads((output_dir / "report.json").read_text())["best"] == best
+    assert "all of its 24 rows are training data, too" in caplog.text
+    assert "all of its 24 rows are training data, too" in page
+
+
+def test_two_ranks_measure_the_best_checkpoint_together(tmp_path, forker):
+    settings = SETTINGS | {"keep_best": "val_loss", "batch_size": 1, "log_level": "INFO"}
+    run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings)
+    best, after = RunFolder(run.output_dir).best, RunFolder(run.output_dir).measured("after")
+    assert after["best"] == best
+    assert fmean(after["values"].values()) < validated_last(run.output_dir) * 0.9
+    assert "failed" not in run.said
+
+
+def validated_last(output_dir):
+    return [record["val_loss"] for record in read_log(output_dir) if "val_loss" in record][-1]
 
 
 def validated(run):

@@ -52,6 +52,7 @@ __getattr__, __dir__, __all__ = attach(
         "adapter_folder": "_adapter",
         "add_new_tokens": "_adapter",
         "best_checkpoint": "_directories",
+        "best_record": "_directories",
         "changes_base": "_adapter",
         "check_tokenizer": "_saved_tokenizer",
         "complete_directories": "_directories",

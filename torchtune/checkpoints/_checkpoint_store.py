@@ -316,23 +316,37 @@ class CheckpointStore:
         Raises:
             CheckpointError: the checkpoint has other models or belongs to another kind of run.
         """
-        parameters, models = _parameters(models), _by_name(models)
         record = ModelsOfRun.read(point.path)
-        record.check_trained(models, point.path)
+        record.check_trained(_by_name(models), point.path)
+        with self._ranks.raise_on_all():
+            record.check_sources(self.sources, point.path)
+        self.load_trained(point.path, models)
+        with self._ranks.raise_on_all():
+            load_state(state, _parameters(models), point.path, self._ranks.rank)
+
+    def load_trained(self, path: Path, models: Models) -> None:
+        """Load the trained weights of a checkpoint of this run into the models, without the training state.
+
+        Args:
+            path: folder of a complete checkpoint.
+            models: after :meth:`load_model`, the same as in :meth:`save`.
+
+        Raises:
+            CheckpointError: the checkpoint has other models.
+        """
+        models = _by_name(models)
         if self.output_dir is not None:
             self._saver.wait()
-        files = {name: _weights_to_resume(model, point.path / _folder(name)) for name, model in models.items()}
+        files = {name: _weights_to_resume(model, path / _folder(name)) for name, model in models.items()}
         for model in models.values():
             reshard(model)
         with self._ranks.raise_on_all():
-            record.check_sources(self.sources, point.path)
             for name, model in models.items():
-                device, path, weights = next(model.parameters()).device, files[name], ModelWeights(model)
+                device, weights = next(model.parameters()).device, ModelWeights(model)
                 if weights.owned:
-                    load_adapter(weights, path, device)
+                    load_adapter(weights, files[name], device)
                 else:
-                    load_base(weights, open_source(find_files(path), model), device)
-            load_state(state, parameters, point.path, self._ranks.rank)
+                    load_base(weights, open_source(find_files(files[name]), model), device)
 
     def save(
         self,

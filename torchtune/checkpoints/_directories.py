@@ -234,15 +234,18 @@ def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, 
     return next((record for record in reversed(records) if record["checkpoint"] in names), None)
 
 
-def best_checkpoint(output_dir: Path) -> str | None:
-    """Return the name of the best complete checkpoint according to ``best.json``.
+def best_record(output_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the best complete checkpoint in ``best.json``: ``checkpoint``, ``step`` and ``value``.
+
+    It also has ``metric``, the setting ``keep_best``. None without ``best.json`` or without a complete checkpoint.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     try:
-        record = newest_record(output_dir, json.loads((output_dir / BEST).read_text(encoding="utf-8"))["best"])
-        return None if record is None else record["checkpoint"]
+        best = json.loads((output_dir / BEST).read_text(encoding="utf-8"))
+        record = newest_record(output_dir, best["best"])
+        return None if record is None else {"metric": best.get("keep_best"), **record}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -250,6 +253,12 @@ def best_checkpoint(output_dir: Path) -> str | None:
             f"{output_dir / BEST} is damaged, so that no old checkpoint is removed: delete it if none of the best is "
             "to be kept."
         ) from error
+
+
+def best_checkpoint(output_dir: Path) -> str | None:
+    """Return the name of the best complete checkpoint. Raises ``CheckpointError`` if ``best.json`` is damaged."""
+    record = best_record(output_dir)
+    return None if record is None else record["checkpoint"]
 
 
 def prune(output_dir: Path, keep: int | None) -> None:

@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = attach(
         "alpaca_cleaned_dataset": "_instruct",
         "alpaca_dataset": "_instruct",
         "chat_dataset": "_chat",
+        "count_shared_rows": "_shared_rows",
         "cnn_dailymail_articles_dataset": "_text_completion",
         "grammar_dataset": "_instruct",
         "hh_rlhf_helpful_dataset": "_preference",

@@ -37,6 +37,11 @@ class ConcatDataset(Dataset):
         self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
 
     @property
+    def parts(self) -> list[Any]:
+        """The concatenated datasets."""
+        return self._datasets
+
+    @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Fingerprints of the datasets."""
         return tuple(getattr(dataset, "fingerprint", None) for dataset in self._datasets)

@@ -60,6 +60,15 @@ class TokenStore:
     def _of_kept(self, values: np.ndarray) -> np.ndarray:
         return values if self._kept is None else values[self._kept]
 
+    def digests(self) -> np.ndarray:
+        """Return a digest of the tokens of each row, uint64 ``[rows]``."""
+        digests = []
+        for chunk in self._columns["tokens"].chunks:
+            offsets = chunk.offsets.to_numpy()
+            tokens = chunk.values.to_numpy()[offsets[0] : offsets[-1]]
+            digests.append(digest_tokens(tokens, offsets - offsets[0]))
+        return np.concatenate(digests, dtype=np.uint64)
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``."""
         row = index if self._kept is None else int(self._kept[index])
@@ -68,6 +77,26 @@ class TokenStore:
     def lists(self, index: int) -> dict[str, list[int]]:
         """Return ``tokens`` and ``labels`` of a row."""
         return {name: ids.tolist() for name, ids in self[index].items()}
+
+
+def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return a digest of each row, uint64 ``[rows]``: the sum of its tokens, each times a factor of its position.
+
+    Args:
+        tokens: tokens of all rows, one after the other.
+        offsets: first token of each row, and the end of the last, ``[rows + 1]``.
+    """
+    offsets = offsets.astype(np.int64)
+    lengths = np.diff(offsets)
+    # SplitMix64 of the position, modulo 2**64 as all that follows.
+    factors = np.arange(1, int(lengths.max(initial=0)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    factors = (factors ^ (factors >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    factors = (factors ^ (factors >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    positions = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
+    # A token counts as one more, so that the number of zeros at the end matters.
+    terms = (tokens.astype(np.uint64) + np.uint64(1)) * factors[positions]
+    before = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
+    return before[offsets[1:]] - before[offsets[:-1]]
 
 
 def make_batch(columns: Mapping[str, Sequence[np.ndarray]]) -> pa.RecordBatch:

@@ -11,7 +11,14 @@ from torchtune import config
 from torchtune.data import BatchLoader, DataError
 from torchtune.datasets import NotRead, instantiate_dataset, mixture_counts, mixture_weights, preview
 from torchtune.estimate._plan import arrange, is_mixture, nodes_of
-from torchtune.supervision import count_steps, count_tokens, describe_global_batch, explain_no_validation, row_lengths
+from torchtune.supervision import (
+    count_steps,
+    count_tokens,
+    describe_global_batch,
+    explain_no_validation,
+    explain_shared_rows,
+    row_lengths,
+)
 from torchtune.training import SettingsView, context_length
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
@@ -67,7 +74,9 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
     tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
     held_out = []
     if cfg.dataset_val is not None:
-        held_out = [("validation", measure(cfg.dataset_val, tokenizer, sample, longest).text)]
+        text = measure(cfg.dataset_val, tokenizer, sample, longest).text
+        shared = _shared_rows(cfg, tokenizer, sample, longest)
+        held_out = [("validation", text if shared is None else f"{text}; {shared}")]
     train = measure(cfg.dataset, tokenizer, sample, longest)
     dims = arrange(cfg, processes)
     streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
@@ -154,6 +163,17 @@ def _describe_left_out(dropped: int, truncated: int, tokenizer: Any) -> str:
     if truncated:
         text += f"; {truncated:,} rows have max_seq_len={tokenizer.max_seq_len} tokens or are truncated to it"
     return text
+
+
+def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | None) -> str | None:
+    """Return a sentence if rows of the validation data are among the first rows of the training data."""
+    try:
+        with preview(sample):
+            held_out = instantiate_dataset(cfg.dataset_val, tokenizer, longest)
+            training = instantiate_dataset(cfg.dataset, tokenizer, longest)
+    except NotRead:
+        return None
+    return explain_shared_rows(held_out, training)
 
 
 def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:

@@ -58,17 +58,29 @@ class Comparison:
         kinds = {_loss(run) for run in self.runs}
         return "loss" if len(kinds) == 1 else None
 
-    def curve(self, run: RunFolder, axis: str) -> Points:
-        """Return the smoothed metric of a run over ``trained_tokens`` or ``elapsed_seconds``."""
-        return smooth(
-            [(one[axis], one[self.metric]) for one in run.steps.values() if axis in one and self.metric in one]
-        )
+    @property
+    def drawn_metrics(self) -> list[str]:
+        """The metric of the curves, and its value on validation data if all runs have validated."""
+        if self.metric is None:
+            return []
+        validation = f"val_{self.metric}"
+        return [self.metric, *([validation] if all(run.curve(validation) for run in self.runs) else [])]
+
+    def curve(self, run: RunFolder, axis: str, metric: str) -> Points:
+        """Return a smoothed metric of a run over ``trained_tokens`` or ``elapsed_seconds``."""
+        points: list[tuple[float, float]] = []
+        position: float | None = None
+        for values in run.steps.values():
+            position = values.get(axis, position)  # a validation may follow a step without other metrics
+            if position is not None and metric in values:
+                points.append((position, values[metric]))
+        return smooth(points)
 
     @property
     def milestones(self) -> Iterator[tuple[str, list[float]]]:
         """Yield (text, metric of each run) at half and at all of the tokens, and of the time, that all runs reached."""
         for axis, label in _AXES.items() if self.metric else ():
-            curves = [self.curve(run, axis) for run in self.runs]
+            curves = [self.curve(run, axis, self.metric) for run in self.runs]
             if all(curves):
                 most = min(curve[-1][0] for curve in curves)
                 for at in (most / 2, most):
@@ -90,6 +102,16 @@ class Comparison:
                     yield run, name, interval, interval.meaning(less_is_better=name == "loss after training")
 
     @property
+    def best_values(self) -> list[str]:
+        """Value and step of each run's best checkpoint, which other commands use; empty if no run keeps one."""
+        if all(run.best is None for run in self.runs):
+            return []
+        texts = []
+        for run in self.runs:
+            texts.append("none" if run.best is None else f"{run.best['value']:.5g} at step {run.best['step']:,}")
+        return texts
+
+    @property
     def losses(self) -> str:
         """The recipe and loss of each run."""
         return ", ".join(f"{run.recipe} with {_loss(run)}" for run in self.runs)
@@ -102,9 +124,12 @@ class Comparison:
     def write(self, path: Path) -> None:
         """Write the comparison as one HTML file. Raises ``UserError`` if it cannot be written."""
         charts = []
-        for axis, label in _AXES.items() if self.metric else ():
-            curves = {name: self.curve(run, axis) for name, run in zip(self.names, self.runs, strict=True)}
-            charts.append(line_chart(f"{self.metric} over {label}", curves, label))
+        for metric in self.drawn_metrics:
+            for axis, label in _AXES.items():
+                curves = {}
+                for name, run in zip(self.names, self.runs, strict=True):
+                    curves[name] = self.curve(run, axis, metric)
+                charts.append(line_chart(f"{metric} over {label}", curves, label))
         write_page("compare.html", path, comparison=self, charts=[chart for chart in charts if chart["lines"]])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.reports._run_folder import RunFolder
+from torchtune.reports._run_folder import RunFolder, describe_best
 
 _RESAMPLES = 2000
 _FEWEST = 5  # pairs
@@ -113,6 +113,9 @@ def compare_rows(before: Mapping[Any, float | None], after: Mapping[Any, float |
 def judge(run: RunFolder) -> Verdict:
     """Return the verdict on a run, from the values of the same rows before and after training.
 
+    The values after training are those of the weights that other commands use: of the best checkpoint with
+    ``keep_best``, otherwise the last ones.
+
     *Learned*: losses fell, or rewards rose, and the interval excludes 0. *Diverged*: losses rose, or rewards fell, and
     the interval excludes 0; or the values are not finite, or too many steps were skipped. *Nothing trained*: no bit of
     a trained parameter changed.
@@ -125,12 +128,14 @@ def judge(run: RunFolder) -> Verdict:
     progress = f"the run {run.state} at step {run.last_step:,}{f' of {total:,}' if total else ''}"
     if losses:
         progress += f"; the loss went from {losses[0][1]:.4g} to {losses[-1][1]:.4g}"
-    if run.end.get("error") == "SkippedStepsError" or (losses and not math.isfinite(losses[-1][1])):
+    after = run.measured("after") if run.end else {}
+    ends_badly = bool(losses) and not math.isfinite(losses[-1][1])
+    # A run that has diverged after its best checkpoint is judged by that.
+    if run.end.get("error") == "SkippedStepsError" or (ends_badly and "best" not in after):
         return Verdict("diverged", progress)
     ends = [event for event in run.events if event["event"] == "end"]
     if ends and run.last_step and all(end.get("changed") is False for end in ends):
         return Verdict("nothing trained", f"no trained parameter has changed in {run.last_step:,} steps")
-    after = run.measured("after") if run.end else {}
     values = [measured.get("values", {}) for measured in (run.measured("before"), after)]
     pairs = pair(*values)
     if not pairs:
@@ -138,6 +143,10 @@ def judge(run: RunFolder) -> Verdict:
         return Verdict("unfinished", f"{progress}; {count} rows were measured before training, none of them after it")
     old, new = map(fmean, zip(*pairs, strict=True))
     reason = f"{after['what']} of {len(pairs)} rows of {after['on']} {old:.4g} → {new:.4g}"
+    if "best" in after:
+        reason += f" of {describe_best(after['best'])}"
+    elif run.best is not None:
+        reason += f" of the last weights, not of {describe_best(run.best)}"
     if math.isnan(new):
         return Verdict("diverged", reason)
     interval = compare_rows(*values)

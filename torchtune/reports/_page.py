@@ -31,7 +31,7 @@ _CHARTS = {
 }
 _SMOOTHED, _MANY = ("loss", "rewards/total"), 40
 _HIDDEN = ("processed_tokens", "trained_tokens", "elapsed_seconds", "skipped_steps")
-_IN_JSON = "recipe state last_step seconds start end settings rows_left_out skipped_steps checkpoints".split()
+_IN_JSON = "recipe state last_step seconds start end best settings rows_left_out skipped_steps checkpoints".split()
 
 
 def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimated_gib: float | None = None) -> Path:

@@ -16,7 +16,7 @@ from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.rlhf.loss import KTOLoss
 from torchtune.supervision import observe_together, row_lengths
 from torchtune.training import RNGState, SettingsView, context_length
-from torchtune.utils import ObserverGuard, UserError, get_logger
+from torchtune.utils import ObserverGuard, UserError, get_logger, log_once
 
 # Rows to measure: a twentieth of the rows of the run, within these limits. A forward pass takes a third of a training
 # step and there are two, so that this costs about 3 % of the time of a long run.
@@ -95,9 +95,9 @@ class Probe:
         model, tokenizer = self._recipe.model, getattr(self._recipe, "tokenizer", None)
         if text_decoder(model) is not model or self._recipe.dims.cp > 1:
             return []
-        generates = isinstance(model, TransformerDecoder)
-        if not (generates and hasattr(tokenizer, "decode") and hasattr(tokenizer, "stop_tokens")):
-            return []  # a model or tokenizer of the user's own, which need not generate
+        if (missing := _missing_for_answers(model, tokenizer)) is not None:
+            log_once(get_logger(), f"The report has no answers: {missing}.")
+            return []
         if getattr(model.output, "out_features", 2) == 1:  # a reward model
             return []
         rows = [self._dataset[index] for index in _spread(self._indices, _PROMPTS)]
@@ -180,6 +180,16 @@ def _first_turn(row: Any) -> Iterator[tuple[list[int], list[int]]]:
         first = first or min(16, end // 2)
         if end and "encoder_input" not in row:
             yield tokens[: first + 1].tolist(), tokens[first + 1 : end + 1].tolist()
+
+
+def _missing_for_answers(model: Any, tokenizer: Any) -> str | None:
+    """Return what a model or tokenizer of the user's own, which need not generate, lacks for it; None if nothing."""
+    if not isinstance(model, TransformerDecoder):
+        return f"{type(model).__name__} is no TransformerDecoder, and others do not generate"
+    for name in ("decode", "stop_tokens"):
+        if not hasattr(tokenizer, name):
+            return f"the tokenizer, {type(tokenizer).__name__}, has no {name}"
+    return None
 
 
 def _as_texts(tokenizer: Any, prompt: list[int], expected: list[int]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from torchtune.checkpoints import MARKER, best_checkpoint, complete_directories
+from torchtune.checkpoints import MARKER, best_checkpoint, best_record, complete_directories
 from torchtune.reports._run_record import RECORD
 from torchtune.utils import UserError, read_json
 
@@ -89,6 +89,14 @@ class RunFolder:
         found = saved[-1] if best is None else self.path / best
         run = "the run, which has not finished" if (saved[-1] / "state").is_dir() else "the run"
         return found, f"the {'last' if best is None else 'best'} checkpoint of {run}"
+
+    @cached_property
+    def best(self) -> dict[str, Any] | None:
+        """``checkpoint``, ``step``, ``value`` and ``metric`` of the best checkpoint; None if the run keeps none."""
+        try:
+            return best_record(self.path)
+        except UserError:  # a damaged file
+            return None
 
     @property
     def recipe(self) -> str:
@@ -198,6 +206,12 @@ class RunFolder:
                     if value is not None:
                         found.setdefault(f"{name} on {path.name.partition('.')[0]}", {})[row["line"]] = value
         return found
+
+
+def describe_best(best: dict[str, Any]) -> str:
+    """Return text such as ``"step_20, with the best val_loss, 1.234 at step 20"`` for a record of ``best.json``."""
+    metric = str(best["metric"]).removeprefix("max:")
+    return f"{best['checkpoint']}, with the best {metric}, {best['value']:.4g} at step {best['step']:,}"
 
 
 def _is_number(text: str) -> bool:

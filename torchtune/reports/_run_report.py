@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from torchtune.checkpoints import ADAPTER_FILE, complete_directories
+from torchtune.checkpoints import ADAPTER_FILE, best_record, complete_directories
 from torchtune.data import BatchLoader
 from torchtune.datasets import num_left_out
 from torchtune.estimate import count_parameters
@@ -33,12 +33,13 @@ from torchtune.supervision import (
     count_tokens,
     describe_global_batch,
     explain_no_validation,
+    explain_shared_rows,
     explain_short_epoch,
     observe_together,
     rows_per_step,
 )
 from torchtune.training import RecipeSettingsError, SettingsView, checksum_trained
-from torchtune.training.parallel import ParallelDims
+from torchtune.training.parallel import ParallelDims, broadcast_object
 from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, logged_once
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class RunReport:
         self._guards = {name: ObserverGuard(f"report: {name}") for name in _PARTS}
         self._first_step = recipe.global_step
         self._initial_fingerprint = self._guarded("summary", lambda: checksum_trained(recipe.model))
+        self._shared_rows = self._guarded("data", self._find_shared_rows)
         self._guarded("summary", lambda: self._log_summary(unused))
         self._probe = None if is_simulated() else self._together(lambda: Probe(recipe, self._guards["answers"]))
         if recipe.dims.is_main and not is_simulated():
@@ -132,6 +134,14 @@ class RunReport:
         if short is not None:
             rows = rows_per_step(self._cfg, recipe.dims.data_size)
             log_rank_zero(get_logger(), f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
+        if self._shared_rows is not None:
+            log_rank_zero(get_logger(), f"dataset_val: {self._shared_rows}.", logging.WARNING)
+
+    def _find_shared_rows(self) -> str | None:
+        recipe = self._recipe
+        if recipe.loader_val is None or not recipe.dims.is_main or is_simulated():
+            return None
+        return explain_shared_rows(recipe.loader_val.dataset, recipe.loader.dataset)
 
     def __enter__(self) -> "RunReport":
         return self
@@ -152,17 +162,39 @@ class RunReport:
         loaders = {"dataset": self._recipe.loader, "dataset_val": self._recipe.loader_val}
         tokenizer = getattr(self._recipe, "tokenizer", None)
         data = {name: describe_data(loader, tokenizer) for name, loader in loaders.items() if loader is not None}
+        if self._shared_rows is not None:
+            data["dataset_val"]["shared"] = self._shared_rows
         return {"parameters": {"trained": trained, "all": total}, "data": data}
 
-    def _measure(self, when: str) -> None:
+    def _measure(self, when: str, **facts: Any) -> None:
         """Measure the model and record the result; nothing in a simulation. A collective."""
         if self._probe is None:
             return
         measured = self._together(self._probe.measure)
         if measured is not None and self._recipe.dims.is_main:
-            step = self._recipe.global_step
-            record = {"when": when, "step": step, **measured}
+            record = {"when": when, "step": self._recipe.global_step, **facts, **measured}
             self._guarded("record", lambda: append_record(self._folder, "measured", record))
+
+    def _measure_result(self) -> None:
+        """Measure the weights that other commands use: those of the best checkpoint, or the last ones. A collective."""
+        best, last = broadcast_object(self._guarded("measurement", self._best_and_last) or (None, None))
+        if self._probe is None or best is None or best["checkpoint"] == last.name:
+            self._measure("after", **({} if best is None else {"best": best}))
+            return
+        if self._load(self._folder / best["checkpoint"]):
+            self._measure("after", best=best)
+        self._load(last)  # a caller of the recipe may go on with its model
+
+    def _best_and_last(self) -> tuple[dict[str, Any] | None, Path | None]:
+        """Return the record of the best checkpoint and the path of the last; None if the last weights are not saved."""
+        step, saved = self._recipe.global_step, complete_directories(self._folder)
+        is_saved = bool(saved) and (saved[-1].name == f"step_{step}" or saved[-1].name.startswith("epoch"))
+        return (best_record(self._folder), saved[-1]) if is_saved else (None, None)
+
+    def _load(self, path: Path) -> bool:
+        """Load the weights of a checkpoint of the run into the model; return whether it is done. A collective."""
+        recipe = self._recipe
+        return self._together(lambda: recipe.checkpointer.load_trained(path, recipe.model) or True) is not None
 
     def _write_report(self, state: str, **facts: Any) -> None:
         """Record the end, write the report and log the verdict, on the main rank; errors are only logged."""
@@ -216,7 +248,7 @@ class RunReport:
         took = duration(time.monotonic() - self._started)
         is_finished, stops_early = recipe.global_step >= recipe.total_steps, code == 0 and recipe.best.should_stop
         if is_finished or stops_early:
-            self._measure("after")
+            self._measure_result()
         if is_finished:
             state, text = "has finished", f"Finished {steps:,} steps in {took}."
         elif stops_early:

@@ -40,6 +40,7 @@ __getattr__, __dir__, __all__ = attach(
         "describe_global_batch": "_describe_run",
         "explain_no_validation": "_describe_run",
         "is_own_metric": "_best_validation",
+        "explain_shared_rows": "_describe_run",
         "explain_short_epoch": "_describe_run",
         "peak_flops": "_flops",
         "row_lengths": "_describe_run",

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtune.datasets import count_shared_rows
 from torchtune.supervision._best_validation import is_own_metric
 from torchtune.training import RecipeSettingsError, SettingsView
 
@@ -40,6 +41,21 @@ def explain_no_validation(cfg: SettingsView, steps: int) -> str | None:
         if getattr(cfg, name) is not None:
             raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")
     return f"it is never measured: {reason}"
+
+
+def explain_shared_rows(held_out: Any, training: Any) -> str | None:
+    """Return a sentence if rows of the validation data are training data; None if none is, or if it is not known.
+
+    Args:
+        held_out: dataset of the validation.
+        training: dataset of the training.
+    """
+    counts = count_shared_rows(held_out, training)
+    if counts is None or not counts[0]:
+        return None
+    shared, rows = counts
+    which = f"all of its {rows:,} rows" if shared == rows else f"{shared:,} of its {rows:,} rows"
+    return f"{which} are training data, too, so that it does not show how the model does on other rows"
 
 
 def rows_per_step(cfg: SettingsView, data_size: int) -> int:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.torchtune.reports.folders import ROWS, SETTINGS, START, ended, lines, measured, write_run
+from tests.torchtune.reports.folders import ROWS, SETTINGS, START, ended, lines, measured, write_best, write_run
 
 
 def make(folder, *, shift=0.0, noise=0.0, start=None, rate=1.0, **settings):
@@ -49,6 +49,22 @@ def test_noise_is_called_noise_and_the_page_has_both_curves(tune, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert page.count("<polyline") == 4
     assert "same within noise" in page
+
+
+def test_validations_are_drawn_and_the_best_checkpoints_named(tune, tmp_path):
+    runs = [make(tmp_path / name) for name in ("one", "two")]
+    write_best(runs[0], 2, 2.25)
+    for run in runs:
+        with (run / "logs" / "log.jsonl").open("a") as log:
+            log.write(lines([{"step": step, "val_loss": 2.5 - step / 8} for step in (2, 4)]))
+    done = tune("compare", *runs, "--html", tmp_path / "page.html")
+    assert done.code == 0
+    assert done.out.split("best checkpoint")[1].split()[:5] == ["2.25", "at", "step", "2", "none"]
+    page = (tmp_path / "page.html").read_text()
+    assert "val_loss over trained tokens" in page
+    assert "val_loss over seconds" in page
+    assert page.count("<polyline") == 8
+    assert "2.25 at step 2" in page
 
 
 def test_different_losses_are_not_compared(tune, tmp_path):

@@ -42,3 +42,13 @@ def write_run(folder: Path, events: list[dict[str, Any]], metrics: list[dict[str
     (folder / "logs" / "run.jsonl").write_text(lines(events))
     (folder / "logs" / "log.jsonl").write_text(lines(list(metrics)))
     return folder
+
+
+def write_best(run: Path, step: int, value: float, metric: str = "val_loss") -> dict[str, Any]:
+    """Write the best checkpoint of a run, empty but complete, and return its record."""
+    record = {"checkpoint": f"step_{step}", "step": step, "value": value}
+    (run / f"step_{step}").mkdir()
+    marker = {"saves": 1, "resumable": False, "files": {}, "crc32": {}}
+    (run / f"step_{step}" / ".complete").write_text(json.dumps(marker))
+    (run / "best.json").write_text(json.dumps({"keep_best": metric, "best": [record]}))
+    return {"metric": metric, **record}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.torchtune.reports.folders import ROWS, START, ended, measured, write_run
+from tests.torchtune.reports.folders import ROWS, START, ended, lines, measured, write_best, write_run
 from torchtune.reports import RunFolder, judge, paired_interval
 
 # Two-sided 95 % quantiles of Student's t, from the table of Fisher and Yates.
@@ -60,6 +60,26 @@ def test_the_word_follows_the_rows(after, what, word, tmp_path):
     assert found.word == word
     if found.interval is not None:
         assert f"{found.interval.pairs} rows of dataset_val 2.35 → " in str(found)
+
+
+def test_the_best_checkpoint_is_judged_even_if_the_run_has_diverged_after_it(tmp_path):
+    folder = write_run(tmp_path / "run", [], [{"step": 20, "loss": None}])
+    best = write_best(folder, 8, 1.5, "max:val_accuracy")
+    events = [START, measured("before", ROWS), measured("after", LOWER, best=best), ended()]
+    (folder / "logs" / "run.jsonl").write_text(lines(events))
+    verdict = judge(RunFolder(folder))
+    assert verdict.word == "learned"
+    assert " of step_8, with the best val_accuracy, 1.5 at step 8, " in verdict.reason
+
+
+def test_a_measurement_of_the_last_weights_says_so_where_others_are_used(tmp_path):
+    """Of runs of earlier releases, and where the best checkpoint could not be loaded."""
+    folder = write_run(tmp_path / "run", [START, measured("before", ROWS), measured("after", HIGHER), ended()])
+    write_best(folder, 8, 1.5)
+    assert (
+        " of the last weights, not of step_8, with the best val_loss, 1.5 at step 8, "
+        in judge(RunFolder(folder)).reason
+    )
 
 
 @pytest.mark.parametrize(
