@@ -238,7 +238,7 @@ class FullFinetuneRecipeSingleDevice:
         batch = batch.to(self.device, non_blocking=True)
         with self.offloading, self.step_metrics.by_source(batch):
             hidden = self.model(**batch.model_inputs(), output="hidden")
-            total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
+            total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output, index=batch.label_index)
             return total
 
     def train(self) -> int:

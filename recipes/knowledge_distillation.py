@@ -284,8 +284,12 @@ class KDRecipe:
         batch = batch.to(self.device, non_blocking=True)
         with self.teacher(batch) as teacher, self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
-            class_loss, count = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
-            kd_loss, _ = self.kd_loss_fn.distill(hidden, batch.labels, self.model.output, teacher)
+            class_loss, count = self.loss_fn.sum_and_count(
+                hidden, batch.labels, self.model.output, index=batch.label_index
+            )
+            kd_loss, _ = self.kd_loss_fn.distill(
+                hidden, batch.labels, self.model.output, teacher, index=batch.label_index
+            )
             self.step_metrics.log_mean({"class_loss": (class_loss, count), "kd_loss": (kd_loss, count)})
             return (1 - self.cfg.kd_ratio) * class_loss + self.cfg.kd_ratio * kd_loss
 

@@ -81,6 +81,7 @@ __getattr__, __dir__, __all__ = attach(
         "unfold_prompt": "_conversation",
         "decode_pieces": "_decode_pieces",
         "is_trained": "_decode_pieces",
+        "label_index": "_batch",
         "texts_of": "_decode_pieces",
         "get_prompt_template": "_prompt_templates",
         "image_column": "_to_messages",

@@ -65,6 +65,8 @@ class Batch(MutableMapping[str, Any]):
     shard: tuple[int, int] = (0, 1)
     terms: int | None = None
     sources: tuple[str, ...] = ()
+    # The labels that were moved to an accelerator, and the positions of those that count, found on the host.
+    _indexed: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, torch.Tensor):
@@ -138,6 +140,17 @@ class Batch(MutableMapping[str, Any]):
         return 0 if self.labels is None else int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
 
     @property
+    def label_index(self) -> torch.Tensor | None:
+        """Positions of the labeled tokens in the flattened batch, int64 ``[n]``, on the device of the batch.
+
+        :meth:`to` finds them on the host and sends them along, since to look for them on an accelerator makes the host
+        wait for it. ``None`` where they are not known: on the CPU, and after the labels were replaced.
+        """
+        if self._indexed is None or self._indexed[0] is not self.labels:
+            return None
+        return self._indexed[1]
+
+    @property
     def num_terms(self) -> int:
         """Number of terms in the sum of a loss over this batch: labeled tokens, unless collation has set
         :attr:`terms`.
@@ -167,9 +180,15 @@ class Batch(MutableMapping[str, Any]):
             device: target device.
             non_blocking: copy host tensors to CUDA asynchronously, from pinned memory. Ignored for other devices.
         """
-        if non_blocking and torch.device(device).type == "cuda":
-            return self.pin_memory()._map(lambda value: value.to(device, non_blocking=True))
-        return self._map(lambda value: value.to(device))
+        device = torch.device(device)
+        pins = non_blocking and device.type == "cuda"
+        batch = self.pin_memory() if pins else self
+        batch = batch._map(lambda value: value.to(device, non_blocking=pins))
+        if self.labels is not None and self.labels.device.type == "cpu" and device.type != "cpu":
+            index = label_index(self.labels)
+            index = _pin(index) if pins else index
+            batch._indexed = batch.labels, index.to(device, non_blocking=pins)
+        return batch
 
     def pin_memory(self) -> "Batch":
         """Copy the batch to pinned host memory; called by ``torch.utils.data.DataLoader(pin_memory=True)``."""
@@ -351,6 +370,14 @@ class Batch(MutableMapping[str, Any]):
 
     def _extras(self) -> tuple[dict[str, Any], ...]:
         return self.per_token, self.per_document, self.inputs
+
+
+def label_index(labels: torch.Tensor, ignore_index: int = CROSS_ENTROPY_IGNORE_IDX) -> torch.Tensor:
+    """Return the positions of labels other than ``ignore_index`` in the flattened tensor, int64 ``[n]``.
+
+    On an accelerator the host waits for their number; :attr:`Batch.label_index` has them without.
+    """
+    return (labels.flatten() != ignore_index).nonzero().squeeze(1)
 
 
 def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

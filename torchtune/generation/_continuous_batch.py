@@ -16,6 +16,7 @@ from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
+from torchtune.utils import to_device
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -211,7 +212,7 @@ class Batch:
         stop = self._end - 1
         rows = [Row(one.index, stop - len(one.tokens), 0, one.limit, one.images, one.offset) for one in newcomers]
         for index, request in enumerate(newcomers, count):
-            known = torch.tensor(request.tokens, device=self._device)
+            known = to_device(request.tokens, self._device)
             self._tokens[index, stop - longest : stop - len(known)] = 0
             self._tokens[index, stop - len(known) : stop] = known
         self._set_rows(self._rows + rows)
@@ -220,7 +221,7 @@ class Batch:
         samples = [request.num_samples for request in newcomers]
         if max(samples) > 1:
             source = torch.arange(len(rows), device=self._device)
-            counts = torch.tensor(samples, device=self._device)
+            counts = to_device(samples, self._device)
             source = source.repeat_interleave(counts, output_size=sum(samples))
             logits = logits[source]
             self._copy_rows(source + count, torch.arange(len(source), device=self._device) + count)
@@ -329,7 +330,7 @@ class Batch:
 
     def _set_rows(self, rows: list[Row]) -> None:
         self._rows = rows
-        starts = torch.tensor([(row.start, row.offset) for row in rows], dtype=torch.int64, device=self._device)
+        starts = to_device([(row.start, row.offset) for row in rows], self._device, torch.int64)
         self._starts, self._offsets = starts.view(-1, 2).unbind(1)
 
     def _leave(self, ended: set[int]) -> None:
@@ -339,7 +340,7 @@ class Batch:
         order = list(range(len(kept)))
         movers = kept[len(kept) - len(holes) :]
         if holes:
-            self._copy_rows(torch.tensor(movers, device=self._device), torch.tensor(holes, device=self._device))
+            self._copy_rows(to_device(movers, self._device), to_device(holes, self._device))
             for hole, mover in zip(holes, movers, strict=True):
                 order[hole] = mover
         self._set_rows([self._rows[index] for index in order])

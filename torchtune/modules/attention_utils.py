@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torchtune._lazy import former_attribute
 from torchtune.data import Documents
@@ -19,6 +18,7 @@ from torchtune.modules._document_attention import (
     document_attention,
     prepend_shared_prefix,
 )
+from torchtune.modules._fused_attention import fused_attention
 from torchtune.modules._tiles import TileMask
 from torchtune.utils import get_logger, log_once
 
@@ -240,8 +240,8 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     if s == 1 and n != k.shape[2]:  # the queries of a group become positions, so that no kernel repeats keys
         groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
         visible = None if mask is None else mask[:, None]
-        return F.scaled_dot_product_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
-    out = F.scaled_dot_product_attention(
+        return fused_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
+    out = fused_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -312,7 +312,7 @@ def attention_backend(
     if device.type == "cpu":
         return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
     if not (documents or scored or kind.get("window")):
-        return "torch's scaled_dot_product_attention, causal"
+        return "torch's scaled_dot_product_attention (flash or memory-efficient), causal"
     return choose_kernel(device, dtype, **kind).value
 
 

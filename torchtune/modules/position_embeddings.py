@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
+from torchtune.utils import to_device
 
 Layout = Literal["interleaved", "half", "halves"]
 
@@ -150,7 +151,7 @@ class RotaryPositionalEmbeddings(nn.Module):
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
         """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[r / 2]``, or to one row per position."""
-        return torch.tensor(self._frequencies, dtype=torch.float32, device=seq_lens.device)
+        return to_device(self._frequencies, seq_lens.device, torch.float32)
 
     @torch.no_grad()
     def cos_sin(self, input_pos: Tensor, seq_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -357,7 +358,7 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         self._long_frequencies: list[float] = (plain / torch.tensor(long_factors, device="cpu")).tolist()
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
-        both = torch.tensor([self._frequencies, self._long_frequencies], dtype=torch.float32, device=seq_lens.device)
+        both = to_device([self._frequencies, self._long_frequencies], seq_lens.device, torch.float32)
         return both[(seq_lens > self.original_max_seq_len).long()].unsqueeze(2)
 
 

@@ -384,7 +384,8 @@ class TransformerDecoder(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first layer ``[b, s, d]`` for ``tokens`` ``[b, s]``."""
         h = self.tok_embeddings(tokens)
-        return h if self.embed_scale == 1.0 else h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
+        # On the CPU, also for another device, which takes a scalar as an argument: nothing is copied.
+        return h if self.embed_scale == 1.0 else h * torch.tensor(self.embed_scale, dtype=h.dtype, device="cpu")
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:
         """Compute the result of :meth:`forward` from the last layer's output ``[b, s, d]``."""

@@ -92,6 +92,7 @@ __getattr__, __dir__, __all__ = attach(
         "clear_leftovers": "_atomic_files",
         "convert_os_errors": "_atomic_files",
         "parse_device": "_device",
+        "to_device": "_device",
         "check_surrogates": "_json_lines",
         "decode_line": "_json_lines",
         "decode_utf8": "_json_lines",

@@ -40,6 +40,18 @@ class DeviceSupport(Enum):
         raise ValueError(f"Unknown device type '{device_type}': one of {[m.device_type for m in DeviceSupport]}.")
 
 
+def to_device(values: Any, device: "torch.device", dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+    """Make a tensor of numbers, or lists of them, on a device.
+
+    On CUDA they are copied from pinned memory, so that the host does not wait, as ``torch.tensor`` lets it.
+    """
+    import torch
+
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
 def _available(device_type: str) -> bool:
     import torch
 

@@ -223,3 +223,14 @@ def test_documents_compute_on_the_device_of_their_boundaries(prefixes):
     for found in (elsewhere.document_ids(), elsewhere.positions(), elsewhere.ends()):
         assert found.device.type == "meta"
     assert elsewhere.positions().shape == (10,)
+
+
+def test_the_positions_of_labels_are_sent_along():
+    """The meta device stands for an accelerator, whose values cannot be looked at."""
+    batch = collate_documents([ONE, TWO, THREE])
+    assert batch.label_index is None, "on the CPU nobody waits"
+    assert batch.to("cpu").label_index is None
+    sent = batch.to("meta")
+    assert (sent.label_index.device.type, sent.label_index.shape) == ("meta", (batch.num_labels,))
+    sent["labels"] = torch.empty_like(sent.labels)
+    assert sent.label_index is None, "those of other labels"

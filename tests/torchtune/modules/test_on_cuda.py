@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune import training
 from torchtune.data import Documents
@@ -55,6 +56,27 @@ def test_attention_within_documents(options, dtype, head_dim, prefixes):
     most = (1e-2, 3e-2) if dtype == torch.bfloat16 else (2e-3, 2e-3)
     assert errors[0] < most[0]
     assert max(errors[1:]) < most[1]
+
+
+class _Names(TorchDispatchMode):
+    """Lists the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_dense_attention_is_not_that_of_cudnn():
+    q = torch.randn(2, 128, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    with _Names() as operators:
+        attention(q, q, q)
+    used = [name for name in operators.names if "attention" in name]
+    assert used
+    assert not any("cudnn" in name for name in used)
 
 
 @pytest.mark.parametrize("counts", [(64, 0, 130, 6), (0, 0, 0, 200), (50, 50, 50, 50)])

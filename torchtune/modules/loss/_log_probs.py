@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data import label_index
 from torchtune.modules.loss._chunked_logits import Logits, Projection, at_least_float32, chunked_rows
 
 # Default number of logits per chunk.
@@ -131,7 +131,13 @@ def linear_log_probs(
 
 
 def token_log_probs(
-    hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0, *, return_entropy: bool = False
+    hidden: Tensor,
+    labels: Tensor,
+    projection: Projection,
+    temperature: float = 1.0,
+    *,
+    return_entropy: bool = False,
+    index: Tensor | None = None,
 ) -> Any:
     """Compute the log-probs of labels, with logits only of labeled tokens and chunk by chunk.
 
@@ -141,6 +147,8 @@ def token_log_probs(
         projection: ``model.output``.
         temperature: divisor of the logits.
         return_entropy: also return the entropy of the distribution at each label.
+        index: int64 ``[n]``, positions of the labels in the flattened batch. Without them, the host waits for the
+            device to find their number.
 
     Returns:
         Tensor ``[b, s]`` in nats, float32 (float64 for float64 weights), 0 without a label. Differentiable once. With
@@ -153,7 +161,7 @@ def token_log_probs(
         tensor([[0.2500, 1.0000, 0.2500]], grad_fn=...)
     """
     targets, logits = labels.flatten(), Logits.of(projection)
-    index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
+    index = label_index(targets) if index is None else index
     rows, chosen = hidden.flatten(0, -2).index_select(0, index), targets.index_select(0, index)
     chunk_rows = logits.rows_of(_CHUNK_ELEMENTS)
     found = _log_probs(rows, chosen, logits, temperature, chunk_rows, with_entropy=return_entropy)

@@ -1,11 +1,12 @@
 """Adapters that give any loss the interface that recipes call."""
 
+import inspect
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
 from torchtune.modules.loss._chunked_logits import Projection
 from torchtune.modules.loss._row_losses import record_row_losses
 from torchtune.modules.loss.loss_types import SFTLoss
@@ -16,7 +17,9 @@ from torchtune.utils import UserError, is_simulated
 class TokenLoss(Protocol):
     """Interface of losses in recipes: sum over labeled tokens and their number, which add up over micro-batches."""
 
-    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
 
 
@@ -65,6 +68,8 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     elif _overrides_only_forward(type(loss)):
         loss.set_model_output(model)
         loss = MeanLoss(loss)
+    elif not _takes_index(loss):
+        loss = UnindexedLoss(loss)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
 
@@ -93,11 +98,13 @@ class LogitsLoss(_Adapter):
         self.loss.forward = torch.compile(self.loss.forward, *args, **kwargs)
         return self
 
-    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
-        index = (labels != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
-        count = torch.tensor(len(index), device=labels.device)
+        index = label_index(labels) if index is None else index
+        count = torch.full((), len(index), device=labels.device)
         if not len(index):  # zero, with a graph to the same parameters
             return projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0, count
         losses = self.loss(projection(hidden[index]).float(), labels[index])
@@ -107,9 +114,23 @@ class LogitsLoss(_Adapter):
 class MeanLoss(_Adapter):
     """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens), with its model output set."""
 
-    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
+        del index  # the loss gets all positions
         return SFTLoss.sum_and_count(self.loss, hidden, labels, projection)
+
+
+class UnindexedLoss(_Adapter):
+    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index``."""
+
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
+        del index
+        return self.loss.sum_and_count(hidden, labels, projection)
 
 
 class BalancedLoss(_Adapter):
@@ -124,10 +145,18 @@ class BalancedLoss(_Adapter):
         super().__init__(loss)
         self.balance = balance
 
-    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        total, count = self.loss.sum_and_count(hidden, labels, projection)
+        total, count = self.loss.sum_and_count(hidden, labels, projection, index=index)
         return self.balance.add_to(total, count), count
+
+
+def _takes_index(loss: SFTLoss) -> bool:
+    """Whether ``sum_and_count`` has the argument ``index``, or passes on any keyword."""
+    parameters = inspect.signature(loss.sum_and_count).parameters.values()
+    return any(parameter.name == "index" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _overrides_only_forward(kind: type) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtune.data import label_index
 from torchtune.modules.loss._chunked_logits import Logits, Projection, chunked_sum
 from torchtune.modules.loss._cross_entropy_rows import cross_entropy, row_losses
 from torchtune.modules.loss._log_probs import log_probs_of_rows
@@ -109,9 +110,9 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         losses = record_row_losses(losses)
         return losses.masked_fill(is_ignored, 0.0)
 
-    def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]."""
-        index = (target != self.ignore_index).nonzero().squeeze(1)
+    def mask_inputs(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]; ``index`` [m] are their positions."""
+        index = label_index(target, self.ignore_index) if index is None else index
         if len(index) == len(target):
             return hidden, target
         return hidden.index_select(0, index), target.index_select(0, index)
@@ -134,13 +135,17 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         total, count = self.sum_and_count(outputs, targets, self.linear_projection)
         return total / count.clamp(min=1)
 
-    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the loss summed over labeled tokens, and their number.
 
         Args:
             hidden: hidden states [b, s, d].
             labels: int64 [b, s], already shifted.
             projection: [n, d] -> logits [n, v], the ``output`` of the model.
+            index: int64 [m], positions of the labeled tokens in the flattened batch. Without them, the host waits for
+                the device to find their number.
 
         Returns:
             Sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients if there is no label) and count
@@ -149,7 +154,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         count = (labels != self.ignore_index).sum()
         rows, target, logits = hidden.flatten(0, -2), labels.flatten(), Logits.of(projection)
         if self.mask_ignored_tokens:
-            rows, target = self.mask_inputs(rows, target)
+            rows, target = self.mask_inputs(rows, target, index)
 
         def losses(chunk: Tensor, where: slice) -> Tensor:
             return self._losses(chunk, target[where], logits)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtune.data import label_index
 from torchtune.modules.loss._chunked_logits import Logits, Projection, chunked_sum
 from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
 
@@ -129,7 +130,13 @@ class DivergenceLoss(nn.Module, ABC):
         return self._rows(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum(), labelled.sum()
 
     def distill(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, teacher: TeacherOutputs
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        teacher: TeacherOutputs,
+        *,
+        index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute :meth:`sum_and_count` from hidden states, without materializing all logits of either model.
 
@@ -141,11 +148,12 @@ class DivergenceLoss(nn.Module, ABC):
             labels: int64 [b, s]; only whether they equal ``ignore_index`` matters.
             projection: ``student.output``.
             teacher: outputs of the teacher, for example :class:`TeacherStates`.
+            index: int64 [n], positions of the labeled tokens in the flattened batch; by default they are looked for.
 
         Returns:
             Sum (scalar, at least float32; differentiable once) and count (int64 scalar).
         """
-        index = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
+        index = label_index(labels, self.ignore_index) if index is None else index
         size = min(len(projection.weight), teacher.vocab_size)
         teacher = teacher.select(index, size)
 
@@ -156,7 +164,7 @@ class DivergenceLoss(nn.Module, ABC):
             return of_rows(*teacher.pair(logits.whole(chunk, size), rows))
 
         total = chunked_sum(hidden.flatten(0, -2)[index], divergence, logits, self._chunk_rows(len(index), size))
-        return total, torch.tensor(len(index), device=labels.device)
+        return total, torch.full((), len(index), device=labels.device)
 
     def _chunk_rows(self, count: int, size: int) -> int:
         """Positions per chunk, so that a chunk's logits, ``size`` per position, fit in ``_CHUNK_ELEMENTS``."""
@@ -172,7 +180,7 @@ class DivergenceLoss(nn.Module, ABC):
             teacher: the teacher's hidden states at these positions.
             vocab_size: number of tokens that teacher and student both have.
         """
-        index = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
+        index = label_index(labels, self.ignore_index)
         teacher, step = teacher.select(index, vocab_size), self._chunk_rows(len(index), vocab_size)
         parts = [
             LikeliestTokens.of(teacher.logits(slice(start, start + step)), self.top_k, self.temperature).arrays()

@@ -29,17 +29,22 @@ class SFTLoss(ABC):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss, a scalar, of the model's outputs [b, s, ...] and targets [b, s]."""
 
-    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    def sum_and_count(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the loss summed over labeled tokens, and their number.
 
         Args:
             hidden: result of ``model(..., output="hidden")`` [b, s, d].
             labels: int64 [b, s], already shifted.
             projection: ``model.output``, [..., d] -> logits [..., v].
+            index: int64 [n], positions of the labeled tokens in the flattened batch, from :attr:`Batch.label_index
+                <torchtune.data.Batch.label_index>`; for losses that select them, which else look for them.
 
         Returns:
             Sum (scalar) and count (int64 scalar).
         """
+        del index  # the loss gets all positions
         count = (labels != getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)).sum()
         if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
             return self(hidden, labels) * count, count

@@ -105,7 +105,7 @@ class TokenLoss(AnswerLoss):
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
         """Return log-probs of the labels ``[b, s]``, float32 or wider; 0 at positions without a label."""
-        return token_log_probs(hidden, batch.labels, projection, self.temperature)
+        return token_log_probs(hidden, batch.labels, projection, self.temperature, index=batch.label_index)
 
     @staticmethod
     def clip(ratios: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,8 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
         >>> torchtune.rlhf.document_log_probs(model(batch.tokens, output="hidden"), batch, model.output).shape
         torch.Size([2])
     """
-    return batch.sum_per_document(token_log_probs(hidden, batch.labels, projection, temperature))
+    log_probs = token_log_probs(hidden, batch.labels, projection, temperature, index=batch.label_index)
+    return batch.sum_per_document(log_probs)
 
 
 def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:

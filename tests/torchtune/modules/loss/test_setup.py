@@ -182,3 +182,25 @@ def test_what_forward_returns_is_what_its_caller_asks_for(model):
     assert torch.equal(model(tokens, output="logits"), model.output(hidden).float())
     with pytest.raises(ValueError, match="ask for 'logits' or 'hidden'"):
         model(tokens, output="loss")
+
+
+class Older(LinearCrossEntropyLoss):
+    """Its ``sum_and_count`` was written before recipes gave it the positions of the labels."""
+
+    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: nn.Module) -> tuple[Tensor, Tensor]:
+        total, count = super().sum_and_count(hidden, labels, projection)
+        return 2 * total, count
+
+
+def test_known_positions_of_labels_change_nothing(model):
+    tokens, labels = batch()
+    hidden = model(tokens, output="hidden")
+    index = (labels.flatten() != -100).nonzero()[:, 0]
+    expected, count = LinearCrossEntropyLoss().sum_and_count(hidden, labels, model.output)
+    for kind, factor in ((LinearCrossEntropyLoss, 1), (nn.CrossEntropyLoss, 1), (Older, 2), (OfLogits, None)):
+        loss = setup_loss(kind(), model)
+        alone, same = (loss.sum_and_count(hidden, labels, model.output, index=given) for given in (None, index))
+        assert (alone[0].item(), alone[1].item()) == (same[0].item(), same[1].item())
+        assert same[1] == count
+        if factor:
+            torch.testing.assert_close(same[0].double(), factor * expected, rtol=1e-6, atol=0)
