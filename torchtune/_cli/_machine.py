@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from torchtune._hub import describe_access, hub_cache
 from torchtune.datasets import cache_path
+from torchtune.modules.attention_utils import attention_limits
 from torchtune.training.precision import has_fast_matmul
 from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
 
@@ -61,6 +62,7 @@ def _devices(found: Findings) -> list[str]:
                 facts = torch.cuda.get_device_properties(device)
                 major, minor = facts.major, facts.minor
                 lines.append(f"{name}: {facts.name}, {facts.total_memory / 2**30:.1f} GiB, compute {major}.{minor}")
+                lines.append(f"{name}: {attention_limits(device)}")
             _try_step(device)
         except (RuntimeError, UserError) as error:
             found.problems.append(f"{name}: a small training step fails: {first_line(error)}")
@@ -68,7 +70,7 @@ def _devices(found: Findings) -> list[str]:
         emulated = [text for text in ("bfloat16", "float16") if not has_fast_matmul(getattr(torch, text), device)]
         lines.append(f"{name}: a small training step works; {' and '.join(emulated) or 'no dtype'} emulated")
         if "bfloat16" in emulated:
-            found.slow.append(f"dtype=bf16 on {name}: emulated, several times slower than fp32: leave dtype out")
+            found.slow.append(f"dtype=bf16 on {name}: emulated, several times slower than others: leave dtype out")
     return lines
 
 

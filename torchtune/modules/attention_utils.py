@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Union
 
@@ -131,6 +132,10 @@ def attention(
 attention.shares_prefixes = True  # supports Documents.shared
 
 
+_FIRST_WITH_FLASH = (8, 0)
+_LARGE_SHARED_MEMORY = 160 * 2**10
+
+
 class Kernel(Enum):
     """Kernels for attention within documents; the values are descriptions for the log."""
 
@@ -161,8 +166,66 @@ def choose_kernel(
     if device.type != "cuda":
         return Kernel.PER_DOCUMENT
     _load_varlen()
-    needs_flex = softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256
-    return Kernel.FLEX if needs_flex else Kernel.VARLEN
+    card = _card(device)
+    has_flash = card is None or card.capability >= _FIRST_WITH_FLASH
+    if has_flash and not (softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256):
+        return Kernel.VARLEN
+    fits = flex_blocks(card, head_dim, dtype.itemsize) != 0
+    return Kernel.FLEX if fits else Kernel.PER_DOCUMENT
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What of a CUDA card decides between kernels: compute capability, and bytes of shared memory per block."""
+
+    capability: tuple[int, int]
+    shared_memory: int
+
+
+_CARDS: dict[torch.device, _Card] = {}
+
+
+def _card(device: torch.device) -> _Card | None:
+    """Look at a card once, outside of compiled layers; ``None`` if this machine has no such card."""
+    if device not in _CARDS and not torch.compiler.is_compiling() and torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(device)
+        _CARDS[device] = _Card((facts.major, facts.minor), facts.shared_memory_per_block_optin)
+    return _CARDS.get(device)
+
+
+def flex_blocks(card: _Card | None, head_dim: int, itemsize: int) -> int | None:
+    """Choose the size of flex attention's blocks of queries and keys.
+
+    torch's own sizes are made for cards with 160 KiB of shared memory per block and more. Cards with 99 KiB (compute
+    capability 8.6, 8.9, 12.0) or 64 KiB (7.5) cannot hold them for wide heads: the backward pass, the larger of the
+    two, keeps blocks of queries, keys, values and the gradient.
+
+    Returns:
+        ``None`` for torch's sizes; 0 if no size fits.
+    """
+    if card is None or card.shared_memory >= _LARGE_SHARED_MEMORY:
+        return None
+
+    def needs(size: int) -> int:
+        return 4 * size * head_dim * itemsize
+
+    if needs(64) <= 0.9 * card.shared_memory:
+        return None
+    return next((size for size in (32, 16) if needs(size) <= 0.7 * card.shared_memory), 0)
+
+
+def attention_limits(device: torch.device) -> str:
+    """Say which attention a CUDA card can run, for ``tune doctor``."""
+    card = _card(device)
+    has_flash = card.capability >= _FIRST_WITH_FLASH
+    parts = ["flash attention over documents" if has_flash else "no flash attention, flex attention instead"]
+    for head_dim in (64, 128, 256, 512):
+        size = flex_blocks(card, head_dim, itemsize=2)
+        if size:
+            parts.append(f"flex attention in blocks of {size} for heads of {head_dim}")
+        elif size == 0:
+            parts.append(f"documents one by one for heads of {head_dim} that flash attention does not take")
+    return f"{card.shared_memory // 2**10} KiB of shared memory; {', '.join(parts)}"
 
 
 def _packed_attention(
@@ -313,7 +376,9 @@ def attention_backend(
         return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
     if not (documents or scored or kind.get("window")):
         return "torch's scaled_dot_product_attention (flash or memory-efficient), causal"
-    return choose_kernel(device, dtype, **kind).value
+    kernel = choose_kernel(device, dtype, **kind)
+    size = flex_blocks(_card(device), kind.get("head_dim", 128), dtype.itemsize) if kernel is Kernel.FLEX else None
+    return kernel.value if size is None else f"{kernel.value}, in blocks of {size}, which this card can hold"
 
 
 def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: Any) -> None:
@@ -440,6 +505,10 @@ def compile_friendly_flex_attention(
     kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     score_mod = None if window is None and softcap is None else change
     options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    size = flex_blocks(_card(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
+    if size:
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+        options["kernel_options"] = {**dict.fromkeys(names, size), "num_stages": 1}
     if sinks is None:
         return kernel(q, k, v, **options)
     out, more = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)

@@ -13,7 +13,15 @@ from torchtune.data import Documents
 from torchtune.modules import attention_utils
 from torchtune.modules._block_mask import BLOCK, document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention
-from torchtune.modules.attention_utils import Kernel, attention, attention_backend, choose_kernel
+from torchtune.modules.attention_utils import (
+    Kernel,
+    _Card,
+    attention,
+    attention_backend,
+    attention_limits,
+    choose_kernel,
+    flex_blocks,
+)
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -117,6 +125,43 @@ def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype, kind, kernel):
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert attention_backend(CUDA, dtype, documents=True, **kind) == kernel.value
     assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
+
+
+T4, A100, RTX_4090 = (_Card(capability, kib * 2**10) for capability, kib in (((7, 5), 64), ((8, 0), 163), ((8, 9), 99)))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "kind", "kernel", "blocks"),
+    [
+        (RTX_4090, torch.bfloat16, {}, Kernel.VARLEN, None),
+        (RTX_4090, torch.bfloat16, {"softcap": 50.0}, Kernel.FLEX, None),
+        (RTX_4090, torch.bfloat16, {"softcap": 50.0, "head_dim": 256}, Kernel.FLEX, 32),
+        (RTX_4090, torch.bfloat16, {"head_dim": 512}, Kernel.FLEX, 16),
+        (RTX_4090, torch.float32, {"head_dim": 256}, Kernel.FLEX, 16),
+        (RTX_4090, torch.float32, {"head_dim": 512}, Kernel.PER_DOCUMENT, 0),
+        (A100, torch.bfloat16, {"softcap": 50.0, "head_dim": 256}, Kernel.FLEX, None),
+        (A100, torch.float32, {"head_dim": 512}, Kernel.FLEX, None),
+        (T4, torch.float16, {"head_dim": 64}, Kernel.FLEX, None),
+        (T4, torch.float16, {}, Kernel.FLEX, 32),
+        (T4, torch.float16, {"head_dim": 512}, Kernel.PER_DOCUMENT, 0),
+    ],
+)
+def test_a_card_runs_what_its_shared_memory_holds(card, dtype, kind, kernel, blocks, monkeypatch):
+    monkeypatch.setitem(attention_utils._CARDS, CUDA, card)
+    assert choose_kernel(CUDA, dtype, **kind) is kernel
+    assert flex_blocks(card, kind.get("head_dim", 128), dtype.itemsize) == blocks
+    said = attention_backend(CUDA, dtype, documents=True, **kind)
+    assert said.startswith(kernel.value)
+    assert (f"in blocks of {blocks}" in said) == (kernel is Kernel.FLEX and blocks is not None)
+
+
+def test_the_doctor_says_what_a_card_cannot_run(monkeypatch):
+    monkeypatch.setitem(attention_utils._CARDS, CUDA, T4)
+    assert attention_limits(CUDA) == (
+        "64 KiB of shared memory; no flash attention, flex attention instead, "
+        "flex attention in blocks of 32 for heads of 128, flex attention in blocks of 16 for heads of 256, "
+        "documents one by one for heads of 512 that flash attention does not take"
+    )
 
 
 def test_the_host_waits_for_nothing():
