@@ -61,6 +61,7 @@ __getattr__, __dir__, __all__ = attach(
         "onednn_layout": "_torch_private",
         "onednn_linear": "_torch_private",
         "onednn_linear_op": "_torch_private",
+        "one_compiler_thread": "_torch_private",
         "place": "_activity",
         "read_json": "_json",
         "record_memory_history": "_torch_private",

@@ -177,3 +177,10 @@ def has_cpp_compiler() -> bool:
     except InvalidCxxCompiler:
         return False
     return True
+
+
+def one_compiler_thread() -> Any:
+    """Return a context in which inductor compiles in this process, without a pool of processes that import torch."""
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(compile_threads=1)

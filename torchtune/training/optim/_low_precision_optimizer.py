@@ -1,10 +1,12 @@
 """Optimizer steps in float32 for 16-bit weights.
 
-Any optimizer of ``torch.optim`` runs, unchanged, on float32 stand-ins of a parameter, its gradient and its states, a
-bounded number of elements at a time. The results are rounded back into the stored weights and states.
+With stochastic rounding, Adam, AdamW and SGD have updates of their own, which read, round and write the storage in one
+pass. Any other optimizer of ``torch.optim`` runs, unchanged, on float32 stand-ins of a parameter, its gradient and its
+states, a bounded number of elements at a time; the results are rounded back into the stored weights and states.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,13 +15,17 @@ from torch.optim import Optimizer
 
 from torchtune.modules.torchao_formats import StateFormat
 from torchtune.training.optim._low_bit_states import SMALLEST, is_low_bit, write_low_bit
+from torchtune.training.optim._rounded_step import UpdateRule, find_update_rule, fused_step
 from torchtune.training.optim._stochastic_rounding import (
-    make_generator,
-    round_stochastically_,
-    spread_within_rounding_,
+    ElementIds,
+    random_bits,
+    round_to_bfloat16,
+    rounding_key,
+    rounding_noise,
+    spread_within_rounding,
 )
-from torchtune.training.parallel._shards import ShardGrid, own_part, shard_key
-from torchtune.utils import UserError, computes_on_cpu, get_logger
+from torchtune.training.parallel._shards import ShardGrid, own_part
+from torchtune.utils import UserError, computes_on_cpu, get_logger, is_simulated, log_once
 
 # The update of an element depends only on that element and on scalars, so a parameter can be split into pieces.
 _ELEMENTWISE = {
@@ -31,6 +37,8 @@ HALF = (torch.bfloat16, torch.float16)
 # Suffixes in a state dict for the two tensors of a low-bit state.
 _CODES, _SCALE = " codes", " scale"
 _MASTER = "master"
+# Marks a state dict whose run drew its rounding from the counter-based generator.
+_ROUNDING = "counter"
 
 
 def needs_full_matrices(optimizer: Optimizer) -> bool:
@@ -48,11 +56,10 @@ class LowPrecisionOptimizer(Optimizer):
     An elementwise optimizer steps each rank's shards. Any other, such as Muon, steps full matrices, one at a time, and
     every rank stores its shard of the result.
 
-    ``stochastic_rounding`` needs no more memory between steps than plain bfloat16 training. The rounding depends only
-    on the seed, the step, and the parameter's name and shard, so a resumed run continues bit for bit. Different shards
-    are rounded independently, replicas of a shard equally; another mesh gives other, equally valid results. States are
-    rounded stochastically, too: with rounding to nearest, even the fast moving average of a constant gradient stays 2
-    to 15 % too small.
+    ``stochastic_rounding`` needs no more memory between steps than plain bfloat16 training. The rounding of an element
+    depends only on the seed, the step, the parameter's name, and the element's position in the full tensor, so a
+    resumed run continues bit for bit, and every mesh rounds alike. States are rounded stochastically, too: with
+    rounding to nearest, even the fast moving average of a constant gradient stays 2 to 15 % too small.
 
     ``fp32_master`` keeps the float32 weight as the state ``master``. A bfloat16 weight only determines an interval of
     float32 values. The master weight starts at a random point of this interval. If it started in the middle, no rounded
@@ -83,11 +90,12 @@ class LowPrecisionOptimizer(Optimizer):
         self._worker, self._names, self._low_bit = optimizer, names, low_bit
         self._elementwise = type(optimizer) in _ELEMENTWISE
         self._seed, self._num_steps = seed, 0
+        self._ids: dict[torch.nn.Parameter, ElementIds] = {}
         self.precision, self.state_format = precision, low_bit and low_bit.name
         self.loss_scale = 1.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
-            self._load_parameter(parameter, state, fused=False)
+            self._load_parameter(parameter, state, counts_on_device=False)
         optimizer.state.clear()
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             getattr(self, hooks).update(getattr(optimizer, hooks))
@@ -104,12 +112,24 @@ class LowPrecisionOptimizer(Optimizer):
             return
         master = own_part(parameter).detach().float().contiguous()
         if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
-            spread_within_rounding_(master, self._generator(parameter, step=0))
+            for piece in self._pieces(master):
+                cut = _cut(master, piece)
+                cut.copy_(spread_within_rounding(cut, self._noise(parameter, cut, piece, step=0, draw=0)))
         self.state[parameter][_MASTER] = master
 
-    def _generator(self, parameter: torch.nn.Parameter, step: int) -> torch.Generator:
-        stream = f"{self._names[parameter]} {shard_key(parameter)}"
-        return make_generator(self._seed, stream, step, parameter.device)
+    def _ids_of(self, parameter: torch.nn.Parameter) -> ElementIds:
+        if parameter not in self._ids:
+            self._ids[parameter] = ElementIds(parameter, self._names[parameter])
+        return self._ids[parameter]
+
+    def _noise(
+        self, parameter: torch.nn.Parameter, values: torch.Tensor, piece: slice | None, *, step: int, draw: int
+    ) -> torch.Tensor:
+        """Return the rounding noise of the elements of a piece, int32 in the shape of ``values``."""
+        first = 0 if piece is None else piece.start
+        ids = self._ids_of(parameter).of(first, values.numel(), values.device)
+        bits = random_bits(ids, rounding_key(self._seed, step))
+        return rounding_noise(bits, draw).view(values.shape)
 
     def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether states are low-bit: as in torchao, for large full parameters that consist of full blocks."""
@@ -129,28 +149,131 @@ class LowPrecisionOptimizer(Optimizer):
             loss = None if closure is None else closure()
         self._num_steps += 1
         for group in self.param_groups:
-            settings = result = {**group, "fused": True} if self._is_fused(group) else group
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    result = self._step_parameter(parameter, settings)
-            group.update({key: value for key, value in result.items() if key not in ("params", "fused")})
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._check_gradients(parameters)
+            rule = find_update_rule(type(self._worker), group)
+            if rule is not None:
+                rounded = [parameter for parameter in parameters if self._is_rounded(parameter)]
+                for device in {parameter.device for parameter in rounded}:
+                    on_device = [parameter for parameter in rounded if parameter.device == device]
+                    self._step_with_rule(on_device, group, rule, device)
+                parameters = [parameter for parameter in parameters if not self._is_rounded(parameter)]
+            self._step_with_worker(parameters, group)
         return loss
 
+    def _is_rounded(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether weights and states are rounded stochastically."""
+        return self.precision == "stochastic_rounding" and parameter.dtype == torch.bfloat16
+
+    def _check_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad.is_sparse:
+                raise UserError(
+                    f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
+                    "optimizer_precision=param_dtype, or sparse=False in the embedding."
+                )
+
+    # Steps with an update of this library's.
+
+    def _step_with_rule(
+        self, parameters: list[torch.nn.Parameter], group: dict[str, Any], rule: UpdateRule, device: torch.device
+    ) -> None:
+        """Step parameters on ``device``, a piece at a time, so that temporary tensors stay small."""
+        size = rounded_piece_size(device)  # once, because it depends on whether the step is compiled
+        key = _on_device(rounding_key(self._seed, self._num_steps), torch.int32, device)
+        # One copy to the device for the pieces of all parameters, and one for all parameters of the same age.
+        origins = iter(_on_device(self._origins(parameters, size), torch.int32, device).unbind())
+        scalars_by_age: dict[int, torch.Tensor] = {}
+        for parameter in parameters:
+            step = self._count_step(parameter, rule)
+            if step not in scalars_by_age:
+                scalars_by_age[step] = _on_device(rule.scalars(group, step), torch.float32, device)
+            self._step_pieces(parameter, rule, scalars_by_age[step], key, origins, size)
+
+    def _origins(self, parameters: list[torch.nn.Parameter], size: int) -> list[tuple[int, int]]:
+        """Return the origins of the pieces of all parameters; see :meth:`ElementIds.origin`."""
+        origins = []
+        for parameter in parameters:
+            ids = self._ids_of(parameter)
+            for first in range(0, own_part(parameter).numel(), size):
+                origins.append(ids.origin(first))
+        return origins
+
+    def _count_step(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> int:
+        """Create missing states, and return the number of this step of a parameter, as the rule counts."""
+        state = self.state[parameter]
+        is_first = any(name not in state for name in rule.states)
+        for name in rule.states:
+            if name not in state and not self._is_low_bit(parameter):
+                state[name] = torch.zeros_like(own_part(parameter), dtype=self._storage_dtype(parameter))
+            elif name not in state:
+                self._room(parameter, name)
+        if not rule.counts_steps:
+            return 1 if is_first else 2
+        # The count stays in host memory: a scalar on the device would have to be read back.
+        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu() + 1
+        state["step"] = step
+        return int(step)
+
+    def _step_pieces(
+        self,
+        parameter: torch.nn.Parameter,
+        rule: UpdateRule,
+        scalars: torch.Tensor,
+        key: torch.Tensor,
+        origins: Iterator[torch.Tensor],
+        size: int,
+    ) -> None:
+        """Step the shard of a parameter; every piece takes the next of ``origins``."""
+        weights = own_part(parameter).detach()
+        changed = [weights]
+        low_bit = [self.state[parameter][name] for name in rule.states if self._is_low_bit(parameter)]
+        if not low_bit:
+            changed += [self.state[parameter][name] for name in rule.states]
+        # A tensor that is not contiguous is copied here, and written back at the end.
+        flat = [tensor.reshape(-1) for tensor in changed]
+        grads = _own_grad(parameter).reshape(-1)
+
+        ids = self._ids_of(parameter)
+        for first in range(0, weights.numel(), size):
+            piece = slice(first, first + size)
+            weight, *others = [tensor[piece] for tensor in flat]
+            stored = [state.view(-1)[piece] for state in low_bit]
+            states = others + [state.dequantize()[: weight.numel()] for state in stored]
+            fused_step(
+                rule.function,
+                weight,
+                grads[piece],
+                states,
+                scalars,
+                None if ids.is_run else ids.of(first, weight.numel(), weight.device),
+                next(origins),
+                key,
+            )
+            for state, values in zip(stored, states[len(others) :], strict=True):
+                write_low_bit(state, values)
+        for tensor, values in zip(changed, flat, strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(values.view(tensor.shape))
+
+    # Steps of any other optimizer.
+
+    def _step_with_worker(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        settings = result = {**group, "fused": True} if self._is_fused(group) else group
+        for parameter in parameters:
+            result = self._step_parameter(parameter, settings)
+        group.update({key: value for key, value in result.items() if key not in ("params", "fused")})
+
     def _is_fused(self, group: dict[str, Any]) -> bool:
-        """Return whether torch's fused kernel can take the step, and the user has not disabled it."""
+        """Return whether torch's fused kernel takes the step: it can, and the user has not disabled it."""
         others = any(map(group.get, ("foreach", "capturable", "differentiable")))
         return type(self._worker) in _FUSABLE and group.get("fused") is not False and not others
 
     def _step_parameter(self, parameter: torch.nn.Parameter, settings: dict[str, Any]) -> dict[str, Any]:
         """Step a parameter; return the settings of its group after the step."""
-        if parameter.grad.is_sparse:
-            raise UserError(
-                f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
-                "optimizer_precision=param_dtype, or sparse=False in the embedding."
-            )
         weights, grads, states = own_part(parameter).detach(), _own_grad(parameter), self.state[parameter]
         before = dict(states)  # every piece starts from the same scalars
-        masters, generator = before.pop(_MASTER, weights), self._generator(parameter, self._num_steps)
+        masters = before.pop(_MASTER, weights)
         for piece in self._pieces(weights):
             weight, master, grad = _cut(weights, piece), _cut(masters, piece), _cut(grads, piece)
             stored, state = {}, {}
@@ -165,15 +288,15 @@ class LowPrecisionOptimizer(Optimizer):
             if has_scale and self.loss_scale != 1.0:
                 grad = grad / self.loss_scale
             result, state = self._run(dict(settings), value, grad, state)
-            self._store(parameter, master, value, generator)
+            self._store(parameter, master, value, piece, draw=0)
             if masters is not weights:
                 weight.copy_(master)
-            for key, item in state.items():
+            for draw, (key, item) in enumerate(sorted(state.items()), start=1):
                 if not _per_element(item, value):
                     states[key] = item
                 else:
                     into = stored[key] if key in stored else _cut(self._room(parameter, key), piece)
-                    self._store(parameter, into, item, generator)
+                    self._store(parameter, into, item, piece, draw)
         return result
 
     def _pieces(self, weights: torch.Tensor) -> list[slice | None]:
@@ -191,9 +314,9 @@ class LowPrecisionOptimizer(Optimizer):
         return wide if self._elementwise else _gathered(wide, parameter)
 
     def _store(
-        self, parameter: torch.nn.Parameter, stored: torch.Tensor, new: torch.Tensor, generator: torch.Generator
+        self, parameter: torch.nn.Parameter, stored: torch.Tensor, new: torch.Tensor, piece: slice | None, draw: int
     ) -> None:
-        """Write the values of a stand-in after the step back to the stored tensor."""
+        """Write the values of a stand-in after the step back to the stored tensor; see :func:`rounding_noise`."""
         if new is stored:
             return
         if is_low_bit(stored):
@@ -202,7 +325,8 @@ class LowPrecisionOptimizer(Optimizer):
         if not self._elementwise and isinstance(parameter, DTensor):
             new = distribute_tensor(new, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
         if self.precision == "stochastic_rounding" and stored.dtype == torch.bfloat16:
-            new = round_stochastically_(new.contiguous(), generator)
+            noise = self._noise(parameter, new, piece, step=self._num_steps, draw=draw)
+            new = round_to_bfloat16(new.contiguous(), noise)
         stored.copy_(new)
 
     def _run(
@@ -244,8 +368,13 @@ class LowPrecisionOptimizer(Optimizer):
             "param_groups": [
                 {**group, "params": [self._names[p] for p in group["params"]]} for group in self.param_groups
             ],
-            "precision": {"mode": self.precision, "seed": self._seed, "step": self._num_steps}
-            | ({"states": self.state_format} if self.state_format else {}),
+            "precision": {
+                "mode": self.precision,
+                "seed": self._seed,
+                "step": self._num_steps,
+                "rounding": _ROUNDING,
+                **({"states": self.state_format} if self.state_format else {}),
+            },
         }
 
     @torch.no_grad()
@@ -278,16 +407,23 @@ class LowPrecisionOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
             for parameter in group["params"]:
-                self._load_parameter(parameter, found[parameter], self._is_fused(group))
+                counts_on_device = self._is_fused(group) and not self._is_rounded(parameter)
+                self._load_parameter(parameter, found[parameter], counts_on_device)
         precision = state_dict.get("precision", {})
         self._seed = int(precision.get("seed", self._seed))
         self._num_steps = int(precision.get("step", self._num_steps))
+        if precision.get("mode") == "stochastic_rounding" == self.precision and precision.get("rounding") != _ROUNDING:
+            log_once(
+                get_logger(),
+                "The optimizer state was saved by a release with another random generator for stochastic rounding: the "
+                "run continues with other draws, which are as valid.",
+            )
         if (mode := precision.get("mode", "param_dtype")) != self.precision:
             get_logger().warning(
                 f"The optimizer state was saved with precision {mode} and goes on with {self.precision}."
             )
 
-    def _load_parameter(self, parameter: torch.nn.Parameter, saved: dict[str, Any], fused: bool) -> None:
+    def _load_parameter(self, parameter: torch.nn.Parameter, saved: dict[str, Any], counts_on_device: bool) -> None:
         self._make_master(parameter)
         state = self.state[parameter]
         if (master := saved.pop(_MASTER, None)) is not None:
@@ -298,7 +434,7 @@ class LowPrecisionOptimizer(Optimizer):
                 own.copy_(own_part(saved.pop(name)).reshape(-1)[: own.numel()])
         for key, value in saved.items():
             value = own_part(value)
-            if isinstance(value, torch.Tensor) and (key != "step" or fused):
+            if isinstance(value, torch.Tensor) and (key != "step" or counts_on_device):
                 value = value.to(parameter.device)
             is_kept = _per_element(value, own_part(parameter))
             state[key] = value.to(self._storage_dtype(parameter)) if is_kept else value
@@ -310,6 +446,26 @@ def piece_size(device: torch.device) -> int:
     The number is a multiple of the block size of low-bit states.
     """
     return 2**20 if computes_on_cpu(device) else 2**23
+
+
+def rounded_piece_size(device: torch.device) -> int:
+    """Return the number of elements to step at a time with an update of this library's.
+
+    Compiled, it has no temporary tensors. Uncompiled, it has a dozen, which fit in a CPU core's cache.
+    """
+    if is_simulated():
+        return sys.maxsize
+    if fused_step.is_compiled:
+        return piece_size(device)
+    return 2**18 if computes_on_cpu(device) else 2**21
+
+
+def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device. From pinned memory, the host does not wait for the copy."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda" and not is_simulated():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _cut(tensor: torch.Tensor, piece: slice | None) -> torch.Tensor:

@@ -3,67 +3,149 @@
 bfloat16 is the upper half of a float32. Between two neighbors ``a < x < b`` the result is ``b`` with probability
 ``(x - a) / (b - a)``: its expectation is ``x``, so updates far below the spacing of bfloat16 take effect with the right
 frequency instead of never. In bits: add a uniform 16-bit number and drop the lower half.
+
+The 16 bits come from a counter-based generator: a hash of (seed, step, parameter name, position of the element in the
+full tensor), from which the weight and each optimizer state take other bits. It has no state, so a resumed run
+continues bit for bit, and it does not depend on the mesh: one process, replicas and shards round the same element
+alike. All operations are elementwise on int32, so that a compiler can fuse them with the optimizer's arithmetic.
 """
 
-import random
+import hashlib
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from torchtune.training.parallel._shards import my_shard
 from torchtune.utils import computes_on_cpu
 
 _UPPER_HALF = -65536  # 0xFFFF0000 as int32
+# Fractional part of the golden ratio: consecutive positions get distant numbers.
+_GOLDEN = -1640531527  # 0x9E3779B1 as int32
 
 
-def make_generator(seed: int, stream: str, step: int, device: torch.device) -> torch.Generator:
-    """Return a random number generator that depends only on the arguments.
+def hash_text(text: str) -> int:
+    """Hash a text into a signed 32-bit integer."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little", signed=True)
+
+
+def rounding_key(seed: int, step: int) -> int:
+    """Return the part of the counter that all elements of a step share, a signed 32-bit integer."""
+    return hash_text(f"{seed}/{step}")
+
+
+def element_ids(positions: torch.Tensor, name_hash: int | torch.Tensor) -> torch.Tensor:
+    """Return the part of the counter that distinguishes elements, int32 in the shape of ``positions``.
 
     Args:
-        seed: seed of the run.
-        stream: distinguishes parameters and shards within a step.
-        step: number of the optimizer step.
-        device: device of the numbers.
+        positions: int32, of the elements in the full tensor.
+        name_hash: hash of the parameter's name.
     """
-    return torch.Generator(device).manual_seed(random.Random(f"{seed}/{stream}/{step}").getrandbits(62))
+    return positions * _GOLDEN + name_hash
 
 
-def _draw(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return int32 numbers, uniform from 0 to 65535, in the shape of a tensor."""
-    if not computes_on_cpu(generator.device):
-        return torch.empty_like(like, dtype=torch.int32).random_(0, 2**16, generator=generator)
-    # On a CPU a draw takes longer than the optimizer's arithmetic of an element: use all of its 64 bits.
-    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
-    return draws.view(torch.uint16)[: like.numel()].to(torch.int32).view(like.shape)
+def random_bits(ids: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+    """Return uniform 32-bit numbers, int32 in the shape of ``ids``.
+
+    The mixing function is ``lowbias32`` (C. Wellons, "Prospecting for Hash Functions"). Multiplications wrap around.
+    Shifts of int32 copy the sign, so they are masked.
+    """
+    bits = ids ^ key
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ ((bits >> 15) & 0x1FFFF)
+    bits = bits * -2073254261  # 0x846CA68B as int32
+    return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def round_stochastically_(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round ``values`` in place to numbers that bfloat16 represents; zeros, infinities and NaN do not change.
+def rounding_noise(bits: torch.Tensor, draw: int) -> torch.Tensor:
+    """Return uniform integers from 0 to 65535, int32 in the shape of ``bits``.
+
+    Args:
+        bits: from :func:`random_bits`.
+        draw: number of the tensor among those of a parameter: 0 for the weights, from 1 on for the states. The first
+            two are halves of ``bits``, the others are mixed from all of them.
+    """
+    if draw == 0:
+        return (bits >> 16) & 0xFFFF
+    if draw == 1:
+        return bits & 0xFFFF
+    return ((bits * (_GOLDEN + 2 * draw)) >> 16) & 0xFFFF
+
+
+def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round stochastically to numbers that bfloat16 represents; zeros, infinities and NaN do not change.
 
     Args:
         values: float32, contiguous.
-        generator: source of randomness, on the same device.
+        noise: from :func:`rounding_noise`, in the shape of ``values``.
 
     Returns:
-        ``values``.
+        float32, in the shape of ``values``. Inductor has no vectorized cast of int16 to bfloat16.
     """
-    noise = _draw(values, generator)
-    if not computes_on_cpu(values.device):  # NaN of other devices has all bits set and would wrap around to -0
-        noise.masked_fill_(values.isnan(), 0)
-    values.view(torch.int32).add_(noise).bitwise_and_(_UPPER_HALF)
-    return values
+    if not computes_on_cpu(values.device):
+        # NaN of other devices has all bits set and would wrap around to -0.
+        noise = torch.where(values != values, 0, noise)
+    bits = (values.view(torch.int32) + noise) & _UPPER_HALF
+    return bits.view(torch.float32)
 
 
-def spread_within_rounding_(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Move each of ``values``, numbers that bfloat16 represents, to a random number that rounds to it.
+def spread_within_rounding(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Move each value, which bfloat16 represents, to a random float32 number that rounds to it.
 
     Args:
         values: float32, contiguous; zeros and non-finite values do not change.
-        generator: source of randomness, on the same device.
+        noise: from :func:`rounding_noise`, in the shape of ``values``.
 
     Returns:
-        ``values``.
+        float32, in the shape of ``values``.
     """
-    noise = _draw(values, generator)
-    noise.clamp_(min=1).sub_(2**15)  # from 1 - 2**15 to 2**15 - 1: never a tie
-    noise.masked_fill_((values == 0) | ~values.isfinite(), 0)
-    values.view(torch.int32).add_(noise)
-    return values
+    offset = noise.clamp(min=1) - 2**15  # from 1 - 2**15 to 2**15 - 1: never a tie
+    offset = torch.where((values == 0) | ~values.isfinite(), 0, offset)
+    return (values.view(torch.int32) + offset).view(torch.float32)
+
+
+class ElementIds:
+    """Ids of the elements of a parameter's shard: from its name, and from their positions in the full tensor.
+
+    Positions count elements in row-major order. They are int32 and wrap around: elements that are 2**32 apart in a
+    tensor share their noise, which biases neither of them.
+
+    Attributes:
+        name_hash: hash of the parameter's name.
+        is_run: whether the positions are consecutive, as in a whole tensor or in FSDP's shards of rows.
+
+    Args:
+        parameter: parameter of this rank, possibly sharded.
+        name: name of the parameter.
+    """
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self.name_hash = hash_text(name)
+        self._shape = list(parameter.shape)
+        offsets = [0] * parameter.dim()
+        if isinstance(parameter, DTensor):
+            slices, shard = my_shard(parameter)
+            self._shape = list(shard.shape)
+            offsets = [piece.start for piece in slices]
+        self._strides = [1] * parameter.dim()
+        for dim in reversed(range(parameter.dim() - 1)):
+            self._strides[dim] = self._strides[dim + 1] * parameter.shape[dim + 1]
+        self._start = sum(offset * stride for offset, stride in zip(offsets, self._strides, strict=True))
+        self.is_run = self._shape[1:] == list(parameter.shape[1:])
+
+    def origin(self, first: int) -> tuple[int, int]:
+        """Return the position of element ``first`` of a run, and the hash of the name: what :meth:`of` depends on."""
+        return (self._start + first + 2**31) % 2**32 - 2**31, self.name_hash
+
+    def of(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return the ids of ``count`` elements of the shard, counted from ``first``, int32 ``[count]``."""
+        local = torch.arange(first, first + count, device=device)
+        positions = torch.full_like(local, self._start)
+        if self.is_run:
+            positions += local
+        else:
+            for size, stride in zip(reversed(self._shape), reversed(self._strides), strict=True):
+                positions += local % size * stride
+                local = local // size
+        wrapped = (positions + 2**31) % 2**32 - 2**31
+        return element_ids(wrapped.to(torch.int32), self.name_hash)

@@ -140,7 +140,7 @@ def test_state_dict_is_keyed_by_name_and_kept_small():
     state = optimizer.state_dict()
     assert list(state["state"]) == [name for name, _ in model.named_parameters()]
     assert state["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
-    assert state["precision"] == {"mode": "stochastic_rounding", "seed": 9, "step": 2}
+    assert state["precision"] == {"mode": "stochastic_rounding", "seed": 9, "step": 2, "rounding": "counter"}
     for name, parameter in model.named_parameters():
         assert {key: value.dtype for key, value in state["state"][name].items()} == {
             "step": torch.float32,

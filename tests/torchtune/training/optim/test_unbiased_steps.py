@@ -1,4 +1,4 @@
-"""bfloat16 training against float64: norms without bias, noise by shard."""
+"""bfloat16 training against float64: norms without bias, and noise that does not depend on the mesh."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +81,31 @@ def test_noise_is_that_of_the_shard(sizes, placements):
     assert rows.std(1).min() > 0
     correlation = torch.corrcoef(rows) - torch.eye(len(rows))
     assert correlation.abs().max() < 5 / 64  # five deviations of independent draws of 64 x 64
+
+
+def whole_noise(shape):
+    """Weights after a step of half a spacing, in a single process."""
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, seed=5)
+    model.weight.grad = torch.full(shape, -(2.0**-8), dtype=torch.bfloat16)
+    optimizer.step()
+    return model.weight.detach().double()
+
+
+@pytest.mark.parametrize(
+    ("placements", "slices"),
+    [
+        ([S0, R], (slice(64, 128), slice(None))),
+        ([R, S1], (slice(None), slice(64, 128))),
+        ([S0, S1], (slice(64, 128), slice(64, 128))),
+    ],
+    ids=["rows", "columns", "both"],
+)
+def test_noise_of_a_shard_is_its_part_of_the_noise_of_the_whole(placements, slices):
+    shape = [64 * (2 if kind.is_shard() else 1) for kind in (placements[0], placements[1])]
+    last = noise(3, (2, 2), {"weight": placements})["weight"]
+    assert torch.equal(last, whole_noise(shape)[slices])
 
 
 def test_noise_of_a_shard_goes_on_after_a_resume():

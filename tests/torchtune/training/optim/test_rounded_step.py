@@ -1,0 +1,136 @@
+"""Steps of Adam, AdamW and SGD on bfloat16 weights: against torch, compiled, cut into pieces, resumed."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune.training import prepare_optimizer
+from torchtune.training.optim import _low_precision_optimizer, _rounded_step
+
+OPTIMIZERS = [
+    ("AdamW", {"weight_decay": 0.1}),
+    ("Adam", {"weight_decay": 0.1}),
+    ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), OPTIMIZERS)
+def test_updates_are_those_of_torch_in_float64(name, settings):
+    """Float32 storage, so that nothing is rounded; tolerance: a few float32 roundings of values around 1."""
+    torch.manual_seed(0)
+    values = torch.randn(200)
+    group = torch.optim.__dict__[name]([nn.Parameter(values.clone())], lr=0.01, **settings).param_groups[0]
+    rule = _rounded_step.find_update_rule(getattr(torch.optim, name), group)
+    states = [torch.zeros(200) for _ in rule.states]
+    exact = nn.Parameter(values.double())
+    reference = torch.optim.__dict__[name]([exact], lr=0.01, **settings)
+    for step in (1, 2, 3):
+        grad = torch.randn(200)
+        scalars = rule.scalars(group, step if rule.counts_steps else min(step, 2))
+        values, states = rule.function(values, grad, states, torch.tensor(scalars).unbind())
+        exact.grad = grad.double()
+        reference.step()
+    assert (values.double() - exact.detach()).abs().max() < 2e-6
+
+
+def run_steps(make, *, resume_after=None, steps=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 3)).bfloat16()
+    optimizer = prepare_optimizer(make(model.parameters()), model, seed=1)
+    for step in range(steps):
+        if step == resume_after:
+            state, optimizer = optimizer.state_dict(), prepare_optimizer(make(model.parameters()), model, seed=2)
+            optimizer.load_state_dict(state)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    tensors = [parameter.detach() for parameter in model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if value.dim()]
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def make_adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def test_pieces_do_what_the_whole_does_bit_for_bit(monkeypatch):
+    whole = run_steps(make_adamw)
+    monkeypatch.setattr(_low_precision_optimizer, "rounded_piece_size", lambda device: 100)
+    assert torch.equal(run_steps(make_adamw), whole)
+
+
+def test_resumed_steps_are_equal_bit_for_bit():
+    assert torch.equal(run_steps(make_adamw, resume_after=2), run_steps(make_adamw))
+
+
+def test_weights_that_are_not_contiguous_take_the_same_steps():
+    def run(is_transposed):
+        torch.manual_seed(0)
+        model = nn.Module()
+        values = torch.randn(40, 60).bfloat16()
+        model.weight = nn.Parameter(values.t().contiguous().t() if is_transposed else values)
+        optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
+        for _ in range(2):
+            model.weight.grad = torch.randn(40, 60).bfloat16()
+            optimizer.step()
+        return model.weight.detach()
+
+    assert not run(True).is_contiguous()
+    assert torch.equal(run(True), run(False))
+
+
+def test_count_of_steps_of_a_loaded_state_stays_on_the_host():
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
+    model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+
+
+def test_state_of_another_random_generator_is_said_once(caplog, monkeypatch):
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
+    state = optimizer.state_dict()
+    del state["precision"]["rounding"]
+    with caplog.at_level(logging.INFO, "torchtune"):
+        optimizer.load_state_dict(state)
+    assert "another random generator for stochastic rounding" in caplog.text
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_equal_bit_for_bit(monkeypatch):
+    if not _rounded_step.has_cpp_compiler():
+        pytest.skip("needs a C++ compiler")
+    plain = run_steps(make_adamw)
+    step = _rounded_step.CompiledWhenItPays(_rounded_step.step_elements, seconds=0.0)
+    monkeypatch.setattr(_low_precision_optimizer, "fused_step", step)
+    assert torch.equal(run_steps(make_adamw), plain)
+    assert step.is_compiled
+
+
+def test_steps_stay_uncompiled_if_the_compiler_fails(caplog, monkeypatch):
+    def fail(function, **settings):
+        def compiled(*args):
+            args[1].zero_()  # a kernel that ends in the middle
+            raise RuntimeError("no kernel for this machine")
+
+        return compiled
+
+    plain = run_steps(make_adamw)
+    step = _rounded_step.CompiledWhenItPays(_rounded_step.step_elements, seconds=0.0)
+    monkeypatch.setattr(_low_precision_optimizer, "fused_step", step)
+    monkeypatch.setattr(torch, "compile", fail)
+    with caplog.at_level(logging.INFO, "torchtune"):
+        assert torch.equal(run_steps(make_adamw), plain)
+    assert caplog.text.count("stays uncompiled: no kernel for this machine") == 1
+    assert not step.is_compiled

@@ -1,0 +1,317 @@
+"""Steps of Adam, AdamW and SGD on bfloat16 weights, in one pass over the memory where a compiler is found.
+
+A step is written as plain tensor code of elementary operations, each of which rounds as IEEE 754 says. Compiled and
+uncompiled results are therefore equal bit for bit on a CPU, and a run may begin uncompiled and compile later. Functions
+like ``torch.addcmul`` and ``torch.lerp`` are avoided, because their kernels may or may not fuse a product with a sum.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtune.training.optim._stochastic_rounding import element_ids, random_bits, round_to_bfloat16, rounding_noise
+from torchtune.utils import (
+    computes_on_cpu,
+    first_line,
+    get_logger,
+    has_cpp_compiler,
+    is_simulated,
+    one_compiler_thread,
+)
+
+# A simulation runs the code on parameters of at most this many elements, and takes the step of larger ones as compiled.
+_SIMULATED_UNCOMPILED = 2**18
+
+# (value, gradient, states, scalars) -> new value and states, all float32 of the same shape.
+UpdateFunction = Callable[
+    [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    tuple[torch.Tensor, list[torch.Tensor]],
+]
+
+
+def adam(
+    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Update of ``torch.optim.Adam``: weight decay is part of the gradient (Kingma and Ba, arXiv:1412.6980)."""
+    decay, *scalars = scalars
+    return _adam(value, grad + value * decay, states, scalars)
+
+
+def adamw(
+    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Update of ``torch.optim.AdamW``: weight decay shrinks the weight (Loshchilov and Hutter, arXiv:1711.05101)."""
+    decay, *scalars = scalars
+    return _adam(value - value * decay, grad, states, scalars)
+
+
+def _adam(
+    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    exp_avg, exp_avg_sq = states
+    one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
+    exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
+    denominator = exp_avg_sq.sqrt() / correction2_sqrt + eps
+    return value - exp_avg / denominator * step_size, [exp_avg, exp_avg_sq]
+
+
+def sgd(
+    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Update of ``torch.optim.SGD``, with momentum if there is a state."""
+    lr, decay, momentum, one_minus_dampening = scalars
+    grad = grad + value * decay
+    if not states:
+        return value - grad * lr, []
+    buffer = states[0] * momentum + grad * one_minus_dampening
+    return value - buffer * lr, [buffer]
+
+
+def sgd_nesterov(
+    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Update of ``torch.optim.SGD(nesterov=True)``."""
+    lr, decay, momentum, one_minus_dampening = scalars
+    grad = grad + value * decay
+    buffer = states[0] * momentum + grad * one_minus_dampening
+    return value - (grad + buffer * momentum) * lr, [buffer]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The update of a parameter group.
+
+    Attributes:
+        function: the update.
+        states: names of its states that have an element per weight.
+        counts_steps: whether the parameter's state has ``step``, the number of steps.
+        scalars: (settings of the group, number of this step of the parameter) -> scalars of the function. The first
+            step has the number 1; without ``counts_steps``, all others have the number 2.
+    """
+
+    function: UpdateFunction
+    states: tuple[str, ...]
+    counts_steps: bool
+    scalars: Callable[[Mapping[str, Any], int], list[float]]
+
+
+def _adam_scalars(group: Mapping[str, Any], step: int) -> list[float]:
+    lr = float(group["lr"])
+    beta1, beta2 = map(float, group["betas"])
+    decay = group["weight_decay"]
+    if _is_decoupled(group):
+        decay = lr * decay
+    correction1 = 1 - beta1**step
+    correction2 = 1 - beta2**step
+    return [decay, 1 - beta1, beta2, 1 - beta2, correction2**0.5, group["eps"], lr / correction1]
+
+
+def _is_decoupled(group: Mapping[str, Any]) -> bool:
+    """Return whether weight decay shrinks the weight, as AdamW's does; ``torch.optim.Adam`` has a setting for it."""
+    return group["decoupled_weight_decay"]
+
+
+def _sgd_scalars(group: Mapping[str, Any], step: int) -> list[float]:
+    # torch's momentum buffer starts as the first gradient, without dampening.
+    one_minus_dampening = 1.0 if step == 1 else 1 - group["dampening"]
+    return [float(group["lr"]), group["weight_decay"], group["momentum"], one_minus_dampening]
+
+
+def find_update_rule(optimizer: type, group: Mapping[str, Any]) -> UpdateRule | None:
+    """Return the update of a parameter group, or None if only the optimizer itself can take its steps.
+
+    Args:
+        optimizer: class of the optimizer.
+        group: settings of the group.
+    """
+    if any(map(group.get, ("amsgrad", "maximize", "foreach", "capturable", "differentiable"))):
+        return None
+    if group.get("fused") is False:  # the user wants torch's own loop
+        return None
+    if optimizer in (torch.optim.Adam, torch.optim.AdamW) and "decoupled_weight_decay" in group:
+        return UpdateRule(
+            function=adamw if _is_decoupled(group) else adam,
+            states=("exp_avg", "exp_avg_sq"),
+            counts_steps=True,
+            scalars=_adam_scalars,
+        )
+    if optimizer is torch.optim.SGD:
+        return UpdateRule(
+            function=sgd_nesterov if group["nesterov"] else sgd,
+            states=("momentum_buffer",) if group["momentum"] else (),
+            counts_steps=False,
+            scalars=_sgd_scalars,
+        )
+    return None
+
+
+def step_elements(
+    update: UpdateFunction,
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    ids: torch.Tensor | None,
+    origin: torch.Tensor,
+    key: torch.Tensor,
+) -> None:
+    """Step the elements of a piece: read the storage as float32, update, round, write.
+
+    Args:
+        update: the update.
+        weight: ``[n]``; changed in place.
+        grad: ``[n]``.
+        states: ``[n]`` each, in the order of the update's; changed in place.
+        scalars: float32, scalars of the update.
+        ids: int32 ``[n]``, from :func:`element_ids`; None for consecutive elements, which start at ``origin``.
+        origin: int32 ``[2]``, position of the first element and hash of the parameter's name.
+        key: int32 scalar, from :func:`rounding_key`.
+    """
+    if ids is None:
+        start, name_hash = origin.unbind()
+        positions = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device) + start
+        ids = element_ids(positions, name_hash)
+    bits = random_bits(ids, key)
+    wide_states = [state.float() for state in states]
+    value, new_states = update(weight.float(), grad.float(), wide_states, scalars.unbind())
+    _write(weight, value, bits, 0)
+    for i, (state, new_state) in enumerate(zip(states, new_states, strict=True)):
+        _write(state, new_state, bits, 1 + i)
+
+
+def _write(stored: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, draw: int) -> None:
+    if stored.dtype == torch.bfloat16:
+        values = round_to_bfloat16(values, rounding_noise(bits, draw))
+    stored.copy_(values)
+
+
+class CompiledWhenItPays:
+    """Function that compiles itself once its calls have taken as long as a compiler would.
+
+    A short run never waits for the compiler, and a long run loses at most twice what a run that knew its length would.
+    On a CPU compiled and uncompiled results are compared before the switch; a run whose compiler fails, or rounds
+    differently, goes on uncompiled. Other devices compile at the first call, because their compilers fuse products with
+    sums: a switch in the middle would be visible.
+
+    Args:
+        function: changes tensors in place and returns None. Its first argument is a Python function.
+        seconds: time after which to compile.
+    """
+
+    def __init__(self, function: Callable[..., None], seconds: float = 20.0) -> None:
+        self._function = function
+        self._seconds_left = seconds
+        self._compiled: Callable[..., None] | None = None
+        self._is_decided = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether calls run the compiled function."""
+        return self._compiled is not None
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        if self._compiled is not None:
+            self._compiled(*map(_without_base, args))
+            return
+        if is_simulated() and args[1].numel() > _SIMULATED_UNCOMPILED:
+            _rewrite(args)
+            return
+        on_cpu = computes_on_cpu(args[1].device)
+        if not self._is_decided and not is_simulated() and (not on_cpu or self._seconds_left <= 0):
+            self._compile(*args)
+            return
+        start = time.perf_counter()
+        self._function(*args)
+        self._seconds_left -= time.perf_counter() - start
+
+    def _compile(self, *args: Any) -> None:
+        """Compile the function, call it once, and decide whether to use it from now on."""
+        self._is_decided = True
+        on_cpu = computes_on_cpu(args[1].device)
+        if on_cpu and not has_cpp_compiler():
+            self._function(*args)
+            return
+        compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
+        reference_args = _copies(args)
+        try:
+            with one_compiler_thread():
+                compiled(*map(_without_base, args))
+        except RuntimeError as error:  # errors of torch.compile are RuntimeErrors
+            get_logger().info(f"The optimizer step stays uncompiled: {first_line(error)}")
+            _overwrite(args, reference_args)
+            self._function(*args)
+            return
+        if on_cpu:
+            self._function(*reference_args)
+            if not _are_equal(args, reference_args):
+                get_logger().info("The optimizer step stays uncompiled: the compiler rounds differently.")
+                _overwrite(args, reference_args)
+                return
+        self._compiled = compiled
+
+
+def _rewrite(args: Sequence[Any]) -> None:
+    """Read and write every tensor once, without temporary tensors, as a compiled step does."""
+    for tensor in _tensors(args):
+        tensor.copy_(tensor)
+
+
+def _without_base(arg: Any) -> Any:
+    """Return a tensor with the memory of ``arg`` that is not a view, or a list of them.
+
+    A compiled function is compiled again for every shape of the tensors that its arguments are views of.
+    """
+    if isinstance(arg, list):
+        return [_without_base(item) for item in arg]
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    tensor = torch.empty(0, dtype=arg.dtype, device=arg.device)
+    return tensor.set_(arg.untyped_storage(), arg.storage_offset(), arg.shape, arg.stride())
+
+
+def _copies(args: Sequence[Any]) -> list[Any]:
+    """Copy tensors, and lists of tensors."""
+    copies: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            copies.append(arg.clone())
+        elif isinstance(arg, list):
+            copies.append(_copies(arg))
+        else:
+            copies.append(arg)
+    return copies
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors of arguments, and of lists of tensors in them."""
+    tensors: list[torch.Tensor] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, list):
+            tensors += _tensors(arg)
+    return tensors
+
+
+def _overwrite(args: Sequence[Any], values: Sequence[Any]) -> None:
+    for tensor, value in zip(_tensors(args), _tensors(values), strict=True):
+        tensor.copy_(value)
+
+
+def _are_equal(args: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether all tensors are equal bit for bit, NaN included."""
+    pairs = zip(_tensors(args), _tensors(others), strict=True)
+    return all(torch.equal(_as_bytes(tensor), _as_bytes(other)) for tensor, other in pairs)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# All optimizers of a process share it: with a step in the backward pass, each parameter has an optimizer.
+fused_step = CompiledWhenItPays(step_elements)
