@@ -80,7 +80,7 @@ class DataShow(Subcommand):
         show_config(_read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
-        from torchtune.datasets import SAMPLE, report, scan, shared_rows
+        from torchtune.datasets import CHECKED_SETTINGS, SAMPLE, report, scan, shared_rows
 
         for file in filter(None, (path, args.validation)):
             if not file.exists():
@@ -89,10 +89,12 @@ class DataShow(Subcommand):
         if (given.dataset or given.tokenizer) and args.tokenizer is None:
             setting = [*given.dataset, *given.tokenizer][0]
             raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
-        facts = scan(path, everything=args.all, settings=given.file_settings)
+        checked = [override for override in given.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
+        options = {"everything": args.all, "settings": given.file_settings, "chosen": _changed({}, checked)}
+        facts = scan(path, **options)
         print("\n".join(report(facts)))
         if args.validation is not None:
-            held_out = scan(args.validation, everything=args.all, settings=given.file_settings)
+            held_out = scan(args.validation, **options)
             print("\n".join([*report(held_out), shared_rows(facts, held_out)]))
         if not facts.formats or len(facts.problems) >= facts.rows:
             raise UserError(f"{path}: none of its {facts.rows:,} rows can be used: correct the rows.")

@@ -39,6 +39,7 @@ __getattr__, __dir__, __all__ = attach(
     },
     ("multimodal",),
     between_rooms={
+        "CHECKED_SETTINGS": "_file_report",
         "Fingerprint": "_fingerprint",
         "NotRead": "_preview",
         "RowSource": "_row_source",

@@ -139,6 +139,8 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return "unknown", ""
 
 
+# Settings of a dataset on which it depends whether a conversation can be trained on.
+CHECKED_SETTINGS = ("allow_any_order", "new_system_prompt")
 # Builder -> transform of its rows, where a check needs no further settings.
 _TRANSFORMS: dict[str, Callable[..., Any]] = {
     "alpaca_dataset": AlpacaToMessages,
@@ -183,9 +185,18 @@ def formats_of(transform: Any) -> tuple[str, ...]:
     return tuple(getattr(transform, "formats", ()))
 
 
-def _problem(row: Any, reader: str) -> str | None:
-    """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason."""
+def _problem(row: Any, reader: str, chosen: Mapping[str, Any]) -> str | None:
+    """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason.
+
+    Args:
+        row: the row.
+        reader: builder with its columns, see :func:`format_of`.
+        chosen: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
+    """
     builder, settings = _settings_of(reader)
+    options = {}
+    if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
+        options["new_system_prompt"] = chosen["new_system_prompt"]
     columns = {
         name.removeprefix("column_map."): column for name, column in settings.items() if name.startswith("column_map.")
     }
@@ -197,9 +208,9 @@ def _problem(row: Any, reader: str) -> str | None:
     else:
         return None
     try:
-        sample = transform(column_map=columns or None)(row)
+        sample = transform(column_map=columns or None, **options)(row)
         messages = sample["messages"] if "messages" in sample else sample["chosen"]
-        if builder != "preference_dataset":
+        if builder != "preference_dataset" and not chosen.get("allow_any_order"):
             validate_messages(messages)
     except DataError as error:
         return str(error)
@@ -290,13 +301,20 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
             raise UserError(f"{path}, {unit} {number}: {error}; correct the {unit}.") from error
 
 
-def scan(path: Path, *, everything: bool, settings: Mapping[str, Any] | None = None) -> FileFacts:
+def scan(
+    path: Path,
+    *,
+    everything: bool,
+    settings: Mapping[str, Any] | None = None,
+    chosen: Mapping[str, Any] | None = None,
+) -> FileFacts:
     """Read a file or folder: count and compare all rows, and inspect the first ``SAMPLE`` or all of them.
 
     Args:
         path: path of a data file, possibly compressed, or of a folder.
         everything: inspect all rows.
         settings: settings of the file, such as ``delimiter``.
+        chosen: settings of the dataset by which rows are judged, of :data:`CHECKED_SETTINGS`.
 
     Raises:
         UserError: the file is empty, unreadable or of an unsupported type.
@@ -318,7 +336,7 @@ def scan(path: Path, *, everything: bool, settings: Mapping[str, Any] | None = N
         if facts.hashes.setdefault(key, number) != number:
             facts.copies.append((number, facts.hashes[key]))
         if everything or facts.rows <= SAMPLE:
-            _look(facts, number, columns, kind, reader)
+            _look(facts, number, columns, kind, reader, chosen or {})
     if not facts.rows:
         raise UserError(f"{path}: there are no rows in it.")
     return facts
@@ -351,7 +369,9 @@ def _key(row: Mapping[str, Any], reader: str) -> int:
     return hash(json.dumps(read, sort_keys=True, default=str))
 
 
-def _look(facts: FileFacts, number: int, row: Mapping[str, Any], kind: str, reader: str) -> None:
+def _look(
+    facts: FileFacts, number: int, row: Mapping[str, Any], kind: str, reader: str, chosen: Mapping[str, Any]
+) -> None:
     facts.read += 1
     facts.formats[kind, reader] += 1
     facts.firsts.setdefault((kind, reader), number)
@@ -365,7 +385,7 @@ def _look(facts: FileFacts, number: int, row: Mapping[str, Any], kind: str, read
         facts.labels += 1
     if facts.example is None:
         facts.example = row
-    if problem := _problem(row, reader):
+    if problem := _problem(row, reader, chosen):
         facts.problems.append((number, problem))
 
 

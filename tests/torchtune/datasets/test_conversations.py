@@ -241,3 +241,14 @@ def test_tools_that_a_tokenizer_does_not_write_are_said_once(caplog):
     for _ in range(2):
         assert NoTools()(dict(row))["tokens"] == [1, 2]
     assert caplog.text.count("Rows have tools, which a NoTools does not write into the prompt") == 1
+
+
+def test_a_file_is_judged_by_the_settings_of_its_dataset(tmp_path):
+    turns = [{"role": "system", "content": "a"}, QUESTION, QUESTION, {"role": "assistant", "content": "Yes."}]
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": turns}, {"messages": turns[1:], "system": "b"}])
+    refused = scan(path, everything=True).problems
+    assert [number for number, reason in refused if "allow_any_order=true" in reason] == [1, 2]
+    assert not scan(path, everything=True, chosen={"allow_any_order": True}).problems
+    path = write_lines(tmp_path / "two.jsonl", [{"messages": [*turns[:2], turns[-1]], "system": "b"}])
+    assert "new_system_prompt, which replaces both" in scan(path, everything=True).problems[0][1]
+    assert not scan(path, everything=True, chosen={"new_system_prompt": "c"}).problems
