@@ -114,6 +114,7 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     sizes: list[int] = []
     lengths: list[int | None] = []
     dropped = truncated = 0
+    omitted: list[str] = []
     for node in nodes_of(dataset):
         try:
             with preview(sample) as seen:
@@ -130,13 +131,15 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
         rows = built.ds if hasattr(built, "packs") else built
         dropped += len(getattr(rows, "dropped", ()))
         truncated += getattr(rows, "num_truncated", 0)
+        if getattr(rows, "omitted", ""):
+            omitted.append(rows.omitted)
     if unknown:
         return Measured(None, "; ".join(unknown), exact=False)
     kind = "packs" if packed else "rows"
     examples = sum(sizes)
     total = "" if None in counts else f", {round(sum(counts)):,} tokens"
     most = None if None in lengths else max(lengths)
-    left_out = _describe_left_out(dropped, truncated, tokenizer)
+    left_out = _describe_left_out(dropped, truncated, tokenizer) + "".join(f"; {text}" for text in omitted)
     if is_mixture(dataset):
         per_epoch = mixture_examples(dataset, sizes)
         if exact:

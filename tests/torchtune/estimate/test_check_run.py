@@ -201,6 +201,14 @@ def test_rows_that_cannot_be_trained_on_are_named(folder, tmp_path):
         plan_data(cfg)
 
 
+def test_the_plan_counts_rows_of_which_the_chat_template_leaves_out_a_text(folder, tmp_path):
+    data = write_conversations(tmp_path / "data.jsonl", 5)
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "cat", "reasoning_content": "why"}]
+    data.write_text(data.read_text() + json.dumps({"messages": turns}) + "\n")
+    plan = dict(plan_data(settings(LORA, folder, dataset__data_files=str(data))))
+    assert plan["data"].endswith("; the chat template drops the reasoning of 1 of 6 rows")
+
+
 def test_the_plan_counts_rows_that_are_left_out_or_truncated(folder, tmp_path):
     data = write_conversations(tmp_path / "data.jsonl", 5)
     data.write_text(data.read_text() + '{"messages": []}\n')
