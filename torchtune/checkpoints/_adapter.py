@@ -37,6 +37,7 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
+from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft import LoRA, NewTokens
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger
@@ -152,8 +153,8 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
         file: file of the adapter.
 
     Raises:
-        CheckpointError: the rows are not the next ones of the model's vocabulary.
-        ConversionError: the model cannot train rows separately.
+        CheckpointError: the rows are not the next ones of the model's vocabulary, or the model cannot train rows
+            separately.
     """
     settings = file.with_name(ADAPTER_CONFIG_FILE)
     trained = read_settings(settings).get("trainable_token_indices") if settings.is_file() else None
@@ -173,7 +174,10 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
             f"continue the vocabulary of the base with its {rows} rows: use the base that the adapter was trained on, "
             "or merge the adapter into its base with peft and start from the merged model."
         )
-    NewTokens.grow(decoder, needed, len(ids))
+    try:
+        NewTokens.grow(decoder, needed, len(ids))
+    except ConversionError as error:
+        raise CheckpointError(f"{settings} has {len(ids)} new tokens, which this model cannot get; {error}") from error
 
 
 def _load_owned(

@@ -137,6 +137,10 @@ def test_what_cannot_be_had(tmp_path):
     with pytest.raises(ConversionError, match="a LoRALinear or has a bias: leave out the adapter of the output"):
         fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
     assert model.tok_embeddings.weight.shape[0] == OLD
+    store, trained = grown(source)
+    saved = store.save("step_1", trained, contents="adapter")
+    with pytest.raises(CheckpointError, match=r"has 8 new tokens, which this model cannot get; .* leave out the"):
+        load(source, LoRA(4, 8, apply_to_output=True), adapter_checkpoint=saved)
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])

@@ -127,7 +127,10 @@ class NewTokens(Conversion):
                 "use a full recipe."
             )
         if hasattr(model.tok_embeddings.weight, "device_mesh"):
-            raise ConversionError("resize_token_embeddings: new rows of a sharded model cannot be trained yet.")
+            raise ConversionError(
+                "resize_token_embeddings: new rows of a sharded model cannot be trained yet: use a single-device "
+                "recipe, or start from a model that has them."
+            )
 
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace the embedding and the output projection.
