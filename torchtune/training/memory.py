@@ -117,11 +117,17 @@ def _reset_peaks(device: torch.device) -> None:
             )
 
 
-def _peak_resident_bytes() -> int:
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Return the resident memory of this process, or with ``"VmHWM"`` its peak; the peak if the present is not known.
+
+    Example:
+        >>> torchtune.training.memory.resident_bytes() > 2**20
+        True
+    """
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -150,7 +156,7 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
 
 def _read_peaks(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
-        return {"peak_memory_resident": _peak_resident_bytes() / _GIB}
+        return {"peak_memory_resident": resident_bytes("VmHWM") / _GIB}
     if device.type == "mps":
         return {
             "peak_memory_active": torch.mps.current_allocated_memory() / _GIB,

@@ -1,5 +1,6 @@
 """tune run and tune validate: what is found, checked, started and refused."""
 
+import re
 import sys
 
 import pytest
@@ -180,6 +181,9 @@ def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune, tmp
     assert "no_model" in result.err
     assert "no_tokenizer" in result.err
     assert not output.exists()
+    (process,) = re.findall(r"process +about ([\d.]+) GiB: the tensors, ([\d.]+) GiB of libraries", result.out)
+    (peak,) = re.findall(r"peak +([\d.]+) GiB", result.out)
+    assert float(process[0]) == pytest.approx(float(peak) + float(process[1]) + 0.3, abs=0.02)
 
 
 def test_dry_run_of_a_run_that_can_start(tune, tmp_path):
