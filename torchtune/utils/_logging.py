@@ -41,6 +41,7 @@ def above_bars(stream: Any) -> Iterator[None]:
     """Context manager for whole lines that are printed to ``stream``: progress bars move below them.
 
     Example:
+        >>> import sys
         >>> with torchtune.utils.above_bars(sys.stdout):
         ...     print("step_10 was saved.")
         step_10 was saved.
