@@ -66,8 +66,8 @@ class Recurrent(nn.Module):
 EDITS = {
     'torch.device("meta"):\n            model': "self.device:\n            model",
     'hidden = self.model(**batch.model_inputs(), output="hidden")': "logits = self.model(batch.tokens)",
-    "sum_and_count(hidden, batch.labels, self.model.output)": (
-        "sum_and_count(logits, batch.labels, torch.nn.Identity())"
+    "sum_and_count(hidden, batch.labels, self.model.output,": (
+        "sum_and_count(logits, batch.labels, torch.nn.Identity(),"
     ),
 }
 
