@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune.data import Documents, SharedPrefixes
 from torchtune.modules._block_attention import block_attention, block_attention_backward
 from torchtune.modules._block_mask import document_block_mask
-from torchtune.modules._fused_attention import fused_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -80,7 +80,7 @@ def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal:
     """Attention of documents of equal length ``[count, length, n, h]``; the result is ``[t, n, h]``."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    out = fused_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune.modules._fused_attention import fused_attention
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.utils import to_device
 
@@ -31,10 +30,10 @@ class TileMask:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         for images, real in self.groups:
             rows = slice(start, start + images)
-            parts = [fused_attention(q[rows, :, :real], k[rows], v[rows], dropout_p=dropout_p)]
+            parts = [F.scaled_dot_product_attention(q[rows, :, :real], k[rows], v[rows], dropout_p=dropout_p)]
             if real < q.shape[2]:
                 seen = k[rows, :, :real], v[rows, :, :real]
-                parts.append(fused_attention(q[rows, :, real:], *seen, dropout_p=dropout_p))
+                parts.append(F.scaled_dot_product_attention(q[rows, :, real:], *seen, dropout_p=dropout_p))
             found.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
             start += images
         return (torch.cat(found) if len(found) > 1 else found[0]).transpose(1, 2)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune._lazy import former_attribute
 from torchtune.data import Documents
@@ -19,7 +20,6 @@ from torchtune.modules._document_attention import (
     document_attention,
     prepend_shared_prefix,
 )
-from torchtune.modules._fused_attention import fused_attention
 from torchtune.modules._tiles import TileMask
 from torchtune.utils import get_logger, log_once
 
@@ -186,8 +186,14 @@ _CARDS: dict[torch.device, _Card] = {}
 
 
 def _card(device: torch.device) -> _Card | None:
-    """Look at a card once, outside of compiled layers; ``None`` if this machine has no such card."""
+    """Look at a card once, outside of compiled layers; ``None`` if this machine has no such card.
+
+    From then on this process does not run cuDNN's attention, which torch prefers on an H100 for some shapes. It makes a
+    plan for every new shape, and batches of documents and steps of generation have a new shape each time; no speed of
+    the library was measured with it.
+    """
     if device not in _CARDS and not torch.compiler.is_compiling() and torch.cuda.is_available():
+        torch.backends.cuda.enable_cudnn_sdp(False)
         facts = torch.cuda.get_device_properties(device)
         _CARDS[device] = _Card((facts.major, facts.minor), facts.shared_memory_per_block_optin)
     return _CARDS.get(device)
@@ -300,11 +306,13 @@ def _scored_attention(
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
     """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
     b, s, n, h = q.shape
+    if q.is_cuda:
+        _card(q.device)
     if s == 1 and n != k.shape[2]:  # the queries of a group become positions, so that no kernel repeats keys
         groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
         visible = None if mask is None else mask[:, None]
-        return fused_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
-    out = fused_attention(
+        return F.scaled_dot_product_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
+    out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
