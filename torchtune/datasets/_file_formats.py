@@ -8,6 +8,7 @@ JSON a mapping gets the keys of all other rows.
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # Longest cell of a table in characters.
 _LONGEST_CELL = 1 << 30
 _CHUNK = 1 << 20
+_WHITESPACE = re.compile(r"\s*")
 _BOM = b"\xef\xbb\xbf"
 # Arguments of `datasets.load_dataset` that do not change what is read from a local file.
 _WITHOUT_EFFECT = {
@@ -154,10 +156,9 @@ def _parse_json(text: bytes) -> Any:
         decoded, values, position = decode_utf8(text), [], 0
         decoder = json.JSONDecoder()
         try:
-            while stripped := decoded[position:].lstrip():
-                value, length = decoder.raw_decode(stripped)
+            while (position := _WHITESPACE.match(decoded, position).end()) < len(decoded):
+                value, position = decoder.raw_decode(decoded, position)
                 values.append(value)
-                position = len(decoded) - len(stripped) + length
         except (ValueError, RecursionError):
             values = []
         if len(values) < 2:
