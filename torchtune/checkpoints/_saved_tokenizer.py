@@ -1,5 +1,6 @@
 """Tokenizer files and generation settings of a checkpoint, written by the tokenizer that trained."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,23 +32,31 @@ def save_tokenizer(tokenizer: Any, folders: Sequence[Path], source: Path) -> Non
 
     Args:
         tokenizer: tokenizer that trained.
-        folders: the folders, without tokenizer files.
+        folders: existing folders without tokenizer files.
         source: folder of the base weights.
     """
+    # Written aside, because a tokenizer that fails may have written some of its files.
+    with TemporaryDirectory(dir=folders[0]) as name:
+        aside = Path(name)
+        reason = _write_files(tokenizer, aside)
+        if reason is None:
+            files = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+            for folder in folders:
+                for file in files:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(aside / file, folder / file)
+            return
+    get_logger().warning(f"The checkpoint holds no tokenizer, {MISSING_TOKENIZER} in it says more: {reason}.")
     for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = _write_files(tokenizer, folder)
-        if reason is not None:
-            get_logger().warning(f"{folder} holds no tokenizer: {reason}.")
-            (folder / MISSING_TOKENIZER).write_text(
-                f"""This checkpoint holds no tokenizer: {reason}.
+        (folder / MISSING_TOKENIZER).write_text(
+            f"""This checkpoint holds no tokenizer: {reason}.
 
 The tokenizer files of {source} are not copied, because the model may have been trained with other tokens or another
 chat template. If they are those that trained, copy them here. For checkpoints with a tokenizer, give the class a
 method `save_files(folder)`, which writes `tokenizer.json` and `tokenizer_config.json`.
 """,
-                encoding="utf-8",
-            )
+            encoding="utf-8",
+        )
 
 
 def _write_files(tokenizer: Any, folder: Path) -> str | None:
