@@ -10,7 +10,7 @@ import torch
 
 from torchtune import config
 from torchtune._recipe_registry import current_name, promises, recipe_at
-from torchtune.checkpoints import add_reference, check_tokenizer, checkpoint_contents
+from torchtune.checkpoints import add_reference, check_quantizer, check_tokenizer, checkpoint_contents
 from torchtune.config import locate
 from torchtune.datasets import NotRead, instantiate_collate, instantiate_dataset, preview
 from torchtune.estimate._plan import arrange, build_on_meta, is_mixture, nodes_of
@@ -23,7 +23,6 @@ from torchtune.training.metric_logging import TrackingLogger
 from torchtune.training.optim import GroupedOptimizer, require_trained
 from torchtune.training.parallel import ParallelDims, check_parallelizable
 from torchtune.training.precision import get_dtype
-from torchtune.training.quantization import check_quantizer
 from torchtune.utils import UserError, find_device, is_simulated
 
 

@@ -27,18 +27,15 @@ class RecipeTokenizer(Protocol):
 
     A dataset of your own gets the tokenizer and calls what it likes. Everything else is optional, and needed for:
 
-    ==================================================================  ===============================================
-    attribute or method                                                 needed for
-    ==================================================================  ===============================================
-    ``encode(text, add_bos=True, add_eos=True) -> ids``                 ``text_completion_dataset``
-    ``__call__({"messages": [...]}, inference=False) -> {"tokens":      all datasets of conversations; ``mask`` is True
-    ids, "mask": bools}``                                               where a token is not trained on
-    ``decode(ids) -> text`` and ``stop_tokens`` (a list of ids)         generation, rollouts, answers in the report
-    ``max_seq_len``                                                     truncation and packing
-    ``save_files(folder)``                                              its files in checkpoints
-    ``pad_id``                                                          padded batches; 0 without it
-    ``fingerprint`` (a text that changes when the tokenizer does)       reuse of tokenized rows between runs
-    ==================================================================  ===============================================
+    - ``encode(text, add_bos=True, add_eos=True)``, which returns ids: ``text_completion_dataset``.
+    - ``__call__({"messages": [...]}, inference=False)``, which returns ``{"tokens": ids, "mask": bools}``: all datasets
+      of conversations; ``mask`` is True where a token is not trained on.
+    - ``decode(ids)``, which returns a text, and ``stop_tokens``, a list of ids: generation, rollouts and answers in the
+      report.
+    - ``max_seq_len``: truncation and packing.
+    - ``save_files(folder)``: tokenizer files in checkpoints.
+    - ``pad_id``: padded batches; 0 without it.
+    - ``fingerprint``, a text that changes when the tokenizer does: reuse of tokenized rows between runs.
 
     Attributes:
         vocab_size: one more than the largest id; the embedding must have as many rows.
