@@ -56,13 +56,14 @@ def observe_together(guard: ObserverGuard, function: Callable[[], T], dims: Para
             raise
         failure = error
     failed = torch.tensor([int(failure is not None)])
-    agreement = dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True)
-    try:
-        agreement.wait(_TIMEOUT if failure is None else _FAILED_TOGETHER)
-    except RuntimeError:
-        if failure is not None:
+    if failure is None:
+        # In torch's own function, because the watchdog recognizes by it that this rank waits for another one.
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    else:
+        try:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True).wait(_FAILED_TOGETHER)
+        except RuntimeError:
             raise failure from None
-        raise
     dist.destroy_process_group(group)
     if not failed.item():
         return result
