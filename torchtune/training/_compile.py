@@ -1,12 +1,24 @@
 """Compile a model layer by layer, in place."""
 
+import functools
+import logging
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from torchtune.training.memory import CheckpointedForward
-from torchtune.utils import UserError, allow_compiled_versions, get_logger, has_cpp_compiler
+from torchtune.utils import (
+    UserError,
+    allow_compiled_versions,
+    first_line,
+    forbid_mixed_reductions,
+    get_logger,
+    has_cpp_compiler,
+    log_once,
+)
 
 
 def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
@@ -37,6 +49,27 @@ def _backend() -> str:
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
 
 
+@functools.cache  # the same object each time: layers that are compiled with it share their code
+def _forgiving(backend: str) -> Callable[..., Any]:
+    """Return a backend that runs a graph uncompiled, and says so once, if the compiler fails on it."""
+    compile_graph = torch._dynamo.lookup_backend(backend)
+
+    def compile_or_run(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        try:
+            return compile_graph(graph, inputs, **options)
+        except Exception as error:  # noqa: BLE001 - of any kind: it is the compiler's, and the graph runs without it
+            what = f"{type(error).__name__}: {first_line(error)}"
+            log_once(
+                get_logger(),
+                f"compile: {backend} failed on a part of the model, which runs uncompiled, slower and with the same "
+                f"results ({what}).",
+                level=logging.WARNING,
+            )
+            return graph.forward
+
+    return compile_or_run
+
+
 def _compile_module(module: torch.nn.Module, backend: str) -> None:
     """Compile ``module`` in place.
 
@@ -47,11 +80,11 @@ def _compile_module(module: torch.nn.Module, backend: str) -> None:
     """
     forward = module.forward
     if isinstance(forward, CheckpointedForward) and "context_fn" not in forward.kwargs:
-        forward.forward = torch.compile(forward.forward, backend=backend)
+        forward.forward = torch.compile(forward.forward, backend=_forgiving(backend))
     elif type(module).__module__.startswith("torch.nn."):
-        module.forward = torch.compile(forward, backend=backend)
+        module.forward = torch.compile(forward, backend=_forgiving(backend))
     else:
-        module.compile(backend=backend)
+        module.compile(backend=_forgiving(backend))
 
 
 def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
@@ -59,7 +92,8 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
 
     Layers share their compiled code. The first sequence length compiles with static shapes, the second with dynamic
     shapes, which further lengths reuse. The environment variable ``TORCH_COMPILE_BACKEND`` sets the backend
-    (``inductor``). A model without transformer layers is compiled as a whole.
+    (``inductor``). A model without transformer layers is compiled as a whole. A part on which the compiler fails runs
+    uncompiled, which is logged once.
 
     Args:
         model: materialized model, with activation checkpointing already applied.
@@ -69,10 +103,13 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
         UserError: the model is on a CPU and there is no C++ compiler.
     """
     from torchtune.modules import TransformerSelfAttentionLayer
+    from torchtune.modules.mixers import GatedDeltaNet
 
     backend = _backend()
     _check_toolchain(model, backend)
     allow_compiled_versions(_MAX_VERSIONS)
+    if any(isinstance(module, GatedDeltaNet) for module in model.modules()):
+        forbid_mixed_reductions()
     layers = [module for module in model.modules() if isinstance(module, TransformerSelfAttentionLayer)]
     for module in layers or [model]:
         _compile_module(module, backend)
@@ -95,7 +132,7 @@ def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module
     backend = _backend()
     _check_toolchain(loss, backend)
     if hasattr(loss, "apply_compile_strategy"):
-        loss.apply_compile_strategy(backend=backend)
+        loss.apply_compile_strategy(backend=_forgiving(backend))
     else:
         _compile_module(loss, backend)
     if verbose:

@@ -72,6 +72,16 @@ def allow_compiled_versions(most: int) -> None:
     settings.recompile_limit = max(settings.recompile_limit, most)
 
 
+def forbid_mixed_reductions() -> None:
+    """Keep the compiler from fusing reductions over different dimensions, in this process.
+
+    torch 2.14 fails on the backward pass of Gated DeltaNet with it (an AssertionError about two numbers of elements).
+    """
+    triton = torch._inductor.config.triton
+    if hasattr(triton, "mix_order_reduction"):
+        triton.mix_order_reduction = False
+
+
 def in_backward_pass() -> bool:
     """Return whether autograd runs a backward pass in this thread: a forward pass inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -3,9 +3,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import register_backend
 
 from torchtune import training
 from torchtune.data import Documents
+from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules._products import fast_products
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
@@ -120,7 +123,36 @@ def test_a_loss_that_knows_what_to_compile(monkeypatch):
         def apply_compile_strategy(self, **kwargs):
             self.compiled_with = kwargs
 
-    assert training.compile_loss(Loss()).compiled_with == {"backend": "eager"}
+    (argument,) = training.compile_loss(Loss()).compiled_with.items()
+    assert argument[0] == "backend"
+    assert torch.compile(lambda x: x + 1, backend=argument[1])(torch.ones(1)) == 2
+
+
+def test_a_compiler_that_fails_does_not_end_a_run(monkeypatch, caplog):
+    """Each part runs uncompiled, and it is said once."""
+
+    def broken(graph, inputs):
+        raise AssertionError("384 v.s. 383\nand a page of details")
+
+    register_backend(broken, name="broken_compiler")
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "broken_compiler")
+    model, loss = make_model(), LinearCrossEntropyLoss()
+    tokens, grads = torch.arange(8)[None], []
+    for compiles in (False, True):
+        if compiles:
+            training.compile_model(model)
+            training.compile_loss(loss)
+        total, _ = loss.sum_and_count(model(tokens, output="hidden"), tokens, model.output)
+        total.backward()
+        grads.append([total.detach(), *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad()
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        "compile: broken_compiler failed on a part of the model, which runs uncompiled, slower and with the same "
+        "results (AssertionError: 384 v.s. 383)."
+    ]
 
 
 def test_no_compiler(monkeypatch):
@@ -133,3 +165,18 @@ def test_no_compiler(monkeypatch):
     builder.get_cpp_compiler.cache_clear() if hasattr(builder.get_cpp_compiler, "cache_clear") else None
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler and finds none: install g\+\+"):
         training.compile_model(make_model())
+
+
+@pytest.mark.parametrize("has_delta_rule", [False, True])
+def test_gated_delta_nets_are_compiled_without_mixed_reductions(has_delta_rule, monkeypatch):
+    from torch._inductor import config as inductor_config
+
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
+    mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16)
+    sizes = {"vocab_size": 32, "num_layers": 1, "embed_dim": 32, "intermediate_dim": 32, "max_seq_len": 64}
+    given = {"mixer": mixer, "mixer_layers": (0,)} if has_delta_rule else {}
+    if not hasattr(inductor_config.triton, "mix_order_reduction"):
+        pytest.skip("this torch does not fuse such reductions")
+    with inductor_config.patch({"triton.mix_order_reduction": True}):
+        training.compile_model(build(Description(**sizes, num_heads=2, num_kv_heads=2, **given)), verbose=False)
+        assert inductor_config.triton.mix_order_reduction is not has_delta_rule
