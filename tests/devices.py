@@ -1,4 +1,4 @@
-"""The device on which the tests run."""
+"""The device on which the tests run recipes."""
 
 import os
 

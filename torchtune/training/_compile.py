@@ -13,6 +13,7 @@ from torchtune.training.memory import CheckpointedForward
 from torchtune.utils import (
     UserError,
     allow_compiled_versions,
+    find_compiler,
     first_line,
     forbid_mixed_reductions,
     get_logger,
@@ -52,7 +53,7 @@ def _backend() -> str:
 @functools.cache  # the same object each time: layers that are compiled with it share their code
 def _forgiving(backend: str) -> Callable[..., Any]:
     """Return a backend that runs a graph uncompiled, and says so once, if the compiler fails on it."""
-    compile_graph = torch._dynamo.lookup_backend(backend)
+    compile_graph = find_compiler(backend)
 
     def compile_or_run(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         try:

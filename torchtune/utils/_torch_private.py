@@ -6,6 +6,7 @@ one.
 
 import os
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -70,6 +71,11 @@ def allow_compiled_versions(most: int) -> None:
     """Raise the compiler's limit of recompilations per function to ``most``; over the limit, functions run eagerly."""
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, most)
+
+
+def find_compiler(name: str) -> Callable[..., Callable[..., Any]]:
+    """Return the compiler of graphs (backend) with a name that ``torch.compile`` takes."""
+    return torch._dynamo.lookup_backend(name)
 
 
 def forbid_mixed_reductions() -> None:
