@@ -19,7 +19,7 @@ BATCHES = "                for batch in step.batches:\n"
 STATE = "            self.checkpointer.resume(self.resume_point, self.model, state)\n"
 # Faults of copied recipes: old text -> new text.
 FAULTS = {
-    "gradients summed over micro-batches": {"loss.backward()": "(loss * len(step.batches)).backward()"},
+    "gradients summed over micro-batches": {"scale(loss).backward()": "scale(loss * len(step.batches)).backward()"},
     "mean of the means of micro-batches": {
         DIVISION: "loss = self.compute_loss(batch) / batch.num_labels / len(step.batches)"
     },

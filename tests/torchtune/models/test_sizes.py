@@ -26,6 +26,8 @@ def _module(family: str) -> ModuleType:
 
 
 def _sizes(family: str) -> dict[str, Description]:
+    if family == "llama3_2_vision":  # its rows describe a decoder and an encoder
+        return {}
     builders = getattr(_module(family), "_model_builders", None)
     return {**getattr(builders, "SIZES", {}), **getattr(builders, "REWARD_SIZES", {})}
 

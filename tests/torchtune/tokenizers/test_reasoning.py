@@ -185,6 +185,6 @@ def test_data_show_counts_the_rows_that_a_policy_changes(folder, capsys):
     dataset(folder, [TURNS, TURNS[:2], WITH_CALL])
     node = {**CHATS, "source": str(folder / "rows.jsonl")}
     for policy, said in (("strip", "keep changes 2 rows, split changes 2 rows"), ("keep", "strip changes 2 rows")):
-        show_dataset("dataset", node, make(folder, policy), 0, True, 10)
+        show_dataset("dataset", node, make(folder, policy), 0, True, 10, longest=None)
         assert f"reasoning   {policy} is set" in (out := capsys.readouterr().out)
         assert said in out

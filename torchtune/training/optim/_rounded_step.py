@@ -215,11 +215,11 @@ class CompiledWhenItPays:
 
     def __call__(self, *args: Any) -> None:
         """Call the function."""
-        if self._compiled is not None:
-            self._compiled(*map(_without_base, args))
-            return
         if is_simulated() and args[1].numel() > _SIMULATED_UNCOMPILED:
             _rewrite(args)
+            return
+        if self._compiled is not None and not is_simulated():
+            self._compiled(*map(_without_base, args))
             return
         on_cpu = computes_on_cpu(args[1].device)
         if not self._is_decided and not is_simulated() and (not on_cpu or self._seconds_left <= 0):

@@ -97,7 +97,7 @@ def test_wrong_settings_and_images():
         lambda: CLIPImageTransform(image_mean=CLIP_MEAN),
         lambda: CLIPImageTransform(image_mean=[0.5], image_std=[0.5]),
         lambda: CLIPImageTransform(max_num_tiles=None),
-        lambda: CLIPImageTransform(tile_size=5, possible_resolutions=[(5, 7)]),
+        lambda: CLIPImageTransform(tile_size=5, possible_resolutions=[(5, 7)])({"image": torch.zeros(3, 5, 7)}),
         lambda: CLIPImageTransform()({"image": torch.zeros(4, 2, 2)}),
         lambda: CLIPImageTransform()({"image": torch.zeros(3, 2, 2, dtype=torch.int64)}),
         lambda: VisionCrossAttentionMask(28, 13, 9),

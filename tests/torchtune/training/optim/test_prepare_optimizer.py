@@ -261,10 +261,12 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused():
         setup_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
 
 
-def test_float16_sparse_and_foreign_parameters_are_refused():
+def test_float16_weights_have_float32_master_weights():
     half = make_model(torch.float16)
-    with pytest.raises(UserError, match="use fp32_master with fp16"):
-        prepare_optimizer(torch.optim.SGD(half.parameters(), lr=1.0), half)
+    assert prepare_optimizer(torch.optim.SGD(half.parameters(), lr=1.0), half).precision == "fp32_master"
+
+
+def test_sparse_and_foreign_parameters_are_refused():
     with pytest.raises(ValueError, match="parameters that the model lacks"):
         prepare_optimizer(torch.optim.SGD(make_model(torch.bfloat16).parameters(), lr=1.0), make_model(torch.bfloat16))
     model = nn.Sequential(nn.Embedding(4, 4, sparse=True, dtype=torch.bfloat16))
