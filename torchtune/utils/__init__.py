@@ -84,6 +84,7 @@ __getattr__, __dir__, __all__ = attach(
         "WriteError": "_atomic_files",
         "allow_compiled_versions": "_torch_private",
         "find_compiler": "_torch_private",
+        "compiler_errors": "_torch_private",
         "find_device": "_device",
         "forbid_mixed_reductions": "_torch_private",
         "first_line": "_user_error",

@@ -184,7 +184,12 @@ def onednn_layout(weight: torch.Tensor) -> torch.Tensor:
 
 
 def has_cpp_compiler() -> bool:
-    """Return whether inductor finds a C++ compiler."""
+    """Return whether inductor finds a C++ compiler.
+
+    Example:
+        >>> isinstance(torchtune.utils.has_cpp_compiler(), bool)
+        True
+    """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -196,7 +201,25 @@ def has_cpp_compiler() -> bool:
 
 
 def one_compiler_thread() -> Any:
-    """Return a context in which inductor compiles in this process, without a pool of processes that import torch."""
+    """Return a context in which inductor compiles in this process, without a pool of processes that import torch.
+
+    Example:
+        >>> with torchtune.utils.one_compiler_thread():
+        ...     double = torch.compile(lambda x: 2 * x)
+    """
     import torch._inductor.config
 
     return torch._inductor.config.patch(compile_threads=1)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of ``torch.compile``, which it raises before a compiled function computes anything.
+
+    Example:
+        >>> all(issubclass(error, Exception) for error in torchtune.utils.compiler_errors())
+        True
+    """
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    return TorchDynamoException, FailOnRecompileLimitHit, InductorError, InvalidCxxCompiler

@@ -14,6 +14,7 @@ import torch
 
 from torchtune.training.optim._stochastic_rounding import element_ids, random_bits, round_to_bfloat16, rounding_noise
 from torchtune.utils import (
+    compiler_errors,
     computes_on_cpu,
     first_line,
     get_logger,
@@ -219,7 +220,12 @@ class CompiledWhenItPays:
             _rewrite(args)
             return
         if self._compiled is not None and not is_simulated():
-            self._compiled(*map(_without_base, args))
+            try:
+                self._compiled(*map(_without_base, args))
+            except compiler_errors() as error:  # arguments of another kind are compiled again
+                self._compiled = None
+                self._log_failure(error)
+                self._function(*args)
             return
         on_cpu = computes_on_cpu(args[1].device)
         if not self._is_decided and not is_simulated() and (not on_cpu or self._seconds_left <= 0):
@@ -237,13 +243,12 @@ class CompiledWhenItPays:
             self._function(*args)
             return
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True)
-        reference_args = _copies(args)
+        reference_args = _copies(args) if on_cpu else ()
         try:
             with one_compiler_thread():
                 compiled(*map(_without_base, args))
-        except RuntimeError as error:  # errors of torch.compile are RuntimeErrors
-            get_logger().info(f"The optimizer step stays uncompiled: {first_line(error)}")
-            _overwrite(args, reference_args)
+        except compiler_errors() as error:
+            self._log_failure(error)
             self._function(*args)
             return
         if on_cpu:
@@ -253,6 +258,10 @@ class CompiledWhenItPays:
                 _overwrite(args, reference_args)
                 return
         self._compiled = compiled
+
+    @staticmethod
+    def _log_failure(error: Exception) -> None:
+        get_logger().info(f"The optimizer step stays uncompiled: {first_line(error)}")
 
 
 def _rewrite(args: Sequence[Any]) -> None:
