@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from torchtune.data import check_tokenizer
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError, get_logger
 
@@ -19,6 +20,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
             frozen (training with adapters), only the new rows are trained.
 
     Raises:
+        DataError: the tokenizer has no ``vocab_size``.
         ConversionError: new rows of a frozen embedding cannot be trained in this model.
         UserError: the tokenizer has more tokens than the embedding and ``resize`` is False, or it produces images that
             the model cannot read.
@@ -32,6 +34,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     embedding = getattr(decoder, "tok_embeddings", None)
     if embedding is None:  # a module of the user's own, whose layers have other names
         return
+    check_tokenizer(tokenizer, "vocab_size", reader="the embedding of the model")
     needed = tokenizer.vocab_size
     rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
     if needed <= rows:

@@ -83,3 +83,5 @@ def test_a_tokenizer_larger_than_the_embedding():
     assert model.tok_embeddings.weight.shape == (70, 8)
     assert model(torch.tensor([[69]])).shape == (1, 1, 70)
     training.fit_vocabulary(model, tokenizer)
+    with pytest.raises(utils.UserError, match="has no vocab_size, which the embedding of the model needs"):
+        training.fit_vocabulary(model, object())
