@@ -5,10 +5,10 @@ from collections.abc import Collection
 from typing import Annotated, Any
 
 from torchtune._lazy import former_argument
+from torchtune.config._document import Document, is_component
 from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, join_key, nearest
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._locate import locate
-from torchtune.config._reader import Document
 from torchtune.config._schema import (
     PLAIN_TYPES,
     RuntimeArgs,
@@ -20,7 +20,7 @@ from torchtune.config._schema import (
 )
 from torchtune.config._signature import Accepts, Argument, accepts, remaining
 from torchtune.config._unread import is_note
-from torchtune.config._values import check_value, is_component, visit_components
+from torchtune.config._values import check_value, visit_components
 from torchtune.utils import get_logger, log_once
 
 

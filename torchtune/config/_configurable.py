@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torchtune.config._check import Checker
-from torchtune.config._reader import Document
+from torchtune.config._document import Document
 from torchtune.config._schema import build_settings, settings_fields
 
 

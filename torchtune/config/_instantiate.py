@@ -9,11 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune.config import _locate
 from torchtune.config._configurable import from_node
+from torchtune.config._document import is_component, iter_scalars
 from torchtune.config._errors import ArgumentError, InstantiationError
-from torchtune.config._reader import iter_scalars
 from torchtune.config._schema import is_configurable, takes_component
 from torchtune.config._signature import accepts
-from torchtune.config._values import is_component
 from torchtune.utils import UserError
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from torchtune.config._document import Document, iter_scalars
 from torchtune.config._errors import KeyPath, did_you_mean, join_key, truncate_text
-from torchtune.config._reader import Document, iter_scalars
 from torchtune.config._secrets import record_environment
 
 UNRESOLVED = "\0"  # value of a reference that could not be resolved; the checks skip it

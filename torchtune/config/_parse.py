@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtune._lazy import former_names
-from torchtune.config import _locate, _overrides, _unread
+from torchtune.config import _locate, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
+from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, iter_scalars, read_document
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._for_recipe import explain_wrong_recipe, is_other_method, is_setting, recipe_name_of
 from torchtune.config._interpolate import interpolate
-from torchtune.config._reader import Document, iter_scalars, read_document
 from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, settings_fields, settings_of
 from torchtune.config._secrets import escape, redact_secrets
@@ -73,7 +73,7 @@ def load_and_check(
         ConfigError: lists every mistake with file and line.
     """
     document = read_document(find_config(config_path))
-    _overrides.apply_overrides(document, overrides)
+    apply_overrides(document, overrides)
     if isinstance(document.data.get("recipe"), dict | list):
         document.add(("recipe",), "must be the name or the path of a recipe")
         document.check()
@@ -238,7 +238,7 @@ def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) 
         else:
             overrides.append(token)
     if not config:
-        raise ConfigError([Mistake(_overrides.COMMAND_LINE, "--config", "name a config: --config FILE_OR_NAME")])
+        raise ConfigError([Mistake(COMMAND_LINE, "--config", "name a config: --config FILE_OR_NAME")])
     return config, overrides
 
 

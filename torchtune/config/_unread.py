@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtune.config._document import Document
 from torchtune.config._errors import MISSPELT, MISSPELT_ARGUMENT, nearest
-from torchtune.config._reader import Document
 from torchtune.utils import get_logger, log_once
 
 _ALWAYS_READ = {"recipe", "output_dir"}  # read by the command line and by metric loggers

@@ -1,9 +1,9 @@
 """Aliases for recipes copied from earlier releases."""
 
 from torchtune._lazy import former_names
+from torchtune.config._document import is_component as _has_component
 from torchtune.config._locate import locate as _get_component_from_path
 from torchtune.config._save import log_config
-from torchtune.config._values import is_component as _has_component
 
 __all__ = ["_get_component_from_path", "_has_component", "log_config"]
 

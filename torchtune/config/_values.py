@@ -7,9 +7,9 @@ import typing
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args, get_origin
 
-from torchtune.config._errors import KeyPath, did_you_mean, truncate_text
+from torchtune.config._document import Document, format_value, is_component
+from torchtune.config._errors import KeyPath, did_you_mean
 from torchtune.config._interpolate import UNRESOLVED
-from torchtune.config._reader import Document
 from torchtune.config._schema import (
     PLAIN_TYPES,
     Component,
@@ -19,7 +19,6 @@ from torchtune.config._schema import (
     type_text,
     union_members,
 )
-from torchtune.config._secrets import REDACTED, environment_reference, is_secret, redact_secrets
 
 
 class Visitor(Protocol):
@@ -30,21 +29,6 @@ class Visitor(Protocol):
 
     def check_fields(self, path: KeyPath, data: dict[str, Any], cls: type) -> dict[str, Any]:
         """Check a mapping against the dataclass ``cls``; return the checked values."""
-
-
-def format_value(value: Any, path: KeyPath = ()) -> str:
-    """Format a value for messages: ``'two' (str)``; secrets, detected by the keys in ``path``, are redacted."""
-    kinds = {dict: "a mapping", list: "a list", type(None): "null"}
-    if type(value) in kinds:
-        return kinds[type(value)]
-    secret = any(is_secret(str(key), value) for key in path)
-    text = REDACTED if secret else environment_reference(value) or truncate_text(redact_secrets(repr(value)))
-    return f"{text} ({type(value).__name__})"
-
-
-def is_component(value: Any) -> bool:
-    """Return whether ``value`` is a section with a ``_component_`` key."""
-    return isinstance(value, dict) and "_component_" in value
 
 
 def _has_type(value: Any, member: Any) -> bool | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchtune.config import ConfigError, Document, apply_overrides, read_document
+from torchtune.config._document import read_value
 from torchtune.config._interpolate import interpolate
-from torchtune.config._reader import read_value
 
 
 def parsed(tmp_path: Path, text: str, *overrides: str) -> Document:
