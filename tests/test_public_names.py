@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchtune.config._locate import locate
-from torchtune.config._signature import accepts
+from torchtune.config._components import accepts, locate
 
 FACE = yaml.load((Path(__file__).parent / "public_names.yaml").read_text(), yaml.CSafeLoader)
 

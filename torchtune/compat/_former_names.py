@@ -114,13 +114,15 @@ _CHECKPOINT_HELPERS = (
 
 # Former name -> present name.
 NAMES = {
+    "torchtune.config._utils._get_component_from_path": "torchtune.config.locate",
+    "torchtune.config._utils._has_component": "torchtune.config._document.is_component",
     **_names("torchtune.config._utils", "torchtune.compat._pieces", "_merge_yaml_and_cli_args"),
     **_names("torchtune.config._parse", "torchtune.compat", "TuneRecipeArgumentParser"),
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
     "torchtune.data._prompt_templates._TemplateType": "torchtune.data.TemplateType",
     "torchtune.data._prompt_templates._get_prompt_template": "torchtune.data.get_prompt_template",
     "torchtune.data.JSONToMessages": "torchtune.data.OpenAIToMessages",  # in 0.3
-    "torchtune.datasets._instruct._get_component_from_path": "torchtune.config._utils._get_component_from_path",
+    "torchtune.datasets._instruct._get_component_from_path": "torchtune.config.locate",
     "torchtune.datasets.stack_exchanged_paired_dataset": "torchtune.datasets.stack_exchange_paired_dataset",
     "torchtune.datasets._stack_exchanged_paired.stack_exchanged_paired_dataset": (
         "torchtune.datasets.stack_exchange_paired_dataset"

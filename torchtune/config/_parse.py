@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from torchtune._lazy import former_names
-from torchtune.config import _locate, _unread
-from torchtune.config._check import Checker
-from torchtune.config._describe import describe_settings
+from torchtune.config import _components, _recipe_check
+from torchtune.config._check import Checker, visit_components
 from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, iter_scalars, read_document
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._for_recipe import explain_wrong_recipe, is_other_method, is_setting, recipe_name_of
 from torchtune.config._interpolate import interpolate
+from torchtune.config._recipe_check import explain_wrong_recipe, is_other_method, is_setting, recipe_name_of
 from torchtune.config._save import keep_references
-from torchtune.config._schema import build_settings, settings_fields, settings_of
+from torchtune.config._schema import build_settings, describe_settings, settings_fields, settings_of
 from torchtune.config._secrets import escape, redact_secrets
-from torchtune.config._values import visit_components
 from torchtune.utils import (
     LOST,
     ForeignPathError,
@@ -79,7 +77,7 @@ def load_and_check(
         document.check()
     main = None if recipe is None or inspect.isclass(recipe) else inspect.unwrap(recipe)
     cls = settings_of(main) if main else recipe
-    _locate.recipe_globals = main.__globals__ if main else {}
+    _components.recipe_globals = main.__globals__ if main else {}
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)
@@ -110,11 +108,11 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         if is_other_method(given, scope):
             raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
-    _unread.warn_unread(document, checker.notes)
+    _recipe_check.warn_unread(document, checker.notes)
     for key in checker.notes:
         del document.data[key]
     if recipe is not None:
-        _unread.check(document, recipe, variables, is_typed=True)
+        _recipe_check.check(document, recipe, variables, is_typed=True)
         document.check()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
@@ -161,7 +159,7 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     checker.check_components()
     _check_paths(document)
     if recipe is not None:
-        _unread.check(document, recipe, variables, checker.known, is_typed=False)
+        _recipe_check.check(document, recipe, variables, checker.known, is_typed=False)
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():
