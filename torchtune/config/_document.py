@@ -31,18 +31,22 @@ _FLOAT = re.compile(
     |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
-_REPLACED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rows if tag not in _REPLACED]
-    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-_MERGE = "tag:yaml.org,2002:merge"
-_CORE = "tag:yaml.org,2002:"
+_CORE = "tag:yaml.org,2002:"  # prefix of the tags of YAML's own types
 _SCALARS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null")}
+
+# PyYAML looks up the patterns of plain scalars by their first character. The rows of floats are replaced, and the rows
+# of dates are removed.
+_Loader.yaml_implicit_resolvers = {}
+for _character, _rows in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_character] = [
+        (tag, pattern) for tag, pattern in _rows if tag not in (f"{_CORE}float", f"{_CORE}timestamp")
+    ]
+_Loader.add_implicit_resolver(f"{_CORE}float", _FLOAT, list("-+0123456789."))
+
 # Limits of a file; the largest shipped config has about a hundred values. Aliases are expanded.
 _MAX_DEPTH = 64
-_MAX_BYTES, _MAX_VALUES = 2**20, 20_000
+_MAX_BYTES = 2**20
+_MAX_VALUES = 20_000
 
 
 class BadValue(yaml.MarkedYAMLError):
@@ -80,10 +84,9 @@ class Document:
     def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
         """Add a mistake, with secrets redacted; ``at`` is the key to point to, by default ``path``."""
         self.count += 1
-        place = self.place(path if at is None else at)
-        mistake = Mistake(
-            place.text, redact_secrets(truncate_text(join_key(path), 200)), redact_secrets(reason)[:2000], place.line
-        )
+        position = self.place(path if at is None else at)
+        key = redact_secrets(truncate_text(join_key(path), 200))
+        mistake = Mistake(position.text, key, redact_secrets(reason)[:2000], position.line)
         if mistake not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
             self.mistakes.append(mistake)
 
@@ -101,18 +104,22 @@ class Document:
 
     def drop_places(self, path: KeyPath) -> None:
         """Drop the positions of ``path`` and of everything below it."""
-        for known in [known for known in self.places if known[: len(path)] == path]:
-            del self.places[known]
+        for key_path in list(self.places):
+            if key_path[: len(path)] == path:
+                del self.places[key_path]
 
 
 class _Builder:
     """Converter of one file's YAML nodes to values; records positions and duplicate keys."""
 
     def __init__(self, loader: _Loader, document: Document) -> None:
-        self.loader, self.document, self.open = loader, document, set()
+        self.loader = loader
+        self.document = document
+        self.open: set[yaml.Node] = set()  # collections around the current node
         self.count = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Convert ``node``, which stands at ``path``."""
         if node in self.open:
             self.document.add(path, "contains itself through a YAML alias")
             return None
@@ -142,16 +149,20 @@ class _Builder:
         value: dict[Any, Any] = {}
         merged: dict[Any, Any] = {}
         for key_node, item in node.value:
-            if key_node.tag == _MERGE:
-                for source in item.value if isinstance(item, yaml.SequenceNode) else [item]:
-                    built = self.build(source, path)
-                    merged = {**(built if isinstance(built, dict) else {}), **merged}
+            if key_node.tag == f"{_CORE}merge":  # <<: *defaults, or a list of them; earlier ones win
+                sources = item.value if isinstance(item, yaml.SequenceNode) else [item]
+                for source in sources:
+                    defaults = self.build(source, path)
+                    if isinstance(defaults, dict):
+                        merged = {**defaults, **merged}
                 continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":null"):
                 self.document.add(path, "has a key that is not a plain name")
                 continue
+            # Names of settings are text. Inside a section, an integer stays one: a mapping may have ids as keys.
             key = _convert_scalar(self.loader, key_node)
-            key = key if isinstance(key, int) and not isinstance(key, bool) and path else key_node.value
+            if type(key) is not int or not path:
+                key = key_node.value
             full = (*path, key)
             if key in value:
                 first = self.document.places[full].text.rpartition(":")[2]
@@ -181,7 +192,8 @@ def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
         if kind == "float" and math.isinf(value) and "inf" not in node.value.lower():
             raise ValueError
     except (ValueError, LookupError) as error:
-        text, size = truncate_text(redact_secrets(node.value)), " of at most 64 bits" * (kind in ("int", "float"))
+        text = truncate_text(redact_secrets(node.value))
+        size = " of at most 64 bits" if kind in ("int", "float") else ""
         problem = f"'{text}' is no {kind}{size}: put quotation marks around text"
         raise BadValue(problem=problem, problem_mark=node.start_mark) from error
     return value
@@ -191,7 +203,10 @@ def _check_depth(text: str) -> None:
     """Raise ``BadValue`` for deep nesting: events are parsed without recursion, but composing nodes recurses in C."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > _MAX_DEPTH:
             raise BadValue(problem=f"nests more than {_MAX_DEPTH} levels deep", problem_mark=event.start_mark)
 
@@ -205,7 +220,9 @@ def _parse(text: str, document: Document) -> Any:
     _check_depth(text)
     loader = _Loader(text)
     node = loader.get_single_node()
-    return None if node is None else _Builder(loader, document).build(node, ())
+    if node is None:  # an empty file
+        return None
+    return _Builder(loader, document).build(node, ())
 
 
 def read_document(path: str | Path) -> Document:
@@ -225,7 +242,9 @@ def read_document(path: str | Path) -> Document:
     try:
         data = _parse(text, document)
     except yaml.YAMLError as error:
-        raise ConfigError([_syntax_mistake(name, error)]) from error
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        position = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError([Mistake(position, "", syntax_reason(error))]) from error
     if isinstance(data, dict):
         document.data = data
     elif data is not None:
@@ -233,18 +252,16 @@ def read_document(path: str | Path) -> Document:
     return document
 
 
-def _syntax_mistake(name: str, error: yaml.YAMLError) -> Mistake:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return Mistake(f"{name}:{mark.line + 1}" if mark else name, "", syntax_reason(error))
-
-
 def syntax_reason(error: yaml.YAMLError) -> str:
     """Return the reason of a YAML error as one sentence without its position."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     if isinstance(error, BadValue):
         return problem
+    reason = f"is not valid YAML: {problem}"
     context = getattr(error, "context", None)
-    return f"is not valid YAML: {problem}{f' ({context})' if context else ''}"
+    if context:
+        reason += f" ({context})"
+    return reason
 
 
 def read_value(text: str) -> Any:
@@ -258,7 +275,8 @@ def read_value(text: str) -> Any:
     if stripped[0] in "[{":
         document = Document({})
         value = _parse(stripped, document)
-        for mistake in document.mistakes:
+        if document.mistakes:
+            mistake = document.mistakes[0]
             raise BadValue(problem=f"{mistake.key}: {mistake.reason}".removeprefix(": "))
         return value
     if stripped[0] in "\"'":
@@ -269,19 +287,26 @@ def read_value(text: str) -> Any:
         return value if isinstance(value, str) else text
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
-    if tag not in _SCALARS:
+    if tag not in _SCALARS or tag == f"{_CORE}str":
         return text
-    return _convert_scalar(loader, yaml.ScalarNode(tag, stripped if tag != f"{_CORE}str" else text))
+    return _convert_scalar(loader, yaml.ScalarNode(tag, stripped))
 
 
 def iter_scalars(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield every scalar below ``value`` with its path."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
+    if not isinstance(value, (dict, list)):
         yield path, value
+        return
+    for key, item in iter_items(value):
+        yield from iter_scalars(item, (*path, key))
+
+
+def iter_items(section: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys or indices of a mapping or list, with the values."""
+    if isinstance(section, dict):
+        yield from section.items()
     else:
-        for key, item in items:
-            yield from iter_scalars(item, (*path, key))
+        yield from enumerate(section)
 
 
 def is_component(value: Any) -> bool:
@@ -291,11 +316,16 @@ def is_component(value: Any) -> bool:
 
 def format_value(value: Any, path: KeyPath = ()) -> str:
     """Format a value for messages: ``'two' (str)``; secrets, detected by the keys in ``path``, are redacted."""
-    kinds = {dict: "a mapping", list: "a list", type(None): "null"}
-    if type(value) in kinds:
-        return kinds[type(value)]
-    secret = any(is_secret(str(key), value) for key in path)
-    text = REDACTED if secret else environment_reference(value) or truncate_text(redact_secrets(repr(value)))
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None:
+        return "null"
+    if any(is_secret(str(key), value) for key in path):
+        text = REDACTED
+    else:
+        text = environment_reference(value) or truncate_text(redact_secrets(repr(value)))
     return f"{text} ({type(value).__name__})"
 
 
@@ -310,7 +340,7 @@ class _InvalidOverride(Exception):
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Apply overrides in order; each one that fails becomes a mistake of the document."""
     for index, token in enumerate(overrides):
-        place = Place(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
+        position = Place(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
         key, equals, text = token.removeprefix("~").partition("=")
         keys = key.split(".")
         try:
@@ -325,10 +355,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             elif not equals:
                 raise _InvalidOverride("is not of the form key=value" + did_you_mean(key, map(str, document.data)))
             else:
-                _assign(document, keys, text, place)
-        except _InvalidOverride as refused:
-            document.places[(key or token,)] = place
-            document.add((key or token,), str(refused))
+                _assign(document, keys, text, position)
+        except _InvalidOverride as error:
+            document.places[(key or token,)] = position
+            document.add((key or token,), str(error))
 
 
 def _convert_key(node: Any, key: str, so_far: KeyPath) -> str | int:
@@ -344,8 +374,10 @@ def _convert_key(node: Any, key: str, so_far: KeyPath) -> str | int:
     return int(key) if key.isdigit() and int(key) in node else key
 
 
-def _assign(document: Document, keys: list[str], text: str, place: Place) -> None:
+def _assign(document: Document, keys: list[str], text: str, position: Place) -> None:
+    """Set the value at ``keys`` to what ``text`` means in YAML; sections that do not exist are created."""
     try:
+        # Of the settings that hold digits, `max_filename` alone is text: its zeros count (00005).
         value = text if "max_filename" in keys[-1] else read_value(text)
     except BadValue as error:
         raise _InvalidOverride(syntax_reason(error)) from error
@@ -360,16 +392,17 @@ def _assign(document: Document, keys: list[str], text: str, place: Place) -> Non
         step = _convert_key(node, key, path)
         path = (*path, step)
         if isinstance(node, dict) and node.get(step) is None:
-            document.set(path, {}, place)
+            document.set(path, {}, position)
         node = node[step]
     path = (*path, _convert_key(node, keys[-1], path))
-    old = node[path[-1]] if isinstance(node, list) or path[-1] in node else None
+    old = node[path[-1]] if isinstance(node, list) else node.get(path[-1])
     if is_component(old) and isinstance(value, str) and "${" not in value:
-        path = (*path, "_component_")
-    document.set(path, value, place)
+        path = (*path, "_component_")  # model=package.builder keeps the other arguments
+    document.set(path, value, position)
 
 
 def _remove(document: Document, keys: list[str]) -> None:
+    """Remove the value at ``keys``."""
     nodes: list[Any] = [document.data]
     path: KeyPath = ()
     for key in keys:

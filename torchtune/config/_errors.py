@@ -8,11 +8,13 @@ from torchtune.utils import UserError
 
 KeyPath = tuple[str | int, ...]
 MAX_MISTAKES = 50  # reported at once
-_LONGEST = 100  # characters of a name to compare
-# Similarity of a suggestion; of a name that is taken for a misspelt setting, one wrong letter in five; and of one that
-# is taken for a misspelt argument of a component, of which there are hundreds. `model_dir`, a common name for a
-# variable, is about as similar to `model` as `num_epochs` is to `epochs`: 0.71 and 0.75.
-SIMILAR, MISSPELT, MISSPELT_ARGUMENT = 0.65, 0.8, 0.9
+_MAX_COMPARED = 100  # characters of a name; difflib is quadratic in them
+
+# Smallest similarity (see `nearest`) for each conclusion from a name. `model_dir`, a common name for a variable, is
+# about as similar to `model` as `num_epochs` is to `epochs`: 0.71 and 0.75.
+SIMILAR = 0.65  # worth a suggestion
+MISSPELT = 0.8  # a misspelt setting: one wrong letter in five
+MISSPELT_ARGUMENT = 0.9  # a misspelt argument of a component; stricter, because there are hundreds of them
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Mistake:
     order: int = field(default=0, compare=False, repr=False)  # line number, for sorting
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.place, self.key, self.reason) if part)
+        parts = (self.place, self.key, self.reason)
+        return ": ".join(part for part in parts if part)
 
 
 class ConfigError(UserError, ValueError):
@@ -39,8 +42,14 @@ class ConfigError(UserError, ValueError):
     def __init__(self, errors: Sequence[object], remark: str | None = None) -> None:
         self.errors = list(errors)
         count = "1 mistake" if len(self.errors) == 1 else f"{len(self.errors)} mistakes"
-        head = f"the config has {count}{' or more' if len(self.errors) >= MAX_MISTAKES else ''}:"
-        super().__init__("\n  ".join([head, *map(str, self.errors)]) + (f"\n{remark}" if remark else ""))
+        if len(self.errors) >= MAX_MISTAKES:
+            count += " or more"
+        message = f"the config has {count}:"
+        for error in self.errors:
+            message += f"\n  {error}"
+        if remark:
+            message += f"\n{remark}"
+        super().__init__(message)
 
 
 class InstantiationError(UserError):
@@ -58,8 +67,11 @@ def join_key(path: KeyPath) -> str:
 
 def truncate_text(text: str, width: int = 60) -> str:
     """Return ``text`` on one line, truncated to ``width`` characters."""
-    line = " ".join(text[: 4 * width].split())
-    return line if len(line) <= width and len(text) <= 4 * width else f"{line[:width]}…"
+    max_characters = 4 * width  # more than enough for one line, however much whitespace is collapsed
+    line = " ".join(text[:max_characters].split())
+    if len(line) <= width and len(text) <= max_characters:
+        return line
+    return f"{line[:width]}…"
 
 
 def nearest(name: str, candidates: Iterable[str], similarity: float = SIMILAR) -> str | None:
@@ -67,13 +79,23 @@ def nearest(name: str, candidates: Iterable[str], similarity: float = SIMILAR) -
 
     ``similarity`` is difflib's ratio: twice the number of common characters, divided by the length of both names.
     """
-    by_case = sorted(set(candidates) - {name}, key=lambda candidate: (len(set(candidate) & set(name)), candidate))
-    pool = {candidate.lower(): candidate for candidate in by_case}  # for AdamZ, suggest Adam rather than adam
-    close = difflib.get_close_matches(name[:_LONGEST].lower(), pool, n=1, cutoff=similarity)
-    return pool[close[0]] if close else None
+
+    def common_letters(candidate: str) -> tuple[int, str]:
+        return len(set(candidate) & set(name)), candidate
+
+    # Case is ignored. Of names that differ in case alone, the last one stays: for AdamZ, Adam rather than adam.
+    by_lower_case = {}
+    for candidate in sorted(set(candidates) - {name}, key=common_letters):
+        by_lower_case[candidate.lower()] = candidate
+    matches = difflib.get_close_matches(name[:_MAX_COMPARED].lower(), by_lower_case, n=1, cutoff=similarity)
+    return by_lower_case[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"``, or an empty string."""
-    found = nearest(name, candidates)
-    return f"; did you mean '{found}'?" if found else ""
+    return suggestion(nearest(name, candidates))
+
+
+def suggestion(name: str | None) -> str:
+    """Return ``"; did you mean 'x'?"`` for the name ``x``, or an empty string."""
+    return f"; did you mean '{name}'?" if name else ""

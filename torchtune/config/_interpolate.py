@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -16,7 +16,8 @@ _REFERENCE = re.compile(r"\$\{\s*(\.*[\w.\-]+)\s*\}")
 # The key of a reference in any form: ${key}, ${.key}, ${section[0].key}, ${section.${name}}, ${oc.select:key,default}.
 _ANY_REFERENCE = re.compile(r"""\$\{\s*(?:oc\.(?:select|dict\.keys|dict\.values)\s*:\s*["']?)?([^$\\{}():\s'",]+)""")
 # Limits of a config with its references resolved. Each reference takes about 0.1 ms.
-_MAX_REFERENCES, _MAX_CHARACTERS = 20_000, 2**20
+_MAX_REFERENCES = 20_000
+_MAX_CHARACTERS = 2**20
 
 
 def texts_with_references(data: Any) -> dict[KeyPath, str]:
@@ -39,7 +40,8 @@ def resolve_texts(config: Any, paths: list[KeyPath]) -> Iterator[tuple[KeyPath, 
             variables.clear()
             try:
                 value = parent_of(config, path)[path[-1]]
-                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError) as error:
                 value = error
             yield path, value, bool(variables)
@@ -71,19 +73,39 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     _check_expansion(document, references)
     config = OmegaConf.create({**defaults, **document.data})
     resolved = list(resolve_texts(config, list(written)))
-    names = [join_key(path[:end]) for path, _ in iter_scalars(document.data) for end in range(1, len(path) + 1)]
-    failed = {path: str(value) for path, value, _ in resolved if isinstance(value, Exception)}
-    for path, error in failed.items():
-        others = {join_key(other) for other in failed if other != path}
-        if others.isdisjoint(_REFERENCE.findall(written[path])) or "Recursive" in error:  # else a consequence
-            text = truncate_text(written[path])
-            document.add(path, f"'{text}' {_explain_error(error, [*names, *defaults])}")
+    errors = {path: str(value) for path, value, _ in resolved if isinstance(value, Exception)}
+    _add_mistakes(document, written, errors, defaults)
     for path, value, from_environment in resolved:
-        value = UNRESOLVED if path in failed else value
-        parent_of(document.data, path)[path[-1]] = value
-        if from_environment and path not in failed:
+        if path in errors:
+            value = UNRESOLVED
+        elif from_environment:
             document.environment[path] = (written[path], value)
-    return {str(target[0]) for path, targets in references.items() for target in targets if target[0] != path[0]}
+        parent_of(document.data, path)[path[-1]] = value
+
+    variables = set()
+    for path, targets in references.items():
+        for target in targets:
+            if target[0] != path[0]:
+                variables.add(str(target[0]))
+    return variables
+
+
+def _add_mistakes(
+    document: Document, written: dict[KeyPath, str], errors: dict[KeyPath, str], defaults: dict[str, Any]
+) -> None:
+    """Add a mistake for each text without a value, unless it only refers to another such text."""
+    if not errors:
+        return
+    names = set(defaults)
+    for path, _ in iter_scalars(document.data):
+        for end in range(1, len(path) + 1):
+            names.add(join_key(path[:end]))
+    failed_keys = {join_key(path) for path in errors}
+    for path, error in errors.items():
+        causes = failed_keys.intersection(_REFERENCE.findall(written[path])) - {join_key(path)}
+        if causes and "Recursive" not in error:
+            continue
+        document.add(path, f"'{truncate_text(written[path])}' {_explain_error(error, names)}")
 
 
 def _referenced_paths(path: KeyPath, text: str) -> list[KeyPath]:
@@ -91,15 +113,18 @@ def _referenced_paths(path: KeyPath, text: str) -> list[KeyPath]:
 
     The path of a reference with a computed part, ``${section.${name}}``, ends before that part.
     """
-    found = []
+    paths: list[KeyPath] = []
     for name in _ANY_REFERENCE.findall(text):
         relative = name.lstrip(".")
-        levels = len(name) - len(relative)  # one dot is the section of the text itself, two are the section around it
-        section = path[:-levels] if levels else ()
-        keys = [int(key) if key.isdigit() else key for key in re.split(r"[.\[\]]+", relative) if key]
-        if section or keys:
-            found.append((*section, *keys))
-    return found
+        # One leading dot is the section of the text itself, two are the section around it.
+        dots = len(name) - len(relative)
+        target: KeyPath = path[:-dots] if dots else ()
+        for key in re.split(r"[.\[\]]+", relative):
+            if key:
+                target += (int(key),) if key.isdigit() else (key,)
+        if target:
+            paths.append(target)
+    return paths
 
 
 def _check_expansion(document: Document, references: dict[KeyPath, list[KeyPath]]) -> None:
@@ -107,35 +132,39 @@ def _check_expansion(document: Document, references: dict[KeyPath, list[KeyPath]
 
     A text that refers twice to a text that refers twice to a third one … doubles with every line.
     """
-    # What a section and what a text with references consist of, with repetitions.
-    parts: dict[KeyPath, list[KeyPath]] = {}
+    # A graph whose nodes are the sections and values of the document. The children of a section are its items; the
+    # children of a text are the nodes that it refers to, once for each reference.
+    children: dict[KeyPath, list[KeyPath]] = {}
     for path, _ in iter_scalars(document.data):
         for end in range(len(path)):
-            items = parts.setdefault(path[:end], [])
-            if path[: end + 1] not in parts:
+            items = children.setdefault(path[:end], [])
+            if path[: end + 1] not in children:
                 items.append(path[: end + 1])
-        parts[path] = []
+        children[path] = []
     for path, targets in references.items():
         for target in targets:
-            while target not in parts:  # a default, a missing key, or an item of a section that is a reference itself
+            # Not a node: a default, a missing key, or an item of a section that is a reference itself.
+            while target not in children:
                 target = target[:-1]
             if target:
-                parts[path].append(target)
-    order = TopologicalSorter(parts)
-    with contextlib.suppress(
-        CycleError
-    ):  # nodes without a cycle are sorted all the same; OmegaConf explains the others
+                children[path].append(target)
+
+    # A reference is resolved after what it refers to, so the sizes of children are known before those of their parent.
+    order = TopologicalSorter(children)
+    # Nodes outside a cycle are sorted all the same; OmegaConf explains the others.
+    with contextlib.suppress(CycleError):
         order.prepare()
-    counts: dict[KeyPath, int] = {}
-    lengths: dict[KeyPath, int] = {}
-    all_references = all_characters = 0
+    counts: dict[KeyPath, int] = {}  # references to resolve for a node
+    lengths: dict[KeyPath, int] = {}  # characters of its value
+    all_references = 0
+    all_characters = 0
     while order.is_active():
         ready = order.get_ready()
         order.done(*ready)
         for path in ready:
-            value = document.data if not path else parent_of(document.data, path)[path[-1]]
-            counts[path] = len(references.get(path, ())) + sum(counts[part] for part in parts[path])
-            lengths[path] = sum(lengths[part] for part in parts[path])
+            value = parent_of(document.data, path)[path[-1]] if path else document.data
+            counts[path] = len(references.get(path, ())) + sum(counts[child] for child in children[path])
+            lengths[path] = sum(lengths[child] for child in children[path])
             if not isinstance(value, dict | list):
                 lengths[path] += len(str(value))
             if path in references:
@@ -165,10 +194,12 @@ def parent_of(tree: Any, path: KeyPath) -> Any:
     return functools.reduce(lambda node, key: node[key], path[:-1], tree)
 
 
-def _explain_error(error: str, names: list[str]) -> str:
+def _explain_error(error: str, names: Iterable[str]) -> str:
+    """Return an error of OmegaConf as the end of a sentence."""
     missing = re.search(r"Interpolation key '([^']*)' not found", error)
     if missing:
         return f"refers to '{missing[1]}', which does not exist{did_you_mean(missing[1], names)}"
     if "Recursive" in error:
         return "cannot be resolved: it refers to itself"
-    return f"cannot be resolved: {error.partition(chr(10))[0].rpartition('resolving interpolation: ')[2]}"
+    first_line = error.partition("\n")[0]
+    return f"cannot be resolved: {first_line.rpartition('resolving interpolation: ')[2]}"

@@ -13,6 +13,7 @@ from torchtune.config._document import Document, iter_scalars
 from torchtune.config._errors import KeyPath
 from torchtune.config._interpolate import resolve_texts, texts_with_references
 from torchtune.config._secrets import (
+    MIN_REDACTED,
     REDACTED,
     environment_reference,
     escape,
@@ -38,8 +39,11 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     """Quote texts that YAML 1.2 reads as numbers, such as ``1e5``."""
-    number = re.fullmatch(r"[-+]?[0-9._]+([eE][-+]?[0-9]+)?", text)
-    style = "|" if "\n" in text else "'" if number else None
+    style = None
+    if "\n" in text:
+        style = "|"
+    elif re.fullmatch(r"[-+]?[0-9._]+([eE][-+]?[0-9]+)?", text):
+        style = "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -58,6 +62,7 @@ def keep_references(settings: Any, document: Document, variables: Mapping[str, A
 
 
 def _to_plain(value: Any) -> Any:
+    """Convert settings to mappings, lists and scalars that YAML can represent."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
     elif type(value).__module__.startswith("omegaconf"):
@@ -70,7 +75,9 @@ def _to_plain(value: Any) -> Any:
         return [_to_plain(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    return value
 
 
 def _redact(
@@ -84,30 +91,40 @@ def _redact(
     if text is not None and (value == resolved or str(value) == str(resolved)):
         return _Reference(text)
     if isinstance(value, dict):
-        return {
-            key: _redact(item, environment, (*path, key), is_secret_key or is_secret(str(key), _deciding_scalar(item)))
-            if key != "_component_"
-            else item
-            for key, item in value.items()
-        }
+        redacted = {}
+        for key, item in value.items():
+            if key == "_component_":  # the name of a class holds no secret, whatever section it is in
+                redacted[key] = item
+                continue
+            is_secret_item = is_secret_key or is_secret(str(key), _deciding_scalar(item))
+            redacted[key] = _redact(item, environment, (*path, key), is_secret_item)
+        return redacted
     if isinstance(value, list):
         return [_redact(item, environment, (*path, index), is_secret_key) for index, item in enumerate(value)]
     if value in ("", "???"):
         return value
     if is_secret_key and (isinstance(value, str) or type(value) in (int, float)):
         return REDACTED
-    if isinstance(value, str) and len(value) >= 6 and (written := environment_reference(value)):
-        return _Reference(written)  # settings that were copied or built by hand
-    return redact_tokens(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    # `environment` is empty for settings that were copied or built by hand, but the value may be of a variable.
+    reference = environment_reference(value)
+    if reference is not None and len(value) >= MIN_REDACTED:
+        return _Reference(reference)
+    return redact_tokens(value)
 
 
 def _deciding_scalar(value: Any) -> Any:
     """Return the value that decides whether ``value`` holds secrets: its first text, or else its first scalar."""
-    found = [leaf for _, leaf in iter_scalars(value)] if isinstance(value, (dict, list)) else [value]
-    return next((leaf for leaf in found if isinstance(leaf, str)), found[0] if found else None)
+    scalars = [scalar for _, scalar in iter_scalars(value)]
+    for scalar in scalars:
+        if isinstance(scalar, str):
+            return scalar
+    return scalars[0] if scalars else None
 
 
 def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
+    """Return the values that depend on ``${oc.env:…}``, by path: the text as written, and the value."""
     if not type(settings).__module__.startswith("omegaconf"):
         return getattr(settings, "_from_environment", {})
     from omegaconf import OmegaConf
@@ -125,8 +142,9 @@ def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
         redact: replace secrets (found by name or format), and keep ``${oc.env:…}`` unresolved.
     """
     values = _to_plain(settings)
-    recipe = getattr(settings, "recipe", None) if dataclasses.is_dataclass(settings) else None
-    values = {"recipe": recipe, **values} if recipe is not None else values
+    # `parse` adds the recipe's name to settings that have no such field.
+    if dataclasses.is_dataclass(settings) and getattr(settings, "recipe", None) is not None:
+        values = {"recipe": settings.recipe, **values}
     if not redact:
         return values
     return _redact({**values, **getattr(settings, "_variables", {})}, _environment_of(settings))

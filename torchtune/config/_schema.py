@@ -51,7 +51,9 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Return whether ``value`` is within the bounds (NaN never is)."""
-        return value == value and (
+        if value != value:  # NaN; math.isnan rejects integers that are longer than a float
+            return False
+        return (
             (self.min is None or value >= self.min)
             and (self.above is None or value > self.above)
             and (self.max is None or value <= self.max)
@@ -77,8 +79,10 @@ class RuntimeArgs:
     def __init__(
         self, *positional: str, keywords: tuple[str, ...] = (), rules: Mapping[str, Range] | None = None
     ) -> None:
-        for name, value in (("positional", positional), ("keywords", keywords), ("rules", dict(rules or {}))):
-            object.__setattr__(self, name, value)
+        # A frozen dataclass has no other way to set its fields.
+        object.__setattr__(self, "positional", positional)
+        object.__setattr__(self, "keywords", keywords)
+        object.__setattr__(self, "rules", dict(rules or {}))
 
 
 # Common types of settings. The recipes pass the tokenizer to a dataset, the parameters to an optimizer, and the
@@ -109,21 +113,28 @@ class Setting:
 def settings_fields(cls: type) -> dict[str, Setting]:
     """Return the fields of a settings dataclass by name, with evaluated annotations."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    found = {}
-    for item in filter(lambda item: item.init, dataclasses.fields(cls)):
-        made = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        required = made is dataclasses.MISSING
-        found[item.name] = Setting(hints[item.name], required, None if required else made)
-    return found
+    settings = {}
+    for item in dataclasses.fields(cls):
+        if not item.init:
+            continue
+        annotation = hints[item.name]
+        if item.default_factory is not dataclasses.MISSING:
+            settings[item.name] = Setting(annotation, False, item.default_factory())
+        elif item.default is not dataclasses.MISSING:
+            settings[item.name] = Setting(annotation, False, item.default)
+        else:
+            settings[item.name] = Setting(annotation, True, None)
+    return settings
 
 
 def settings_of(recipe_main: Callable[..., Any]) -> type:
     """Return the annotated type of a recipe's argument: a settings dataclass, or ``DictConfig`` by default."""
     function = inspect.unwrap(recipe_main)
     parameters = list(inspect.signature(function).parameters)
-    found = typing.get_type_hints(function).get(parameters[0]) if parameters else None
-    if dataclasses.is_dataclass(found):
-        return found
+    if parameters:
+        annotation = typing.get_type_hints(function).get(parameters[0])
+        if dataclasses.is_dataclass(annotation):
+            return annotation
     from omegaconf import DictConfig
 
     return DictConfig
@@ -144,11 +155,14 @@ def union_members(annotation: Any) -> tuple[Any, ...]:
     """
     if get_origin(annotation) not in UNIONS:
         return (annotation,)
-    found: list[Any] = []
+    alternatives: list[Any] = []
     for member in get_args(annotation):
         base, extras = split_annotated(member)
-        found += [Annotated[(part, *extras)] for part in union_members(base)] if extras else [member]
-    return tuple(found)
+        if extras:
+            alternatives += [Annotated[(alternative, *extras)] for alternative in union_members(base)]
+        else:
+            alternatives.append(member)
+    return tuple(alternatives)
 
 
 _NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "mapping", list: "list"}
@@ -163,39 +177,53 @@ def type_text(annotation: Any) -> str:
     """Describe an annotation: ``list[int] | None`` -> ``"list of int or null"``."""
     base, extras = split_annotated(annotation)
     if extras:
-        return type_text(base) + "".join(f" {extra}" for extra in extras if isinstance(extra, Range))
-    origin, args = get_origin(base), get_args(base)
+        bounds = [f" {extra}" for extra in extras if isinstance(extra, Range)]
+        return type_text(base) + "".join(bounds)
+    origin = get_origin(base)
+    args = get_args(base)
     if origin in UNIONS:
-        parts = [type_text(part) for part in args]
-        return ", ".join(parts[:-1]) + f" or {parts[-1]}"
+        alternatives = [type_text(member) for member in args]
+        return ", ".join(alternatives[:-1]) + f" or {alternatives[-1]}"
     if origin is Literal:
-        return "one of " + ", ".join("null" if choice is None else str(choice) for choice in args)
+        choices = []
+        for choice in args:
+            choices.append("null" if choice is None else str(choice))
+        return "one of " + ", ".join(choices)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"mapping of {type_text(args[0])} to {type_text(args[1])}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return "list of " + type_text(args[0])
-    return _NAMES[base] if base in _NAMES else getattr(base, "__name__", str(base))
+    if base in _NAMES:
+        return _NAMES[base]
+    return getattr(base, "__name__", str(base))
 
 
 def is_configurable(target: Any) -> bool:
     """Return whether ``target`` is a class with a nested ``Config`` dataclass that builds it."""
-    nested = getattr(target, "Config", None) if isinstance(target, type) else None
+    if not isinstance(target, type):
+        return False
+    nested = getattr(target, "Config", None)
     return dataclasses.is_dataclass(nested) and callable(getattr(nested, "build", None))
 
 
 def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
     """Build the dataclass ``cls`` from checked values; component nodes become ``DictConfig``."""
     fields = settings_fields(cls)
-    return cls(**{name: _convert_component_nodes(value, fields[name].annotation) for name, value in values.items()})
+    arguments = {}
+    for name, value in values.items():
+        arguments[name] = _convert_component_nodes(value, fields[name].annotation)
+    return cls(**arguments)
 
 
 def _convert_component_nodes(value: Any, annotation: Any) -> Any:
+    """Convert component nodes at any depth to ``DictConfig``, and nodes of dataclasses to instances."""
     from omegaconf import OmegaConf
 
     base, _ = split_annotated(annotation)
     for member in union_members(base):
         kind, _ = split_annotated(member)
-        origin, args = get_origin(kind) or kind, get_args(kind)
+        origin = get_origin(kind) or kind
+        args = get_args(kind)
         if isinstance(value, dict) and origin is Component:
             return OmegaConf.create(value)
         if isinstance(value, dict) and dataclasses.is_dataclass(origin):
@@ -219,11 +247,12 @@ def field_comments(cls: type) -> dict[str, str]:
     comments = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            start = node.lineno - 1
+            end = node.lineno - 1
+            start = end
             while start > 0 and lines[start - 1].lstrip().startswith("#"):
                 start -= 1
-            block = [line.lstrip().lstrip("#").strip() for line in lines[start : node.lineno - 1]]
-            comments[node.target.id] = " ".join(part for part in block if part)
+            block = [line.strip().lstrip("#").strip() for line in lines[start:end]]
+            comments[node.target.id] = " ".join(line for line in block if line)
     return comments
 
 
@@ -236,16 +265,20 @@ def describe_settings(settings_cls: Callable[..., Any]) -> str:
     comments = field_comments(settings_cls)
     doc = settings_cls.__doc__ or ""
     generated = doc.startswith(f"{settings_cls.__name__}(")  # the docstring that @dataclass generates
-    parts = [] if generated or not doc else [inspect.cleandoc(doc).splitlines()[0], ""]
+    lines = []
+    if doc and not generated:
+        lines = [inspect.cleandoc(doc).splitlines()[0], ""]
     for name, setting in settings_fields(settings_cls).items():
         default = "required" if setting.required else f"default: {_format_default(setting.default)}"
-        parts.append(f"  {name}: {type_text(setting.annotation)} ({default})")
+        lines.append(f"  {name}: {type_text(setting.annotation)} ({default})")
         if comments.get(name):
-            parts.extend(textwrap.wrap(comments[name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return "\n".join(parts) + "\n"
+            lines.extend(textwrap.wrap(comments[name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines) + "\n"
 
 
 def _format_default(value: Any) -> str:
     if value is None:
         return "null"
-    return json.dumps(value) if isinstance(value, (bool, list, dict)) else str(value)
+    if isinstance(value, (bool, list, dict)):
+        return json.dumps(value)
+    return str(value)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 REDACTED = "<redacted>"
+# Shorter values of environment variables are not redacted: "1" or "true" would be replaced everywhere.
+MIN_REDACTED = 6
 
 # Names are split into words (``hfToken``, ``HF-TOKEN``, ``hf_token``). A name with "token" or "key" is a secret unless
 # it has an innocent word (eos_token, text_key); a plural is a secret only with the word of an owner.
@@ -78,7 +80,8 @@ def is_secret(key: str, value: object = "") -> bool:
     words = [word.lower() for word in _WORD.findall(key)]
     if not words or isinstance(value, bool) or value is None:
         return False
-    if _SECRET_WORDS & {*words, *map("".join, itertools.pairwise(words))}:
+    compounds = {first + second for first, second in itertools.pairwise(words)}  # api_key -> apikey
+    if _SECRET_WORDS & {*words, *compounds}:
         return True
     if isinstance(value, (int, float)):
         return False
@@ -93,21 +96,26 @@ def redact_tokens(text: str) -> str:
 
 
 def _replacement(match: re.Match[str]) -> str:
-    found = match[0]
-    if found.startswith(" "):
+    secret = match[0]
+    if secret.startswith(" "):  # after "bearer" or "basic"
         return f" {REDACTED}"
-    if match.string[max(0, match.start() - 3) : match.start()] == "://":
-        user, colon, _ = found.partition(":")
-        return f"{user}:{REDACTED}" if colon else (REDACTED if len(found) >= 16 else found)
-    return REDACTED
+    if not match.string.endswith("://", 0, match.start()):
+        return REDACTED
+    user, colon, _ = secret.partition(":")
+    if colon:
+        return f"{user}:{REDACTED}"
+    # https://name@host: a short name is a user's, a long one is a token.
+    return REDACTED if len(secret) >= 16 else secret
 
 
 def redact_secrets(text: str) -> str:
     """Redact a message: values of environment variables that configs read, and the formats of ``redact_tokens``."""
-    for value, written in sorted(_environment.items(), key=lambda item: -len(item[0])):
-        if len(value) >= 6:
-            for form in {value, repr(value)[1:-1]}:
-                text = text.replace(form, written)
+    # Longer values first: a value may contain another one.
+    for value in sorted(_environment, key=len, reverse=True):
+        if len(value) < MIN_REDACTED:
+            continue
+        text = text.replace(repr(value)[1:-1], _environment[value])  # as a message quotes it, with escapes
+        text = text.replace(value, _environment[value])
     return redact_tokens(text)
 
 
@@ -122,4 +130,7 @@ def escape(value: Any) -> Any:
         return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list):
         return [escape(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if type(value) is str else value
+    if type(value) is not str:  # a subclass of str is a reference that is kept
+        return value
+    # OmegaConf halves the backslashes before "${", so they are doubled, and one more escapes the brace.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)

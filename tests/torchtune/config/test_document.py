@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from torchtune.config import ConfigError, Document, apply_overrides, read_document
-from torchtune.config._document import read_value
 from torchtune.config._interpolate import interpolate
 
 
@@ -53,9 +52,11 @@ def refusals(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     ],
 )
 def test_values_of_the_command_line_have_yaml_types(text, value):
-    found = read_value(text)
-    assert found == value
-    assert type(found) is type(value)
+    document = Document({})
+    apply_overrides(document, [f"setting={text}"])
+    document.check()
+    assert document.data["setting"] == value
+    assert type(document.data["setting"]) is type(value)
 
 
 def test_floats_and_dates_in_files(tmp_path):
