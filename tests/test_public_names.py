@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchtune.config._components import accepts, locate
+from torchtune.config import locate
+from torchtune.config._components import accepts
 
 FACE = yaml.load((Path(__file__).parent / "public_names.yaml").read_text(), yaml.CSafeLoader)
 

@@ -33,12 +33,17 @@ def _import(name: str, path: str) -> ModuleType:
 
 
 def _import_error(name: str, path: str, error: Exception) -> InstantiationError:
-    missing = (getattr(error, "name", None) or name) if isinstance(error, ModuleNotFoundError) else name
+    """Return the error that importing ``name``, a part of ``path``, raises for ``error``."""
+    missing = name
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name
     if missing.partition(".")[0] != name.partition(".")[0]:
         reason = f"because '{missing}' is not installed"
     else:
-        where = f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        reason = f"with {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}"
+        first_line = str(error).partition("\n")[0]
+        reason = f"with {type(error).__name__}: {first_line}"
+        if isinstance(error, SyntaxError):
+            reason += f" ({error.filename}, line {error.lineno})"
     return InstantiationError(f"'{path}': module '{name}' failed to import {reason}")
 
 
@@ -51,31 +56,30 @@ def _module_exists(name: str) -> bool:
         return False
 
 
-def _public_names(module: Any) -> Iterable[str]:
-    submodules = [info.name for info in pkgutil.iter_modules(getattr(module, "__path__", []))]
-    return [name for name in {*dir(module), *submodules} if not name.startswith("_")]
-
-
 def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
     """Return member ``parts[index]`` of ``owner``: preferably a module inside the path, an attribute at its end."""
-    name, so_far = parts[index], ".".join(parts[: index + 1])
+    name = parts[index]
+    owner_path = ".".join(parts[:index])
+    member_path = ".".join(parts[: index + 1])
     is_package = isinstance(owner, ModuleType) and hasattr(owner, "__path__")
-    last = index == len(parts) - 1
-    if is_package and not last and _module_exists(so_far):
-        return _import(so_far, path)
+    is_last = index == len(parts) - 1
+    # A function may have the name of its module (`alpaca.alpaca`): inside the path the module is meant.
+    if is_package and not is_last and _module_exists(member_path):
+        return _import(member_path, path)
     try:
         return getattr(owner, name)
     except AttributeError:
-        if is_package and _module_exists(so_far):
-            return _import(so_far, path)
+        if is_package and _module_exists(member_path):
+            return _import(member_path, path)
     except Exception as error:  # a lazy package imports on first access
-        raise _import_error(".".join(parts[:index]), path, error) from error
-    before = ".".join(parts[:index])
-    hint = did_you_mean(name, _public_names(owner))
-    if is_package and not last:
-        raise InstantiationError(f"'{path}': there is no module '{so_far}'{hint}")
+        raise _import_error(owner_path, path, error) from error
+    submodules = [info.name for info in pkgutil.iter_modules(getattr(owner, "__path__", []))]
+    public_names = [public for public in {*dir(owner), *submodules} if not public.startswith("_")]
+    hint = did_you_mean(name, public_names)
+    if is_package and not is_last:
+        raise InstantiationError(f"'{path}': there is no module '{member_path}'{hint}")
     kind = "module" if isinstance(owner, ModuleType) else "class"
-    raise InstantiationError(f"'{path}': {kind} '{before}' has no attribute '{name}'{hint}")
+    raise InstantiationError(f"'{path}': {kind} '{owner_path}' has no attribute '{name}'{hint}")
 
 
 # Globals of the recipe with the config that was read last: the library instantiates parts of this config, too.
@@ -97,24 +101,27 @@ def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
         raise InstantiationError(str(error)) from error
     if not all(parts):
         raise ValueError(f"'{path}' is not a dotted path: a part between the dots is empty")
+    # The command `tune` does not put the working directory, with the user's modules, on the path as `python` does.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     scope = caller_globals or {}
-    if parts[0] in scope and (len(parts) == 1 or not _module_exists(parts[0])):
-        found = scope[parts[0]]
-    elif _module_exists(parts[0]):
-        found = _import(parts[0], path)
+    first = parts[0]
+    # The first part of a dotted path is a module if there is one of that name, else a name in the recipe's file.
+    if first in scope and (len(parts) == 1 or not _module_exists(first)):
+        target = scope[first]
+    elif _module_exists(first):
+        target = _import(first, path)
     else:
-        names = {"torch", "torchtune", *scope, *(name for name in sys.modules if "." not in name and name[0] != "_")}
-        known = names - set(dir(builtins)) - set(sys.stdlib_module_names)
-        hint = did_you_mean(parts[0], known)
+        modules = {name for name in sys.modules if "." not in name and not name.startswith("_")}
+        candidates = {"torch", "torchtune", *scope, *modules} - set(dir(builtins)) - set(sys.stdlib_module_names)
+        hint = did_you_mean(first, candidates)
         if len(parts) == 1:
             raise InstantiationError(f"there is no '{path}' in the recipe's file, nor a module of that name{hint}")
         advice = hint or ": install it, or correct the name"
-        raise InstantiationError(f"'{path}': there is no module '{parts[0]}' here{advice}")
+        raise InstantiationError(f"'{path}': there is no module '{first}' here{advice}")
     for index in range(1, len(parts)):
-        found = _get_member(found, parts, index, path)
-    return found
+        target = _get_member(target, parts, index, path)
+    return target
 
 
 def locate_from_recipe(path: str) -> Any:
@@ -149,8 +156,9 @@ class Accepts:
 _MAX_DEPTH = 8  # maximum number of nested calls through which **kwargs are followed
 # Common arguments of ``datasets.load_dataset``; the package takes a second to import.
 _FILES = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
-_LOAD_DATASET = {name: Argument(str | None) for name in ("data_dir", "name")}
-_LOAD_DATASET |= {
+_LOAD_DATASET = {
+    "data_dir": Argument(str | None),
+    "name": Argument(str | None),
     "data_files": Argument(_FILES),
     "split": Argument(str | list[str] | None),
     "streaming": Argument(bool),
@@ -162,8 +170,12 @@ def accepts(target: Callable[..., Any], given: Iterable[str] | None = None) -> A
 
     Slow packages are inspected only if a name in ``given`` is not found without them.
     """
-    found = _accepts(target, is_partial=given is not None)
-    return found if not found.partial or found.named.keys() >= set(given or ()) else _accepts(target)
+    if given is None:
+        return _accepts(target)
+    signature = _accepts(target, is_partial=True)
+    if signature.partial and not signature.named.keys() >= set(given):
+        return _accepts(target)
+    return signature
 
 
 def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = False) -> Accepts:
@@ -174,26 +186,30 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
         signature = inspect.signature(target)
     except (TypeError, ValueError):
         return Accepts(open=True, variadic=True)
-    found, catch_all = Accepts(), None
+    accepted = Accepts()
+    catch_all = None
     source = inspect.unwrap(_implementation(target)[0])
     if getattr(source, "__name__", "") == "_no_init_or_replace_init":
-        return found  # subclasses of a Protocol without __init__ take no arguments
+        return accepted  # subclasses of a Protocol without __init__ take no arguments
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            found.variadic = True
+            accepted.variadic = True
         elif parameter.kind is parameter.VAR_KEYWORD:
-            catch_all, found.ignores_unknown = name, True
+            catch_all = name
+            accepted.ignores_unknown = True
         else:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
-                found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
+                annotation = _evaluate_annotation(parameter, source)
+                accepted.named[name] = Argument(annotation, required=parameter.default is parameter.empty)
             if parameter.kind is not parameter.KEYWORD_ONLY:
-                found.order.append(name)
+                accepted.order.append(name)
     if catch_all is not None:
-        _follow_kwargs(target, catch_all, found, depth, is_partial)
-    return found
+        _follow_kwargs(target, catch_all, accepted, depth, is_partial)
+    return accepted
 
 
-def _annotation(parameter: inspect.Parameter, source: Any) -> Any:
+def _evaluate_annotation(parameter: inspect.Parameter, source: Any) -> Any:
+    """Return the type of a parameter of the function ``source``; a default of ``None`` makes it optional."""
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return Any
@@ -220,8 +236,10 @@ def _implementation(target: Any) -> tuple[Any, type | None]:
         return target, None
     if inspect.ismethod(target):
         cls = target.__self__ if inspect.isclass(target.__self__) else type(target.__self__)
-        owner = next((c for c in cls.__mro__ if target.__name__ in vars(c)), None)
-        return target.__func__, owner
+        for owner in cls.__mro__:
+            if target.__name__ in vars(owner):
+                return target.__func__, owner
+        return target.__func__, None
     if not inspect.isroutine(target):
         return type(target).__call__, type(target)
     return target, None
@@ -231,53 +249,61 @@ def remaining(
     inner: Accepts, positional: int, given: Set[str] = frozenset(), optional: Set[str] = frozenset()
 ) -> Accepts:
     """Return ``inner`` without the arguments already passed; ``optional`` names stop being required."""
-    taken = {*inner.order[:positional], *given}
-    named = {name: argument for name, argument in inner.named.items() if name not in taken}
-    for name in set(named) & optional:
-        named[name] = Argument(named[name].annotation)
-    order = [name for name in inner.order[positional:] if name not in taken]
+    passed = {*inner.order[:positional], *given}
+    named = {}
+    for name, argument in inner.named.items():
+        if name in optional:
+            argument = Argument(argument.annotation)
+        if name not in passed:
+            named[name] = argument
+    order = [name for name in inner.order[positional:] if name not in passed]
     return Accepts(named, order, inner.variadic, inner.open, inner.ignores_unknown, inner.partial)
 
 
-def _follow_kwargs(target: Any, catch_all: str, found: Accepts, depth: int, is_partial: bool) -> None:
-    """Add to ``found`` the names that ``**catch_all`` of ``target`` may contain."""
+def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, is_partial: bool) -> None:
+    """Add to ``accepted`` the names that ``**catch_all`` of ``target`` may contain."""
     if depth >= _MAX_DEPTH:
-        found.open = True
+        accepted.open = True
         return
     if getattr(target, "__name__", "") == "load_dataset" and target.__module__.partition(".")[0] == "datasets":
-        found.named |= dict.fromkeys(_dataset_reader_arguments() - set(found.named), Argument())
+        for name in _dataset_reader_arguments():
+            accepted.named.setdefault(name, Argument())
         return
     function, owner = _implementation(target)
     function = inspect.unwrap(function)
     try:
         uses, imports = _read_source(function, catch_all)
-        found.open |= uses.unknown
-    except (OSError, TypeError, SyntaxError, IndexError):
-        found.open = True
-    if found.open:
+    except (OSError, TypeError, SyntaxError, IndexError):  # no source, as of functions written in C
+        accepted.open = True
+        return
+    if uses.unknown:
+        accepted.open = True
         return
     subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
     scope = _Scope(function, owner, subject, imports)
+    # With several calls, such as one in each branch, no call needs its arguments in every case.
+    is_only_use = len(uses.calls) == 1 and not uses.names
     for call in uses.calls:
         if is_partial and ast.unparse(call.func) == "datasets.load_dataset":
-            found.named, found.partial = _LOAD_DATASET | found.named, True
+            accepted.named = {**_LOAD_DATASET, **accepted.named}
+            accepted.partial = True
             continue
         try:
             callee, skipped = scope.callee(call)
         except (LookupError, AttributeError, InstantiationError, ValueError):
-            found.open = True
+            accepted.open = True
             continue
-        passed = [a for a in call.args[skipped:] if not isinstance(a, ast.Starred)]
-        inner = _accepts(callee, depth + 1, is_partial)
-        inner = remaining(inner, len(passed), {keyword.arg for keyword in call.keywords if keyword.arg})
-        found.open |= inner.open
-        found.partial |= inner.partial
-        if any(isinstance(a, ast.Starred) for a in call.args):
-            found.order += [name for name in inner.order if name not in found.order]
-        alone = len(uses.calls) == 1 and not uses.names
+        positional = [argument for argument in call.args[skipped:] if not isinstance(argument, ast.Starred)]
+        keywords = {keyword.arg for keyword in call.keywords if keyword.arg}
+        inner = remaining(_accepts(callee, depth + 1, is_partial), len(positional), keywords)
+        accepted.open |= inner.open
+        accepted.partial |= inner.partial
+        if any(isinstance(argument, ast.Starred) for argument in call.args):  # *args are passed on
+            accepted.order += [name for name in inner.order if name not in accepted.order]
         for name, argument in inner.named.items():
-            found.named.setdefault(name, Argument(argument.annotation, argument.required and alone))
-    found.named |= dict.fromkeys(uses.names - set(found.named), Argument())
+            accepted.named.setdefault(name, Argument(argument.annotation, argument.required and is_only_use))
+    for name in uses.names:
+        accepted.named.setdefault(name, Argument())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -291,14 +317,19 @@ def _read_source(function: Any, catch_all: str) -> tuple["_Uses", dict[str, str]
 
 def _imports(tree: ast.AST) -> dict[str, str]:
     """Return imported name -> dotted path, for the imports below ``tree``."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            for alias in node.names:
+                paths[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
-            found |= {a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
-                      for a in node.names}  # fmt: skip
-    return found
+            for alias in node.names:
+                if alias.asname:
+                    paths[alias.asname] = alias.name
+                else:  # `import a.b` binds `a`
+                    package = alias.name.partition(".")[0]
+                    paths[package] = package
+    return paths
 
 
 class _Uses:
@@ -308,19 +339,29 @@ class _Uses:
         self.calls: list[ast.Call] = []
         self.names: set[str] = set()
         self.unknown = False
-        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        parents: dict[ast.AST, ast.AST] = {}
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                parents[child] = node
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        changed: set[str] = set()
-        for node in (node for node in names if node.id == name):
-            made = self._assigned_variables(node, parents)
-            changed |= made - {name}
-            if not made:
+
+        prepared: set[str] = set()  # variables that a call makes from kwargs, as in "prepared = prepare(kwargs)"
+        for node in names:
+            if node.id != name:
+                continue
+            variables = self._assigned_variables(node, parents)
+            prepared |= variables - {name}
+            if not variables:
                 self._record_use(parents[node], parents.get(parents[node]))
-        unknown, fed = self.unknown, len(self.calls)
-        for node in (node for node in names if node.id in changed):
-            self._record_use(parents[node], parents.get(parents[node]))
-        # In "prepared = prepare(kwargs)", any other use of "prepared" is fine, but a call must receive it in the end.
-        self.unknown = unknown or (bool(changed) and len(self.calls) == fed)
+
+        # Any other use of "prepared" is fine, but a call must receive it in the end.
+        is_unknown = self.unknown
+        count = len(self.calls)
+        for node in names:
+            if node.id in prepared:
+                self._record_use(parents[node], parents.get(parents[node]))
+        is_lost = bool(prepared) and len(self.calls) == count
+        self.unknown = is_unknown or is_lost
 
     @staticmethod
     def _assigned_variables(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> set[str]:
@@ -329,7 +370,12 @@ class _Uses:
         assignment = parents.get(call)
         if not (isinstance(call, ast.Call) and node in call.args and isinstance(assignment, ast.Assign)):
             return set()
-        return {each.id for target in assignment.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+        variables = set()
+        for target in assignment.targets:  # nested, for a tuple of variables
+            for name in ast.walk(target):
+                if isinstance(name, ast.Name):
+                    variables.add(name.id)
+        return variables
 
     def _record_use(self, parent: ast.AST, above: ast.AST | None) -> None:
         match parent, above:
@@ -351,17 +397,20 @@ class _Scope:
     """Resolver of names in a function's body."""
 
     def __init__(self, function: Any, owner: type | None, subject: Any, imports: dict[str, str]) -> None:
-        self.function, self.owner, self.subject, self.imports = function, owner, subject, imports
+        self.function = function
+        self.owner = owner  # the class that defines the function
+        self.subject = subject  # the class or object whose arguments are asked for
+        self.imports = imports
 
     def callee(self, call: ast.Call) -> tuple[Any, int]:
         """Return the object that ``call`` calls, and the number of leading positional arguments to skip.
 
         ``functools.partial(f, ...)`` counts as a call of ``f``, so 1 is skipped.
         """
-        found = self.resolve(call.func)
-        if found is functools.partial and call.args:
+        callee = self.resolve(call.func)
+        if callee is functools.partial and call.args:
             return self.resolve(call.args[0]), 1
-        return found, 0
+        return callee, 0
 
     def resolve(self, node: ast.AST) -> Any:
         """Evaluate a name or a chain of attributes. Raises ``LookupError`` if it cannot."""
@@ -375,23 +424,29 @@ class _Scope:
             return self.subject or self.owner
         if node.id in self.imports:
             return locate(self.imports[node.id])
-        seen = inspect.getclosurevars(self.function)  # without local variables, which are known at run time only
-        return {**seen.builtins, **seen.globals, **seen.nonlocals}[node.id]
+        # Local variables have values at run time only.
+        variables = inspect.getclosurevars(self.function)
+        return {**variables.builtins, **variables.globals, **variables.nonlocals}[node.id]
 
     def _parent(self, name: str) -> Any:
+        """Return the method that ``super().name`` calls."""
         order = self.subject.__mro__ if inspect.isclass(self.subject) else (self.owner or object).__mro__
         start = order.index(self.owner) + 1 if self.owner in order else 0
         for cls in order[start:]:
             if name in vars(cls):
                 if cls is object:
-                    return lambda: None
-                return cls if name == "__init__" else functools.partial(getattr(cls, name), None)
+                    return lambda: None  # object takes no arguments
+                if name == "__init__":
+                    return cls
+                return functools.partial(getattr(cls, name), None)  # `self` is passed
         raise LookupError(name)
 
 
 def _dataset_reader_arguments() -> set[str]:
     """Return the names of the arguments that ``load_dataset`` passes to its JSON, CSV, Parquet and text readers."""
-    kinds = ("json", "csv", "parquet", "text")
-    modules = [importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}") for kind in kinds]
-    configs = [getattr(module, f"{kind.capitalize()}Config") for kind, module in zip(kinds, modules, strict=True)]
-    return {item.name for config in configs for item in fields(config)}
+    names = set()
+    for kind in ("json", "csv", "parquet", "text"):
+        module = importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}")
+        config = getattr(module, f"{kind.capitalize()}Config")
+        names.update(item.name for item in fields(config))
+    return names

@@ -11,8 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config import _components
 from torchtune.config._check import Checker
 from torchtune.config._components import accepts
-from torchtune.config._document import Document, is_component, iter_scalars
+from torchtune.config._document import Document, is_component
 from torchtune.config._errors import ArgumentError, InstantiationError
+from torchtune.config._interpolate import texts_with_references
+from torchtune.config._save import to_dict
 from torchtune.config._schema import build_settings, is_configurable, settings_fields, takes_component
 from torchtune.utils import UserError
 
@@ -59,8 +61,8 @@ def instantiate(
 def _to_plain_dict(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
     """Return ``config`` as a dict with interpolations resolved (relative to the parents of a ``DictConfig``)."""
     if isinstance(config, dict):
-        if not any(isinstance(value, str) and "${" in value for _, value in iter_scalars(config)):
-            return config
+        if not texts_with_references(config):
+            return config  # OmegaConf is slow, and copies what it holds
         config = OmegaConf.create(config, flags={"allow_objects": True})
     return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
 
@@ -69,44 +71,53 @@ def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Update ``node`` with ``extra``: mappings are merged, other values replaced without a copy."""
     merged = dict(node)
     for key, value in extra.items():
-        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        both = type(merged.get(key)) is dict and type(value) is dict
-        merged[key] = _merge(merged[key], value) if both else value
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        if type(merged.get(key)) is dict and type(value) is dict:
+            value = _merge(merged[key], value)
+        merged[key] = value
     return merged
 
 
 def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[str, Any]) -> Any:
-    component = _components.locate(node["_component_"], {**_components.recipe_globals, **caller_globals})
-    given = {key: value for key, value in node.items() if key != "_component_"}
+    """Call the component of ``node``, with ``args`` first."""
+    path = node["_component_"]
+    component = _components.locate(path, {**_components.recipe_globals, **caller_globals})
+    values = {key: value for key, value in node.items() if key != "_component_"}
     if is_configurable(component):
-        return from_node(component, given, *args)
+        return from_node(component, values, *args)
     if not callable(component):
-        raise InstantiationError(f"'{node['_component_']}' is a {type(component).__name__}, not a class or function")
-    arguments = {key: _build_argument(component, key, value, caller_globals) for key, value in given.items()}
+        raise InstantiationError(f"'{path}' is a {type(component).__name__}, not a class or function")
+    arguments = {key: _build_argument(component, key, value, caller_globals) for key, value in values.items()}
     try:
         return component(*args, **arguments)
     except ValueError as error:
         if isinstance(error, UserError) or not _is_raised_by(component, error):
             raise
-        raise ArgumentError(f"{node['_component_']}: {error}") from error
+        raise ArgumentError(f"{path}: {error}") from error
     except OSError as error:
         if error.filename is None:
             raise
-        raise InstantiationError(
-            f"{node['_component_']}: {error.filename}: {error.strerror}: choose another path."
-        ) from error
+        raise InstantiationError(f"{path}: {error.filename}: {error.strerror}: choose another path.") from error
 
 
 def _is_raised_by(component: Any, error: ValueError) -> bool:
     """Return whether the module of the component or of a base class raised the error, so likely about arguments."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raising_module = frames[-1].f_globals.get("__name__")
     classes = getattr(component, "__mro__", [component])
-    return frame.f_globals.get("__name__") in [getattr(one, "__module__", None) for one in classes]
+    return raising_module in [getattr(cls, "__module__", None) for cls in classes]
 
 
 def _build_argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
-    inner = value.values() if type(value) is dict else value if type(value) is list else ()
-    if is_component(value) or any(map(is_component, inner)):
+    """Instantiate the components inside an argument, unless the parameter is annotated with ``Component``."""
+    items: list[Any] = [value]
+    if type(value) is dict:
+        items += value.values()
+    elif type(value) is list:
+        items += value
+    # Reading the signature takes long, and most arguments hold no component.
+    if any(map(is_component, items)):
         argument = accepts(component, [key]).named.get(key)
         if argument is not None and takes_component(argument.annotation):
             return value
@@ -118,11 +129,13 @@ def _build_nested(value: Any, caller_globals: dict[str, Any]) -> Any:
     if type(value) is dict:
         if "_component_" in value:
             return _create(value, (), caller_globals)
-        built: Any = {key: _build_nested(item, caller_globals) for key, item in value.items()}
-        return built if any(built[key] is not item for key, item in value.items()) else value
+        mapping = {key: _build_nested(item, caller_globals) for key, item in value.items()}
+        has_changed = any(mapping[key] is not item for key, item in value.items())
+        return mapping if has_changed else value
     if type(value) is list:
-        built = [_build_nested(item, caller_globals) for item in value]
-        return built if any(new is not old for new, old in zip(built, value, strict=True)) else value
+        items = [_build_nested(item, caller_globals) for item in value]
+        has_changed = any(item is not old_item for item, old_item in zip(items, value, strict=True))
+        return items if has_changed else value
     return value
 
 
@@ -135,7 +148,7 @@ class Configurable:
         class Sampler(Configurable):
             @dataclass(kw_only=True)
             class Config:
-                        # Sampling temperature; 0 is greedy.
+                # Sampling temperature; 0 is greedy.
                 temperature: Annotated[float, Range(min=0)] = 1.0
 
             def __init__(self, config: Config, *, vocab_size: int) -> None: ...
@@ -168,17 +181,14 @@ class Configurable:
         if not dataclasses.is_dataclass(nested):
             raise TypeError(f"{cls.__qualname__}.Config must be a dataclass.")
         nested._owner = cls
-        nested.build, nested.to_dict, nested.from_dict = _build, _to_dict, classmethod(_from_dict)
+        nested.build = _build
+        nested.to_dict = to_dict
+        nested.from_dict = classmethod(_from_dict)
 
 
 def _build(self: Any, *args: Any, **runtime: Any) -> Any:
+    """Build the class that this ``Config`` configures."""
     return self._owner(self, *args, **runtime)
-
-
-def _to_dict(self: Any) -> dict[str, Any]:
-    from torchtune.config._save import to_dict
-
-    return to_dict(self)
 
 
 def _from_dict(cls: type, data: Mapping[str, Any]) -> Any:
@@ -189,8 +199,9 @@ def _from_dict(cls: type, data: Mapping[str, Any]) -> Any:
     return build_settings(cls, values)
 
 
-def from_node(cls: type, given: Mapping[str, Any], *args: Any) -> Any:
+def from_node(cls: type, arguments: Mapping[str, Any], *args: Any) -> Any:
     """Build ``cls`` from keyword arguments: fields of its ``Config``, and runtime arguments for ``__init__``."""
     names = settings_fields(cls.Config)
-    config = _from_dict(cls.Config, {key: value for key, value in given.items() if key in names})
-    return cls(config, *args, **{key: value for key, value in given.items() if key not in names})
+    settings = {key: value for key, value in arguments.items() if key in names}
+    runtime = {key: value for key, value in arguments.items() if key not in names}
+    return cls(_from_dict(cls.Config, settings), *args, **runtime)

@@ -7,17 +7,24 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtune._lazy import former_names
-from torchtune.config import _components, _recipe_check
-from torchtune.config._check import Checker, visit_components
+from torchtune.config import _components
+from torchtune.config._check import Checker
 from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, iter_scalars, read_document
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._interpolate import interpolate
-from torchtune.config._recipe_check import explain_wrong_recipe, is_other_method, is_setting, recipe_name_of
+from torchtune.config._recipe_check import (
+    check_keys_are_read,
+    explain_wrong_recipe,
+    is_other_method,
+    is_setting,
+    recipe_name_of,
+    warn_unread,
+)
 from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, describe_settings, settings_fields, settings_of
 from torchtune.config._secrets import escape, redact_secrets
@@ -44,11 +51,11 @@ def find_config(config: str | Path) -> Path:
     if path.is_file():
         return path
     if path.suffix.lower() not in (".yaml", ".yml"):
-        from torchtune._recipe_registry import find_config as shipped
+        from torchtune._recipe_registry import find_config as find_shipped_config
 
-        found = shipped(str(config))
-        if found is not None:
-            return Path(found)
+        shipped = find_shipped_config(str(config))
+        if shipped is not None:
+            return Path(shipped)
         raise ConfigError([Mistake("", str(config), "is neither a file nor a shipped config: see 'tune ls'")])
     raise ConfigError([Mistake("", str(config), "there is no such file")])
 
@@ -75,53 +82,74 @@ def load_and_check(
     if isinstance(document.data.get("recipe"), dict | list):
         document.add(("recipe",), "must be the name or the path of a recipe")
         document.check()
-    main = None if recipe is None or inspect.isclass(recipe) else inspect.unwrap(recipe)
-    cls = settings_of(main) if main else recipe
-    _components.recipe_globals = main.__globals__ if main else {}
+    if recipe is None or inspect.isclass(recipe):
+        main = None
+        cls = recipe
+        _components.recipe_globals = {}
+    else:
+        main = inspect.unwrap(recipe)
+        cls = settings_of(main)
+        _components.recipe_globals = main.__globals__
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)
 
 
 def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | None) -> Any:
-    fields, scope = settings_fields(cls), recipe.__globals__ if recipe else vars(sys.modules[cls.__module__])
-    variables = interpolate(document, {name: item.default for name, item in fields.items() if not item.required})
-    for key, replacement in getattr(cls, "retired", {}).items():
-        if key in document.data and key not in fields:
-            message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
-            log_once(get_logger(), message, level=30)
-            del document.data[key]
-    name = recipe_name_of(document.data, scope) if "recipe" not in fields else None
+    """Check a document against the settings dataclass ``cls``; return an instance."""
+    fields = settings_fields(cls)
+    scope = recipe.__globals__ if recipe else vars(sys.modules[cls.__module__])
+    defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
+    variables = interpolate(document, defaults)
+    _remove_retired(document, cls, fields)
+    accepted = ()
+    name = None
+    if "recipe" not in fields:
+        accepted = ("recipe",)
+        name = recipe_name_of(document.data, scope)
+
+    # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
+    data = {key: value for key, value in document.data.items() if key in fields or key not in variables}
+    remark = explain_wrong_recipe(data, scope, fields)
     checker = Checker(document, scope, variables)
-    given = {key: value for key, value in document.data.items() if key in fields or key not in variables}
-    remark = explain_wrong_recipe(given, scope, fields)
     try:
-        values = checker.check_fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
+        values = checker.check_fields((), document.data, cls, accepted)
         _check_paths(document)
         checker.finish()
-        for key in filter(is_setting, checker.notes if remark else ()):  # of the recipe that the remark names
-            document.add((key,), "there is no such setting")
+        if remark:
+            # A key that is a setting of the recipe that the remark names is no note of the user's own.
+            for key in filter(is_setting, checker.notes):
+                document.add((key,), "there is no such setting")
         document.check()
     except ConfigError as error:
         raise ConfigError(error.errors, remark) from None
     if remark:
-        if is_other_method(given, scope):
+        if is_other_method(data, scope):
             raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
-    _recipe_check.warn_unread(document, checker.notes)
+
+    warn_unread(document, checker.notes)
     for key in checker.notes:
         del document.data[key]
     if recipe is not None:
-        _recipe_check.check(document, recipe, variables, is_typed=True)
+        check_keys_are_read(document, recipe, variables, is_typed=True)
         document.check()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)
-    keep_references(
-        settings, document, {key: value for key, value in document.data.items() if key in variables - fields.keys()}
-    )
+    variable_names = variables - fields.keys()
+    keep_references(settings, document, {key: document.data[key] for key in document.data if key in variable_names})
     return settings
+
+
+def _remove_retired(document: Document, cls: type, fields: Collection[str]) -> None:
+    """Remove settings of earlier releases (``cls.retired``: name -> what replaces it), each with a warning."""
+    for key, replacement in getattr(cls, "retired", {}).items():
+        if key in document.data and key not in fields:
+            position = document.place((key,)).text
+            log_once(get_logger(), f"{position}: '{key}' has no effect any more: {replacement}.", level=30)
+            del document.data[key]
 
 
 def _check_quantizer(document: Document, settings: Any) -> None:
@@ -141,9 +169,12 @@ def _check_paths(document: Document) -> None:
     """Add a mistake for every folder without a name, and for every path in the config that another user controls."""
     for path, value in iter_scalars(document.data):
         names = [key for key in path if isinstance(key, str)]
-        if value == "" and names and names[-1].endswith("_dir"):
+        if not isinstance(value, str) or not names:
+            continue
+        name = names[-1]  # of a list of paths, the name of the list
+        if value == "" and name.endswith("_dir"):
             document.add(path, "is empty: name a folder")
-        if isinstance(value, str) and names and names[-1].endswith(("dir", "path", "file")) and os.sep in value:
+        if name.endswith(("dir", "path", "file")) and os.sep in value:
             try:
                 refuse_foreign(value)
             except (ForeignPathError, ValueError) as error:  # ValueError: not a path
@@ -151,15 +182,16 @@ def _check_paths(document: Document) -> None:
 
 
 def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any:
+    """Check the components of a document, and that the recipe reads every key; return a ``DictConfig``."""
     from omegaconf import OmegaConf
 
     variables = interpolate(document, {})
     checker = Checker(document, recipe.__globals__ if recipe else {})
-    visit_components((), document.data, checker)
+    checker.visit_components((), document.data)
     checker.check_components()
     _check_paths(document)
     if recipe is not None:
-        _recipe_check.check(document, recipe, variables, checker.known, is_typed=False)
+        check_keys_are_read(document, recipe, variables, checker.accepted_names, is_typed=False)
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():
@@ -175,11 +207,14 @@ def validate(cfg: Any) -> None:
     """
     from omegaconf import OmegaConf
 
-    data = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else copy.deepcopy(dict(cfg))
+    if OmegaConf.is_config(cfg):
+        data = OmegaConf.to_container(cfg, resolve=False)
+    else:
+        data = copy.deepcopy(dict(cfg))
     document = Document(data)
     interpolate(document, {})
     checker = Checker(document)
-    visit_components((), document.data, checker)
+    checker.visit_components((), document.data)
     checker.finish()
 
 
@@ -201,8 +236,9 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
                 result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
             # An error that every rank raises is printed once, by the first rank: torchrun ends the others.
-            shared = error.raised_on_all
-            if first_to_say(type(error).__name__ if shared else str(error), shared=shared):
+            is_shared = error.raised_on_all
+            message = type(error).__name__ if is_shared else str(error)
+            if first_to_say(message, shared=is_shared):
                 print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
             note_in_run_log(redact_secrets(str(error)))
             sys.exit(2)
@@ -224,13 +260,17 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) -> tuple[str, list[str]]:
+    """Return the value of ``--config`` and the overrides; with ``--help``, print the settings and exit."""
     if "-h" in arguments or "--help" in arguments:
-        print(f"usage: {Path(sys.argv[0]).name} {USAGE}\n\n{describe_settings(settings_of(recipe_main))}", end="")
+        script = Path(sys.argv[0]).name
+        print(f"usage: {script} {USAGE}\n\n{describe_settings(settings_of(recipe_main))}", end="")
         sys.exit(0)
-    config, overrides, rest = None, [], iter(arguments)
-    for token in rest:
+    config = ""
+    overrides = []
+    tokens = iter(arguments)
+    for token in tokens:
         if token == "--config":
-            config = next(rest, "")
+            config = next(tokens, "")
         elif token.startswith("--config="):
             config = token.partition("=")[2]
         else:

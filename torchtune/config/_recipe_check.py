@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.config._document import Document
-from torchtune.config._errors import MISSPELT, MISSPELT_ARGUMENT, nearest
+from torchtune.config._errors import MISSPELT, MISSPELT_ARGUMENT, nearest, suggestion
 from torchtune.utils import get_logger, log_once
 
 _ALWAYS_READ = {"recipe", "output_dir"}  # read by the command line and by metric loggers
@@ -20,7 +20,7 @@ _FORMER_KEYS = set(
     "optimizer_in_bwd profiler resume_from_checkpoint".split()
 )
 _SHIFTED = ("labels[..., 1:]", "labels[:, 1:]")
-_parse = functools.lru_cache(maxsize=16)(ast.parse)
+_parse_source = functools.lru_cache(maxsize=16)(ast.parse)
 
 
 def is_note(document: Document, key: str, settings: Collection[str], arguments: Collection[str]) -> bool:
@@ -40,7 +40,8 @@ def is_note(document: Document, key: str, settings: Collection[str], arguments: 
     if document.place((key,)).raw is not None:
         return False
     if isinstance(document.data[key], bool | int | float):
-        return not (key in arguments or nearest(key, settings) or nearest(key, arguments, MISSPELT_ARGUMENT))
+        is_argument = key in arguments or nearest(key, arguments, MISSPELT_ARGUMENT) is not None
+        return not is_argument and nearest(key, settings) is None
     return key in arguments or nearest(key, settings, MISSPELT) is None
 
 
@@ -48,14 +49,13 @@ def warn_unread(document: Document, keys: Mapping[str, str | None], reader: str 
     """Log that ``reader`` never reads some keys of the config, each with the nearest name of a setting, if any."""
     texts = []
     for key, name in sorted(keys.items()):
-        hint = f"; did you mean '{name}'?" if name else ""
-        texts.append(f"{key} ({document.place((key,)).text}{hint})")
+        texts.append(f"{key} ({document.place((key,)).text}{suggestion(name)})")
     if texts:
         message = f"{reader} never reads {', '.join(texts)} of the config, so setting it has no effect."
         log_once(get_logger(), message, level=30)
 
 
-def check(
+def check_keys_are_read(
     document: Document,
     recipe_main: Callable[..., Any],
     references: set[str],
@@ -72,19 +72,23 @@ def check(
     file = inspect.getsourcefile(recipe_main)
     if file is None or not Path(file).is_file():
         return
-    name, tree = Path(file).name, _parse(Path(file).read_text(encoding="utf-8"))
+    name = Path(file).name
+    tree = _parse_source(Path(file).read_text(encoding="utf-8"))
     _check_labels(document, tree, recipe_main.__globals__, name)
     read, mentioned = keys_of(tree)
-    used = read | _ALWAYS_READ | references | (set() if is_typed else _FORMER_KEYS)
+    used = read | _ALWAYS_READ | references
+    if not is_typed:
+        used |= _FORMER_KEYS
     without_effect: dict[str, str | None] = {}
     for key in document.data.keys() - used:
-        close = nearest(str(key), read)
+        similar = nearest(str(key), read)
         if is_typed or key in mentioned:
             without_effect[key] = None
         elif is_note(document, key, read, arguments):
-            without_effect[key] = close
+            without_effect[key] = similar
         else:
-            document.add((key,), f"is never read by {name}" + (f"; did you mean '{close}'?" if close else ""))
+            document.add((key,), f"is never read by {name}{suggestion(similar)}")
+    # Other code may read any key of a config that it receives, so a warning would often be wrong.
     if not _passes_config(tree, recipe_main.__globals__):
         warn_unread(document, without_effect, name)
 
@@ -94,19 +98,25 @@ def _check_labels(document: Document, tree: ast.Module, names: dict[str, Any], n
 
     Recipes copied from releases before 0.7 shift labels, except for recipes with ``padded_collate_dpo``.
     """
-    nodes = document.data.get("dataset")
-    nodes = nodes if isinstance(nodes, list) else [nodes]
-    is_ours = any(isinstance(node, dict) and str(node.get("_component_")).startswith("torchtune.") for node in nodes)
-    if is_ours and "padded_collate_dpo" not in names and (shifts := _shifts(tree)):
-        line = f"line {shifts[0]} of {name}"
-        document.add(("dataset",), f"has labels that are shifted already, and {line} shifts them again: remove it")
+    datasets = document.data.get("dataset")
+    if not isinstance(datasets, list):
+        datasets = [datasets]
+    paths = [str(node.get("_component_")) for node in datasets if isinstance(node, dict)]
+    if "padded_collate_dpo" in names or not any(path.startswith("torchtune.") for path in paths):
+        return
+    line = _line_of_shift(tree)
+    if line is not None:
+        reason = f"has labels that are shifted already, and line {line} of {name} shifts them again: remove it"
+        document.add(("dataset",), reason)
 
 
 @functools.lru_cache(maxsize=16)
-def _shifts(tree: ast.Module) -> list[int]:
-    """Return the lines that shift labels."""
-    slices = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-    return [node.lineno for node in slices if ast.unparse(node) in _SHIFTED]
+def _line_of_shift(tree: ast.Module) -> int | None:
+    """Return the first line that shifts labels, if any."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node) in _SHIFTED:
+            return node.lineno
+    return None
 
 
 @functools.lru_cache(maxsize=16)
@@ -120,12 +130,14 @@ def keys_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     mentioned: set[str] = set()
     for node in ast.walk(tree):
         match node:
-            case ast.ClassDef() if any("dataclass" in ast.unparse(each) for each in node.decorator_list):
-                inside = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
-                read |= {each.attr for each in inside if ast.unparse(each.value) == "self"}
+            case ast.ClassDef() if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+                for attribute in ast.walk(node):
+                    if isinstance(attribute, ast.Attribute) and ast.unparse(attribute.value) == "self":
+                        read.add(attribute.attr)
             case ast.Attribute():
                 mentioned.add(node.attr)
-                read |= {node.attr} if _is_config(node.value) else set()
+                if _is_config(node.value):
+                    read.add(node.attr)
             case ast.Constant(value=str()):
                 mentioned.update(node.value.replace(".", " ").split())
             case (
@@ -141,14 +153,19 @@ def keys_of(tree: ast.Module) -> tuple[set[str], set[str]]:
 def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
     """Return whether the whole config is passed to code outside this file and the library, which may read any key."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not any(map(_is_config, [*node.args, *(k.value for k in node.keywords)])):
+        if not isinstance(node, ast.Call):
             continue
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if not any(map(_is_config, arguments)):
+            continue
+        # The variable at the start of what is called: `a` of `a.b(…).c(cfg)`.
         function = node.func
         while isinstance(function, ast.Attribute | ast.Call):
             function = function.value if isinstance(function, ast.Attribute) else function.func
         name = getattr(function, "id", "")
         if name in names:
-            module = getattr(names[name], "__module__", None) or getattr(names[name], "__name__", "")
+            value = names[name]
+            module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
             is_known = module == names["__name__"] or module.partition(".")[0] in ("torchtune", "functools")
         else:
             is_known = name in ("getattr", "hasattr") or not hasattr(builtins, name)  # `self`, or the recipe
@@ -158,15 +175,23 @@ def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
 
 
 def _is_config(node: Any) -> bool:
+    """Return whether an expression is a variable or an attribute that is named like a config: ``self._cfg``."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name.lstrip("_").lower() in ("cfg", "config", "conf")
 
 
 def recipe_name_of(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
     """Return the config's ``recipe:``, or the name of the running shipped recipe if the config has no such key."""
+    if "recipe" in data:
+        return data["recipe"]
+    return _running_recipe(scope)
+
+
+def _running_recipe(scope: Mapping[str, Any]) -> str | None:
+    """Return the name of the shipped recipe whose globals are ``scope``, or ``None`` for any other file."""
     from torchtune._recipe_registry import recipe_at
 
-    return data["recipe"] if "recipe" in data else recipe_at(scope.get("__file__") or "")
+    return recipe_at(scope.get("__file__") or "")
 
 
 def is_setting(key: str) -> bool:
@@ -178,14 +203,15 @@ def is_setting(key: str) -> bool:
 
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
     """Return whether the config names a recipe of another training method than the shipped recipe that runs it."""
-    from torchtune._recipe_registry import are_other_methods, recipe_at
+    from torchtune._recipe_registry import are_other_methods
 
-    own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
-    return own is not None and isinstance(named, str) and are_other_methods(own, named)
+    running = _running_recipe(scope)
+    named = data.get("recipe")
+    return running is not None and isinstance(named, str) and are_other_methods(running, named)
 
 
 def explain_wrong_recipe(
-    data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]
+    data: Mapping[str, Any], scope: Mapping[str, Any], setting_names: Collection[str]
 ) -> str | None:
     """Return a sentence that names the right recipe if the config is for another recipe, otherwise ``None``.
 
@@ -195,25 +221,30 @@ def explain_wrong_recipe(
     Args:
         data: the config.
         scope: globals of the recipe.
-        own_settings: names of the recipe's settings.
+        setting_names: names of the recipe's settings.
     """
-    from torchtune._recipe_registry import current_name, get_all_recipes, recipe_at, settings_of_recipe
+    from torchtune._recipe_registry import current_name, get_all_recipes, settings_of_recipe
 
-    own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
-    named = current_name(named) if isinstance(named, str) else named
+    running = _running_recipe(scope)
+    named = data.get("recipe")
+    if isinstance(named, str):
+        named = current_name(named)
     shipped = {recipe.name: recipe for recipe in get_all_recipes()}
-    if own is not None and named in shipped:
-        if named == own:
+    if running is not None and named in shipped:
+        if named == running:
             return None
-        return f"The config is for the recipe {named}, and this is {own}: `tune run --config` alone runs the right one."
-    keys = {key for key in data if key != "recipe"}
-    if keys <= set(own_settings):
+        advice = "`tune run --config` alone runs the right one."
+        return f"The config is for the recipe {named}, and this is {running}: {advice}"
+
+    keys = data.keys() - {"recipe"}
+    if keys <= set(setting_names):
         return None
-    fitting = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe)]
-    if own is not None:  # prefer the same method for another number of devices
-        fitting = [name for name in fitting if shipped[name].method == shipped[own].method] or fitting
-    if not fitting:
+    candidates = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe)]
+    if running is not None:
+        # Prefer the same method for another number of devices.
+        method = shipped[running].method
+        candidates = [name for name in candidates if shipped[name].method == method] or candidates
+    if not candidates:
         return None
-    return (
-        f"The config fits the recipe {' or '.join(fitting)}: name it after `tune run`, or in the config as `recipe:`."
-    )
+    names = " or ".join(candidates)
+    return f"The config fits the recipe {names}: name it after `tune run`, or in the config as `recipe:`."
