@@ -122,7 +122,7 @@ class Checker:
         # An exact type match comes before a conversion.
         alternatives = sorted(union_members(base), key=lambda member: split_annotated(member)[0] is not type(value))
         fits = [_has_type(value, member) for member in alternatives]
-        position = self.document.places.get(path)
+        position = self.document.positions.get(path)
         if not any(fits) and str in alternatives and position and position.raw and isinstance(value, (int, float)):
             return position.raw  # a number on the command line for a text setting
         if True not in fits:
@@ -291,7 +291,7 @@ class Checker:
             if key not in signature.named:
                 was_accepted, replacement = former_argument(name, key)
                 if was_accepted and replacement is None:
-                    position = self.document.place(argument_path).text
+                    position = self.document.position(argument_path).text
                     message = f"{position}: {name} ignores '{key}': it has no effect any more."
                     log_once(get_logger(), message, level=30)
                     del node[key]

@@ -54,7 +54,7 @@ class BadValue(yaml.MarkedYAMLError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Source position of a value; ``raw`` is its text if it comes from the command line."""
 
     text: str
@@ -68,23 +68,23 @@ class Document:
 
     data: dict[str, Any]
     name: str = ""
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    positions: dict[KeyPath, Position] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     count: int = 0  # all mistakes, including mistakes beyond the limit of ``mistakes``
     # Values that depend on ${oc.env:…}, directly or through references: the text as written, and the value
     environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 
-    def place(self, path: KeyPath) -> Place:
+    def position(self, path: KeyPath) -> Position:
         """Return the position of ``path``, or of the nearest enclosing section with a position."""
         for end in range(len(path), -1, -1):
-            if path[:end] in self.places:
-                return self.places[path[:end]]
-        return Place(self.name)
+            if path[:end] in self.positions:
+                return self.positions[path[:end]]
+        return Position(self.name)
 
     def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
         """Add a mistake, with secrets redacted; ``at`` is the key to point to, by default ``path``."""
         self.count += 1
-        position = self.place(path if at is None else at)
+        position = self.position(path if at is None else at)
         key = redact_secrets(truncate_text(join_key(path), 200))
         mistake = Mistake(position.text, key, redact_secrets(reason)[:2000], position.line)
         if mistake not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
@@ -95,18 +95,18 @@ class Document:
         if self.mistakes:
             raise ConfigError(sorted(self.mistakes, key=lambda mistake: mistake.order))
 
-    def set(self, path: KeyPath, value: Any, place: Place) -> None:
+    def set(self, path: KeyPath, value: Any, position: Position) -> None:
         """Set the value at ``path`` and drop the positions below it. The parent must exist."""
         parent = functools.reduce(lambda node, key: node[key], path[:-1], self.data)
         parent[path[-1]] = value
-        self.drop_places(path)
-        self.places[path] = place
+        self.drop_positions(path)
+        self.positions[path] = position
 
-    def drop_places(self, path: KeyPath) -> None:
+    def drop_positions(self, path: KeyPath) -> None:
         """Drop the positions of ``path`` and of everything below it."""
-        for key_path in list(self.places):
+        for key_path in list(self.positions):
             if key_path[: len(path)] == path:
-                del self.places[key_path]
+                del self.positions[key_path]
 
 
 class _Builder:
@@ -115,12 +115,12 @@ class _Builder:
     def __init__(self, loader: _Loader, document: Document) -> None:
         self.loader = loader
         self.document = document
-        self.open: set[yaml.Node] = set()  # collections around the current node
+        self.ancestors: set[yaml.Node] = set()  # collections around the current node
         self.count = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         """Convert ``node``, which stands at ``path``."""
-        if node in self.open:
+        if node in self.ancestors:
             self.document.add(path, "contains itself through a YAML alias")
             return None
         self.count += 1
@@ -130,20 +130,20 @@ class _Builder:
             return _convert_scalar(self.loader, node)
         if node.tag not in (f"{_CORE}seq", f"{_CORE}map"):
             raise _unknown_tag_error(node)
-        self.open.add(node)
+        self.ancestors.add(node)
         if isinstance(node, yaml.SequenceNode):
             value: Any = []
             for index, item in enumerate(node.value):
-                self._record_place((*path, index), item)
+                self._record_position((*path, index), item)
                 value.append(self.build(item, (*path, index)))
         else:
             value = self._build_mapping(node, path)
-        self.open.discard(node)
+        self.ancestors.discard(node)
         return value
 
-    def _record_place(self, path: KeyPath, node: yaml.Node) -> None:
+    def _record_position(self, path: KeyPath, node: yaml.Node) -> None:
         line = node.start_mark.line + 1
-        self.document.places[path] = Place(f"{self.document.name}:{line}", line)
+        self.document.positions[path] = Position(f"{self.document.name}:{line}", line)
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         value: dict[Any, Any] = {}
@@ -165,11 +165,11 @@ class _Builder:
                 key = key_node.value
             full = (*path, key)
             if key in value:
-                first = self.document.places[full].text.rpartition(":")[2]
-                self._record_place(full, key_node)
+                first = self.document.positions[full].text.rpartition(":")[2]
+                self._record_position(full, key_node)
                 self.document.add(full, f"is given twice, first in line {first}: remove one")
                 continue
-            self._record_place(full, key_node)
+            self._record_position(full, key_node)
             value[key] = self.build(item, full)
         return {**merged, **value}
 
@@ -228,7 +228,7 @@ def _parse(text: str, document: Document) -> Any:
 def read_document(path: str | Path) -> Document:
     """Read a YAML file. Raises ``ConfigError`` if it cannot be parsed; other mistakes are collected in the document."""
     name = str(path)
-    document = Document({}, name, {(): Place(f"{name}:1", 1)})
+    document = Document({}, name, {(): Position(f"{name}:1", 1)})
     try:
         with open(path, "rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -340,7 +340,7 @@ class _InvalidOverride(Exception):
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Apply overrides in order; each one that fails becomes a mistake of the document."""
     for index, token in enumerate(overrides):
-        position = Place(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
+        position = Position(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
         key, equals, text = token.removeprefix("~").partition("=")
         keys = key.split(".")
         try:
@@ -357,7 +357,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             else:
                 _assign(document, keys, text, position)
         except _InvalidOverride as error:
-            document.places[(key or token,)] = position
+            document.positions[(key or token,)] = position
             document.add((key or token,), str(error))
 
 
@@ -374,7 +374,7 @@ def _convert_key(node: Any, key: str, so_far: KeyPath) -> str | int:
     return int(key) if key.isdigit() and int(key) in node else key
 
 
-def _assign(document: Document, keys: list[str], text: str, position: Place) -> None:
+def _assign(document: Document, keys: list[str], text: str, position: Position) -> None:
     """Set the value at ``keys`` to what ``text`` means in YAML; sections that do not exist are created."""
     try:
         # Of the settings that hold digits, `max_filename` alone is text: its zeros count (00005).
@@ -416,6 +416,6 @@ def _remove(document: Document, keys: list[str]) -> None:
         raise _InvalidOverride("cannot be removed: a component without a name is nothing; remove the whole section")
     for end in range(len(path), 0, -1):  # a section that becomes empty is removed, too
         del nodes[end - 1][path[end - 1]]
-        document.drop_places(path[:end])
+        document.drop_positions(path[:end])
         if nodes[end - 1] or not isinstance(nodes[end - 1], dict):
             break

@@ -125,7 +125,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         raise ConfigError(error.errors, remark) from None
     if remark:
         if is_other_method(data, scope):
-            raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
+            raise ConfigError([Mistake(document.position(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
 
     warn_unread(document, checker.notes)
@@ -139,7 +139,8 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)
     variable_names = variables - fields.keys()
-    keep_references(settings, document, {key: document.data[key] for key in document.data if key in variable_names})
+    variable_values = {key: value for key, value in document.data.items() if key in variable_names}
+    keep_references(settings, document, variable_values)
     return settings
 
 
@@ -147,7 +148,7 @@ def _remove_retired(document: Document, cls: type, fields: Collection[str]) -> N
     """Remove settings of earlier releases (``cls.retired``: name -> what replaces it), each with a warning."""
     for key, replacement in getattr(cls, "retired", {}).items():
         if key in document.data and key not in fields:
-            position = document.place((key,)).text
+            position = document.position((key,)).text
             log_once(get_logger(), f"{position}: '{key}' has no effect any more: {replacement}.", level=30)
             del document.data[key]
 
@@ -195,7 +196,8 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():
-        document.set(path, text, document.place(path))  # keep the reference: a saved config must not contain the value
+        # Keep the reference: a saved config must not contain the value.
+        document.set(path, text, document.position(path))
     return OmegaConf.create(document.data)
 
 

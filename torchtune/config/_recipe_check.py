@@ -37,7 +37,7 @@ def is_note(document: Document, key: str, settings: Collection[str], arguments: 
         settings: names of the recipe's settings.
         arguments: names of the settings and of the arguments of the components in the config.
     """
-    if document.place((key,)).raw is not None:
+    if document.position((key,)).raw is not None:
         return False
     if isinstance(document.data[key], bool | int | float):
         is_argument = key in arguments or nearest(key, arguments, MISSPELT_ARGUMENT) is not None
@@ -49,7 +49,7 @@ def warn_unread(document: Document, keys: Mapping[str, str | None], reader: str 
     """Log that ``reader`` never reads some keys of the config, each with the nearest name of a setting, if any."""
     texts = []
     for key, name in sorted(keys.items()):
-        texts.append(f"{key} ({document.place((key,)).text}{suggestion(name)})")
+        texts.append(f"{key} ({document.position((key,)).text}{suggestion(name)})")
     if texts:
         message = f"{reader} never reads {', '.join(texts)} of the config, so setting it has no effect."
         log_once(get_logger(), message, level=30)

@@ -66,9 +66,9 @@ def test_floats_and_dates_in_files(tmp_path):
 
 def test_every_key_has_its_line(tmp_path):
     document = parsed(tmp_path, "a: 1\nb:\n  c:\n  - x\n  - d: 2\n", "b.c.1.d=3")
-    assert document.place(("b", "c", 0)).line == 4
-    assert document.place(("b", "c", 1, "d")).text == "command line"
-    assert document.place(("b", "c", 1, "nothing")).line == 5
+    assert document.position(("b", "c", 0)).line == 4
+    assert document.position(("b", "c", 1, "d")).text == "command line"
+    assert document.position(("b", "c", 1, "nothing")).line == 5
 
 
 def test_duplicate_keys_are_refused_at_any_depth(tmp_path):
