@@ -333,9 +333,9 @@ class Checker:
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
             suggested = None
             local_name = None
-            elsewhere = [full for full in self.accepted_names.get(key, []) if full != join_key(path)]
-            if elsewhere:
-                suggested = elsewhere[0]
+            other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]
+            if other_paths:
+                suggested = other_paths[0]
             elif local_name := nearest(key, local_names):
                 suggested = local_name
             elif similar := nearest(key, self.accepted_names):

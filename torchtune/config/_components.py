@@ -25,6 +25,7 @@ from torchtune.utils import hide_import_warnings
 
 
 def _import(name: str, path: str) -> ModuleType:
+    """Import the module ``name``, a part of ``path``. Raises ``InstantiationError`` if it fails."""
     try:
         with hide_import_warnings(name):
             return importlib.import_module(name)
@@ -74,7 +75,7 @@ def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
     except Exception as error:  # a lazy package imports on first access
         raise _import_error(owner_path, path, error) from error
     submodules = [info.name for info in pkgutil.iter_modules(getattr(owner, "__path__", []))]
-    public_names = [public for public in {*dir(owner), *submodules} if not public.startswith("_")]
+    public_names = [member for member in {*dir(owner), *submodules} if not member.startswith("_")]
     hint = did_you_mean(name, public_names)
     if is_package and not is_last:
         raise InstantiationError(f"'{path}': there is no module '{member_path}'{hint}")
@@ -377,15 +378,16 @@ class _Uses:
                     variables.add(name.id)
         return variables
 
-    def _record_use(self, parent: ast.AST, above: ast.AST | None) -> None:
-        match parent, above:
-            case ast.keyword(arg=None), ast.Call():
-                self.calls.append(above)
+    def _record_use(self, parent: ast.AST, grandparent: ast.AST | None) -> None:
+        """Record one use of the variable, whose node has these parents."""
+        match parent, grandparent:
+            case ast.keyword(arg=None), ast.Call():  # function(**kwargs)
+                self.calls.append(grandparent)
             case ast.Attribute(attr="pop" | "get" | "setdefault"), ast.Call(args=[ast.Constant(value=name), *_]):
                 self.names.add(name)
             case ast.Subscript(slice=ast.Constant(value=name)), _:
                 self.names.add(name)
-            case ast.Compare(left=ast.Constant(value=name)), _:
+            case ast.Compare(left=ast.Constant(value=name)), _:  # "name" in kwargs
                 self.names.add(name)
             case ((ast.Attribute(attr="update" | "copy" | "keys") | ast.If()), _):
                 pass
@@ -430,7 +432,10 @@ class _Scope:
 
     def _parent(self, name: str) -> Any:
         """Return the method that ``super().name`` calls."""
-        order = self.subject.__mro__ if inspect.isclass(self.subject) else (self.owner or object).__mro__
+        if inspect.isclass(self.subject):
+            order = self.subject.__mro__
+        else:
+            order = (self.owner or object).__mro__
         start = order.index(self.owner) + 1 if self.owner in order else 0
         for cls in order[start:]:
             if name in vars(cls):

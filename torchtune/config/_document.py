@@ -48,6 +48,9 @@ _MAX_DEPTH = 64
 _MAX_BYTES = 2**20
 _MAX_VALUES = 20_000
 
+COMMAND_LINE = "command line"  # stands for the file and line of an override
+_AFTER_FILES = 10**9  # line number, so that command-line mistakes are sorted after mistakes of the file
+
 
 class BadValue(yaml.MarkedYAMLError):
     """Value that is valid YAML, but not valid in a config."""
@@ -163,14 +166,15 @@ class _Builder:
             key = _convert_scalar(self.loader, key_node)
             if type(key) is not int or not path:
                 key = key_node.value
-            full = (*path, key)
+            key_path = (*path, key)
             if key in value:
-                first = self.document.positions[full].text.rpartition(":")[2]
-                self._record_position(full, key_node)
-                self.document.add(full, f"is given twice, first in line {first}: remove one")
+                first_line = self.document.positions[key_path].line
+                self._record_position(key_path, key_node)
+                self.document.add(key_path, f"is given twice, first in line {first_line}: remove one")
                 continue
-            self._record_position(full, key_node)
-            value[key] = self.build(item, full)
+            self._record_position(key_path, key_node)
+            value[key] = self.build(item, key_path)
+        # Keys of the mapping itself win over those of `<<`.
         return {**merged, **value}
 
 
@@ -329,10 +333,6 @@ def format_value(value: Any, path: KeyPath = ()) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-COMMAND_LINE = "command line"
-_AFTER_FILES = 10**9  # command-line mistakes are sorted after mistakes of the file
-
-
 class _InvalidOverride(Exception):
     """Override that cannot be applied; the message is the reason."""
 
@@ -361,16 +361,15 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             document.add((key or token,), str(error))
 
 
-def _convert_key(node: Any, key: str, so_far: KeyPath) -> str | int:
-    """Convert ``key`` to an index or key of ``node``."""
+def _convert_key(node: Any, key: str, section_path: KeyPath) -> str | int:
+    """Convert ``key`` to an index or key of ``node``, which stands at ``section_path``."""
     if isinstance(node, list):
         if not key.isdigit() or int(key) >= len(node):
-            raise _InvalidOverride(
-                f"{join_key(so_far)} is a list of {len(node)}: write {join_key(so_far)}.0 for its first item"
-            )
+            name = join_key(section_path)
+            raise _InvalidOverride(f"{name} is a list of {len(node)}: write {name}.0 for its first item")
         return int(key)
     if not isinstance(node, dict):
-        raise _InvalidOverride(f"{join_key(so_far)} is {format_value(node, so_far)}, not a section")
+        raise _InvalidOverride(f"{join_key(section_path)} is {format_value(node, section_path)}, not a section")
     return int(key) if key.isdigit() and int(key) in node else key
 
 
@@ -383,9 +382,8 @@ def _assign(document: Document, keys: list[str], text: str, position: Position) 
         raise _InvalidOverride(syntax_reason(error)) from error
     except yaml.YAMLError as error:
         quoted = REDACTED if is_secret(keys[-1]) else f"'{truncate_text(redact_secrets(text))}'"
-        raise _InvalidOverride(
-            f"{quoted} is not a complete list or mapping: put quotation marks around text"
-        ) from error
+        reason = f"{quoted} is not a complete list or mapping: put quotation marks around text"
+        raise _InvalidOverride(reason) from error
     node: Any = document.data
     path: KeyPath = ()
     for key in keys[:-1]:
@@ -395,8 +393,8 @@ def _assign(document: Document, keys: list[str], text: str, position: Position) 
             document.set(path, {}, position)
         node = node[step]
     path = (*path, _convert_key(node, keys[-1], path))
-    old = node[path[-1]] if isinstance(node, list) else node.get(path[-1])
-    if is_component(old) and isinstance(value, str) and "${" not in value:
+    old_value = node[path[-1]] if isinstance(node, list) else node.get(path[-1])
+    if is_component(old_value) and isinstance(value, str) and "${" not in value:
         path = (*path, "_component_")  # model=package.builder keeps the other arguments
     document.set(path, value, position)
 
@@ -414,8 +412,10 @@ def _remove(document: Document, keys: list[str]) -> None:
         nodes.append(nodes[-1][step])
     if path[-1] == "_component_":
         raise _InvalidOverride("cannot be removed: a component without a name is nothing; remove the whole section")
-    for end in range(len(path), 0, -1):  # a section that becomes empty is removed, too
-        del nodes[end - 1][path[end - 1]]
+    # A section that becomes empty is removed, too.
+    for end in range(len(path), 0, -1):
+        section = nodes[end - 1]
+        del section[path[end - 1]]
         document.drop_positions(path[:end])
-        if nodes[end - 1] or not isinstance(nodes[end - 1], dict):
+        if section or not isinstance(section, dict):
             break
