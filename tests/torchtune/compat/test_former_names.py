@@ -26,7 +26,7 @@ from torchtune.compat import (
     validate_state_dict_for_lora,
 )
 from torchtune.compat._former_names import GONE, MODULES, NAMES, _locate
-from torchtune.config import InstantiationError, locate
+from torchtune.config import InstantiationError, locate, log_config
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents, padded_collate_packed
 from torchtune.datasets import PackedDataset
 from torchtune.models.clip import CLIPImageTransform
@@ -335,7 +335,11 @@ def test_pieces_of_scripts(tmp_path):
     validate_state_dict_for_lora(["q_proj"], False, False, keys, adapter, base)
     with pytest.raises(AssertionError, match="The adapter does not fit the model: missing"):
         validate_state_dict_for_lora(["q_proj"], False, False, keys, adapter[1:], base)
-    merge = importlib.import_module("torchtune.config._utils")._merge_yaml_and_cli_args
+    config_utils = importlib.import_module("torchtune.config._utils")
+    assert config_utils._get_component_from_path("torch.nn.Linear") is nn.Linear
+    assert config_utils._has_component({"_component_": "a.b"})
+    assert config_utils.log_config is log_config
+    merge = config_utils._merge_yaml_and_cli_args
     (tmp_path / "c.yaml").write_text("model: {_component_: a.b, size: 2}\nlr: 2e-5\n")
     parsed, rest = TuneRecipeArgumentParser().parse_known_args(["--config", str(tmp_path / "c.yaml"), "model=c.d"])
     assert merge(parsed, [*rest, "model.size=3"]) == {"model": {"_component_": "c.d", "size": 3}, "lr": 2e-5}
