@@ -64,6 +64,13 @@ def test_floats_and_dates_in_files(tmp_path):
     assert data == {"a": 2e-5, "b": [1e5, 1.5, 3], "c": "2024-01-31", "d": "None", "e": "1.2.3"}
 
 
+def test_integers_must_fit_64_bits(tmp_path):
+    assert parsed(tmp_path, "a: 9223372036854775807\n").data == {"a": 2**63 - 1}
+    for text in ("9223372036854775808", "-9223372036854775808"):
+        (message,) = refusals(tmp_path, f"a: {text}\n")
+        assert f"c.yaml:1: '{text}' is no int of at most 64 bits" in message
+
+
 def test_every_key_has_its_line(tmp_path):
     document = parsed(tmp_path, "a: 1\nb:\n  c:\n  - x\n  - d: 2\n", "b.c.1.d=3")
     assert document.position(("b", "c", 0)).line == 4
