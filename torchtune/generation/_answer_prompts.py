@@ -14,11 +14,11 @@ from tqdm import tqdm
 from torchtune.data import DataError, Images, Message, tools_entry
 from torchtune.datasets import Fingerprint
 from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._generate import TokenStep, seeded_draws, stream_tokens
 from torchtune.generation._generation_error import GenerationError
-from torchtune.generation._prompt_file import AnswerFile, Prompt
 from torchtune.generation._prompt_images import images_of_row
+from torchtune.generation._prompts import AnswerFile, Prompt
 from torchtune.generation._sampling import LogitsProcessor
-from torchtune.generation._tokens import TokenStep, seeded_draws, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.training import checksum_bits
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchtune.generation._generate import stream_tokens
 from torchtune.generation._sampling import LogitsProcessor
-from torchtune.generation._tokens import stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 
