@@ -1,6 +1,8 @@
 """Generate answers to many prompts, and write each to a file when it ends."""
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,16 +13,99 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import DataError, Images, Message, tools_entry
+from torchtune.data import DataError, Images
 from torchtune.datasets import Fingerprint
 from torchtune.generation._fast_linear import fast_linears
-from torchtune.generation._generate import TokenStep, seeded_draws, stream_tokens
-from torchtune.generation._generation_error import GenerationError
-from torchtune.generation._prompt_images import images_of_row
-from torchtune.generation._prompts import AnswerFile, Prompt
-from torchtune.generation._sampling import LogitsProcessor
+from torchtune.generation._generate import TokenStep, stream_tokens
+from torchtune.generation._prompts import Prompt, answer_limit, images_of_row, prompt_row
+from torchtune.generation._sampling import GenerationError, LogitsProcessor, seeded_draws
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.training import checksum_bits
+from torchtune.utils import atomic_write, convert_os_errors
+
+
+class AnswerFile:
+    """Answers as JSON lines, in the order in which they end; an interrupted run continues after them.
+
+    Each line has ``line`` (of the prompt), ``prompt``, ``answer``, ``end``, ``tokens`` and ``settings``, a digest of
+    the model and the sampling settings.
+
+    Args:
+        path: the file; an incomplete last line is removed.
+        prompts: all prompts.
+        settings: settings that the answers depend on.
+
+    Raises:
+        GenerationError: the file has other content, or answers to other prompts or with other settings.
+        UserError: the file cannot be written, also when an answer is added.
+
+    Attributes:
+        done: the file's object for each prompt, by the line of the prompt.
+
+    Example:
+        >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
+        >>> file = torchtune.generation.AnswerFile(folder / "answers.jsonl", [prompt], {"temperature": 0})
+        >>> file.add(prompt, "Because.", "stop", tokens=2)
+        >>> file.finish()
+        >>> file.done[1]["answer"]
+        'Because.'
+    """
+
+    def __init__(self, path: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        self.done: dict[int, dict[str, Any]] = {}
+        given = {prompt.line: prompt.given for prompt in prompts}
+        with convert_os_errors(self.path):
+            content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, text in enumerate(whole.splitlines(), start=1):
+            self._check(number, text, given)
+        with convert_os_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+            self._file.truncate(len(whole))
+
+    def _check(self, number: int, text: bytes, given: Mapping[int, Any]) -> None:
+        where, cure = f"output: {self.path}, line {number}", "name another file, or delete it to begin anew."
+        try:
+            row = json.loads(text)
+            line, prompt, settings = row["line"], row["prompt"], row["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise GenerationError(f"{where}: it is not an answer of this recipe: {cure}") from error
+        if line not in given or given[line] != prompt:
+            raise GenerationError(f"{where}: it answers a prompt that is not in the file of prompts: {cure}")
+        if settings != self._digest:
+            raise GenerationError(f"{where}: it is the answer of another model or of other settings: {cure}")
+        self.done[line] = row
+
+    def add(self, prompt: Prompt, answer: str, end: str, tokens: int) -> None:
+        """Append an answer; ``end`` is stop, max_new_tokens or context."""
+        row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
+        self.done[prompt.line] = {**row, "settings": self._digest}
+        with convert_os_errors(self.path):
+            self._file.write(_json_line(self.done[prompt.line]))
+            self._file.flush()
+
+    def finish(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        """Sort the answers by the lines of their prompts, and add the notes of each line."""
+        self.close()
+        for line, note in (notes or {}).items():
+            self.done[line] |= note
+        with atomic_write(self.path) as file:
+            file.writelines(_json_line(self.done[line]) for line in sorted(self.done))
+
+    def close(self) -> None:
+        """Close the file, with the answers so far."""
+        with convert_os_errors(self.path):
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
 
 # Prompts per continuous batch, for each of its sequences.
 _PROMPTS_PER_SEQUENCE = 64
@@ -211,46 +296,3 @@ def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[in
             found[row].append(token)
             if token in stop or len(found[row]) == limits[row]:
                 yield row, found[row]
-
-
-def prompt_row(
-    tokenizer: Any, messages: Sequence[Message], where: str, tools: list[Any] | None = None
-) -> dict[str, Any]:
-    """Tokenize a conversation up to the beginning of the answer: ``tokens``, and images if there are any.
-
-    Raises:
-        GenerationError: the tokenizer may have truncated the conversation; the message begins with ``where``.
-
-    Example:
-        >>> question = [torchtune.data.Message(role="user", content="Why?")]
-        >>> sorted(torchtune.generation.prompt_row(tokenizer, question, where="prompt"))
-        ['mask', 'tokens']
-    """
-    given = [*messages, Message(role="assistant", content="")]
-    row = dict(tokenizer({"messages": given} | tools_entry(tools), inference=True))
-    row["tokens"] = tokens = list(row["tokens"])
-    longest = getattr(tokenizer, "max_seq_len", None)
-    if longest is not None and len(tokens) >= longest:
-        raise GenerationError(
-            f"{where}: tokenizer.max_seq_len = {longest} truncates it: set max_seq_len to null, or shorten the prompt."
-        )
-    return row
-
-
-def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:
-    """Return the maximum number of new tokens after ``tokens``, within the model's context.
-
-    Raises:
-        GenerationError: there is no room for a token; the message begins with ``where``.
-
-    Example:
-        >>> torchtune.generation.answer_limit(model, [1, 2, 3], max_new_tokens=8, where="prompt")
-        8
-    """
-    room = model.max_seq_len - len(tokens)
-    if room < 1:
-        raise GenerationError(
-            f"{where}: its {len(tokens)} tokens leave no room for an answer in the model's context of "
-            f"{model.max_seq_len}: shorten it."
-        )
-    return min(max_new_tokens, room)

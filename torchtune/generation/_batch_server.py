@@ -11,12 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtune.generation._continuous_batch import Batch, Request, Row
-from torchtune.generation._decode import decode
+from torchtune.generation._continuous_batch import Batch, Request, Row, decode
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generate import check_finite
-from torchtune.generation._generation_error import GenerationError
-from torchtune.generation._sampling import Sampling, draw_tokens
+from torchtune.generation._sampling import GenerationError, Sampling, draw_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from torchtune.generation._continuous_batch import Batch, Request, Row
-from torchtune.generation._decode import decode
-from torchtune.generation._generation_error import GenerationError
-from torchtune.generation._prompt_images import check_images
-from torchtune.generation._sampling import LogitsProcessor, Sampling, draw_tokens
-from torchtune.modules.transformer import TransformerDecoder
+from torchtune.generation._continuous_batch import Batch, Request, Row, decode
+from torchtune.generation._prompts import check_images
+from torchtune.generation._sampling import GenerationError, LogitsProcessor, Sampling, draw_tokens, sample
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 Prompts = Sequence[Tensor | Sequence[int]]
 
@@ -241,15 +239,6 @@ def check_finite(log_probs: Tensor, model: TransformerDecoder) -> None:
         )
 
 
-def seeded_draws(
-    keys: Sequence[tuple[int, int]], count: int, device: torch.device, dtype: type[np.floating] = np.float64
-) -> Tensor:
-    """Return uniform random numbers ``[keys, count]`` that depend only on the two numbers of each key."""
-    generators = (np.random.Generator(np.random.Philox(key=np.array(key, np.uint64))) for key in keys)
-    draws = torch.from_numpy(np.stack([generator.random(count, dtype) for generator in generators]))
-    return (draws.float() if device.type == "mps" else draws).to(device)
-
-
 def _device(model: TransformerDecoder, prompts: Prompts) -> torch.device:
     return prompts[0].device if isinstance(prompts[0], Tensor) else model.tok_embeddings.weight.device
 
@@ -291,3 +280,306 @@ def _check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
             raise GenerationError(f"prompts: {str(row[0])[:20]!r} is not a token id: give int64 ids [s] for each.")
         if wrong := [token for token in (min(row), max(row)) if not 0 <= token < vocab_size]:
             raise GenerationError(f"prompts: the model has no token {wrong[0]}: give ids of its tokenizer.")
+
+
+def stream(
+    model: TransformerDecoder,
+    prompt: Tensor,
+    *,
+    max_generated_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    use_cache: bool = True,
+    encoder_input: Mapping[str, Any] | None = None,
+    encoder_mask: Tensor | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+) -> Iterator[int]:
+    """Generate from one prompt and yield every new token; a stop token ends the stream and is not yielded.
+
+    Args:
+        model: the decoder.
+        prompt: tokens ``[s]``.
+        max_generated_tokens: maximum number of new tokens.
+        temperature: 0 takes the most likely token.
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        stop_tokens: tokens that end generation.
+        use_cache: use a KV cache.
+        encoder_input: images of the prompt, as returned by :func:`images_of_row`.
+        encoder_mask: mask of these images, bool ``[1, s, t]``. New tokens use the row of the prompt's last token.
+        top_p: see :func:`stream_tokens`.
+        min_p: see :func:`stream_tokens`.
+        logits_processors: see :func:`stream_tokens`.
+
+    Raises:
+        GenerationError: there are images, but the model reads text only; see also :func:`stream_tokens`.
+
+    Example:
+        >>> prompt = torch.tensor([5, 40, 7])
+        >>> len(list(torchtune.generation.stream(model, prompt, max_generated_tokens=3, temperature=0.0)))
+        3
+    """
+    images = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
+    steps = stream_tokens(
+        model,
+        [prompt],
+        max_new_tokens=max_generated_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        logits_processors=logits_processors,
+        stop_tokens=stop_tokens,
+        use_cache=use_cache,
+        images=[{name: value for name, value in images.items() if value is not None}],
+    )
+    with closing(steps):
+        for step in steps:
+            if (token := step.tokens.item()) in (stop_tokens or ()):
+                return
+            yield token
+
+
+def generate_next_token(
+    model: TransformerDecoder,
+    input_pos: Tensor,
+    x: Tensor,
+    q: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the model and sample the next token.
+
+    Args:
+        model: the decoder.
+        input_pos: positions ``[b, s]`` or ``[s]`` of ``x``.
+        x: tokens ``[b, s]``.
+        q: noise ``[b, v]`` for :func:`sample`.
+        mask: bool ``[b, s, t]``, as the model takes it.
+        temperature: see :func:`sample`.
+        top_k: see :func:`sample`.
+        top_p: see :func:`sample`.
+        min_p: see :func:`sample`.
+
+    Returns:
+        Next tokens ``[b, 1]`` and their logits ``[b, 1, v]``.
+
+    Example:
+        >>> x, positions = torch.tensor([[5, 40, 7]]), torch.arange(3)[None]
+        >>> tokens, logits = torchtune.generation.generate_next_token(model, positions, x, temperature=0.0)
+        >>> tokens.shape
+        torch.Size([1, 1])
+    """
+    hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
+    hidden = hidden[-1] if text_decoder(model).output_hidden_states else hidden
+    logits = model.output(hidden[:, -1:]).float()
+    tokens = sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, q=q)
+    return tokens, logits
+
+
+@torch.no_grad()
+def generate(
+    model: TransformerDecoder,
+    prompt: Tensor,
+    *,
+    max_generated_tokens: int,
+    pad_id: int | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop_tokens: Sequence[int] | None = None,
+    rng: torch.Generator | None = None,
+    compiled_generate_next_token: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    prompt_lengths: Tensor | Sequence[int] | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Generate token by token, and return the logits of every step.
+
+    :func:`generate_tokens` returns log-probabilities instead of logits, which divides the memory by the vocabulary
+    size. With KV caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) a step runs the model on
+    one position; without them, on the whole sequence. The caches must be long enough for prompt and continuation. Their
+    contents do not change, because generation uses its own caches. The model runs in evaluation mode.
+
+    Args:
+        model: the decoder.
+        prompt: tokens ``[b, s]`` or ``[s]``; shorter prompts are padded on their left.
+        max_generated_tokens: maximum number of new tokens.
+        pad_id: padding token, left of prompts and after stop tokens. By default there is no padding, and stop tokens
+            are repeated.
+        temperature: see :func:`sample`.
+        top_k: see :func:`sample`.
+        top_p: see :func:`sample`.
+        min_p: see :func:`sample`.
+        stop_tokens: tokens that end a row; they are returned. Generation ends when all rows have ended.
+        rng: random generator, on the model's device.
+        compiled_generate_next_token: replaces :func:`generate_next_token` after the first token. It runs with KV
+            caches and uncompiled: the lengths of mask and caches change from step to step.
+        prompt_lengths: number of tokens of each prompt; by default counted without leading ``pad_id``.
+        top_p: see :func:`sample`.
+        min_p: see :func:`sample`.
+        logits_processors: see :func:`stream_tokens`.
+
+    Returns:
+        Tokens ``[b, s + new]``, prompts included, and logits ``[b, new, v]`` of the new tokens (0 after a stop token),
+        after processors.
+
+    Raises:
+        ValueError: ``max_generated_tokens`` is below 1, the caches are too small, or some prompts begin with token 0
+            and neither ``pad_id`` nor ``prompt_lengths`` defines the padding.
+        GenerationError: there are ``logits_processors`` beside ``compiled_generate_next_token``, which samples alone;
+            see also :func:`sample`.
+
+    Example:
+        >>> tokens, logits = torchtune.generation.generate(model, torch.tensor([[5, 40, 7]]), max_generated_tokens=2)
+        >>> tokens.shape, logits.shape
+        (torch.Size([1, 5]), torch.Size([1, 2, 316]))
+    """
+    tokens = prompt.unsqueeze(0) if prompt.ndim == 1 else prompt
+    b, s = tokens.shape
+    cached = model.caches_are_enabled()
+    if max_generated_tokens < 1:
+        raise ValueError(f"max_generated_tokens must be at least 1, got {max_generated_tokens}.")
+    if cached and model.decoder_max_cache_seq_len < s + max_generated_tokens - 1:
+        raise ValueError(
+            f"The key-value caches hold {model.decoder_max_cache_seq_len} positions, too few for a prompt of {s} and "
+            f"{max_generated_tokens} new tokens: set them up with decoder_max_seq_len={s + max_generated_tokens}."
+        )
+    lengths = _lengths(tokens, pad_id) if prompt_lengths is None else torch.as_tensor(prompt_lengths)
+    requests = [
+        Request(index, row[s - max(length, 1) :], max_generated_tokens, 1)
+        for index, (row, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True))
+    ]
+    if logits_processors and compiled_generate_next_token is not None:
+        raise GenerationError(
+            "logits_processors do not reach compiled_generate_next_token, which samples by itself: leave one out."
+        )
+    processors = Sampling(logits_processors=tuple(logits_processors)).logits_processors
+    sampling = {"temperature": temperature, "top_k": top_k}
+    # A function of the caller's own may take temperature and top_k only.
+    sampling |= {name: value for name, value in (("top_p", top_p), ("min_p", min_p)) if value is not None}
+    rows = _Rows(model, tokens, pad_id, stop_tokens or (), rng, compiled_generate_next_token, sampling)
+    steps = decode(
+        model,
+        requests,
+        size=b,
+        device=tokens.device,
+        use_cache=cached or compiled_generate_next_token is not None,
+        draw=rows.draw,
+        ends=lambda *_: rows.have_ended,
+        processors=lambda index: processors,
+        step=None if compiled_generate_next_token is None else rows.step,
+    )
+    logits = [logits for _, _, logits in steps]
+    return torch.cat(rows.columns, dim=1), torch.stack(logits, dim=1)
+
+
+class _Rows:
+    """Rows that all run until the last one has ended; see :func:`generate` for the arguments.
+
+    Attributes:
+        columns: the prompts ``[b, s]``, then the new tokens ``[b, 1]`` of each step.
+        have_ended: whether all rows have ended.
+    """
+
+    def __init__(
+        self,
+        model: TransformerDecoder,
+        tokens: Tensor,
+        pad_id: int | None,
+        stop_tokens: Sequence[int],
+        rng: torch.Generator | None,
+        next_token: Callable[..., tuple[Tensor, Tensor]] | None,
+        sampling: dict[str, Any],
+    ) -> None:
+        self.columns, self.have_ended = [tokens], False
+        self._model, self._pad_id, self._rng, self._sampling = model, pad_id, rng, sampling
+        self._next_token, self._chosen = next_token, None
+        self._stop = torch.tensor(list(stop_tokens), dtype=tokens.dtype, device=tokens.device)
+        self._running = torch.ones(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+
+    def step(self, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
+        """Return logits ``[b, v]`` of the next token, computed by the caller's function."""
+        with torch.compiler.set_stance("force_eager"):  # lengths change from step to step
+            self._chosen, logits = self._next_token(
+                self._model, input_pos, x, self._noise(), mask=mask, **self._sampling
+            )
+        return logits[:, -1]
+
+    def draw(self, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        """Return the next tokens ``[b, 1]`` and the logits, which are 0 in rows that have ended."""
+        chosen, self._chosen = self._chosen, None
+        chosen = sample(logits, q=self._noise(), **self._sampling) if chosen is None else chosen
+        after = self.columns[-1][:, -1:] if self._pad_id is None else self._pad_id
+        logits = logits * self._running
+        self.columns.append(torch.where(self._running, chosen.to(self._stop.dtype), after))
+        self._running = self._running & ~torch.isin(chosen, self._stop)
+        self.have_ended = not self._running.any()
+        return self.columns[-1], logits
+
+    def _noise(self) -> Tensor | None:
+        """Return exponential noise ``[b, v]`` for :func:`sample`, or ``None`` without a generator."""
+        if self._rng is None:
+            return None
+        shape = (len(self._running), self._model.tok_embeddings.num_embeddings)
+        return torch.empty(shape, device=self._running.device).exponential_(1, generator=self._rng)
+
+
+def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
+    """Return the lengths ``[b]`` of prompts ``[b, s]`` without left padding."""
+    b, s = tokens.shape
+    if pad_id is None:
+        zeros = tokens[:, 0] == 0
+        if zeros.any() and not zeros.all():
+            raise ValueError(
+                "Some prompts begin with token 0 and others do not: give pad_id=0 if it is padding, or prompt_lengths."
+            )
+        return torch.full((b,), s, device=tokens.device)
+    return (tokens != pad_id).cumsum(1).bool().sum(1)
+
+
+def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int | None = None) -> Tensor:
+    """Make the causal mask of a padded batch.
+
+    Args:
+        padding_mask: bool ``[b, s]``, True for real tokens.
+        target_seq_len: number of key positions t (the length of the KV cache), at least s; by default s.
+
+    Returns:
+        bool ``[b, s, t]``: a token attends to itself and to earlier real tokens. Padding attends to itself, so that
+        no row is empty; key positions from s on are never attended.
+
+    Raises:
+        AssertionError: ``target_seq_len`` below s.
+
+    Example:
+        >>> torchtune.generation.get_causal_mask_from_padding_mask(torch.tensor([[False, True, True]])).int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [0, 1, 1]]], dtype=torch.int32)
+    """
+    b, s = padding_mask.shape
+    target_seq_len = s if target_seq_len is None else target_seq_len
+    assert target_seq_len >= s, f"target_seq_len ({target_seq_len}) is shorter than the sequence ({s})."
+    mask = padding_mask[:, None, :].expand(b, s, s).tril()
+    mask = mask | torch.eye(s, dtype=torch.bool, device=mask.device)
+    return F.pad(mask, (0, target_seq_len - s))
+
+
+def get_position_ids_from_padding_mask(padding_mask: Tensor) -> Tensor:
+    """Return positions int ``[b, s]`` that count real tokens from 0; padding gets 0.
+
+    Args:
+        padding_mask: bool ``[b, s]``, True for real tokens.
+
+    Example:
+        >>> torchtune.generation.get_position_ids_from_padding_mask(torch.tensor([[False, True, True]]))
+        tensor([[0, 0, 1]], dtype=torch.int32)
+    """
+    return ((padding_mask.cumsum(-1) - 1) * padding_mask).to(torch.int)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtune.generation._generation_error import GenerationError
+from torchtune.generation._sampling import GenerationError
 
 # Items that replace one after a character.
 _Items = tuple["_Item", ...]

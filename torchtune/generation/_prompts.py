@@ -1,16 +1,29 @@
 """Read a file of prompts, and write the file of their answers."""
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, images_of_columns, read_conversation, unfold_prompt, with_images
-from torchtune.generation._generation_error import GenerationError
-from torchtune.utils import UserError, atomic_write, convert_os_errors, numbered_lines, parse_json_line
+import torch
+from torch import Tensor, nn
+
+from torchtune.data import (
+    Batch,
+    DataError,
+    Images,
+    Message,
+    images_of_columns,
+    join_images,
+    padded_collate_tiled_images_and_mask,
+    read_conversation,
+    tools_entry,
+    unfold_prompt,
+    with_images,
+)
+from torchtune.generation._sampling import GenerationError
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
+from torchtune.utils import UserError, numbered_lines, parse_json_line
 
 
 @dataclass(frozen=True)
@@ -99,84 +112,92 @@ def to_be_answered(messages: Sequence[Message], system: str | None, where: str) 
     return list(messages)
 
 
-class AnswerFile:
-    """Answers as JSON lines, in the order in which they end; an interrupted run continues after them.
-
-    Each line has ``line`` (of the prompt), ``prompt``, ``answer``, ``end``, ``tokens`` and ``settings``, a digest of
-    the model and the sampling settings.
-
-    Args:
-        path: the file; an incomplete last line is removed.
-        prompts: all prompts.
-        settings: settings that the answers depend on.
+def prompt_row(
+    tokenizer: Any, messages: Sequence[Message], where: str, tools: list[Any] | None = None
+) -> dict[str, Any]:
+    """Tokenize a conversation up to the beginning of the answer: ``tokens``, and images if there are any.
 
     Raises:
-        GenerationError: the file has other content, or answers to other prompts or with other settings.
-        UserError: the file cannot be written, also when an answer is added.
-
-    Attributes:
-        done: the file's object for each prompt, by the line of the prompt.
+        GenerationError: the tokenizer may have truncated the conversation; the message begins with ``where``.
 
     Example:
-        >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
-        >>> file = torchtune.generation.AnswerFile(folder / "answers.jsonl", [prompt], {"temperature": 0})
-        >>> file.add(prompt, "Because.", "stop", tokens=2)
-        >>> file.finish()
-        >>> file.done[1]["answer"]
-        'Because.'
+        >>> question = [torchtune.data.Message(role="user", content="Why?")]
+        >>> sorted(torchtune.generation.prompt_row(tokenizer, question, where="prompt"))
+        ['mask', 'tokens']
     """
-
-    def __init__(self, path: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
-        self.path = Path(path)
-        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        self.done: dict[int, dict[str, Any]] = {}
-        given = {prompt.line: prompt.given for prompt in prompts}
-        with convert_os_errors(self.path):
-            content = self.path.read_bytes() if self.path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, text in enumerate(whole.splitlines(), start=1):
-            self._check(number, text, given)
-        with convert_os_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
-            self._file.truncate(len(whole))
-
-    def _check(self, number: int, text: bytes, given: Mapping[int, Any]) -> None:
-        where, cure = f"output: {self.path}, line {number}", "name another file, or delete it to begin anew."
-        try:
-            row = json.loads(text)
-            line, prompt, settings = row["line"], row["prompt"], row["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise GenerationError(f"{where}: it is not an answer of this recipe: {cure}") from error
-        if line not in given or given[line] != prompt:
-            raise GenerationError(f"{where}: it answers a prompt that is not in the file of prompts: {cure}")
-        if settings != self._digest:
-            raise GenerationError(f"{where}: it is the answer of another model or of other settings: {cure}")
-        self.done[line] = row
-
-    def add(self, prompt: Prompt, answer: str, end: str, tokens: int) -> None:
-        """Append an answer; ``end`` is stop, max_new_tokens or context."""
-        row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
-        self.done[prompt.line] = {**row, "settings": self._digest}
-        with convert_os_errors(self.path):
-            self._file.write(_json_line(self.done[prompt.line]))
-            self._file.flush()
-
-    def finish(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
-        """Sort the answers by the lines of their prompts, and add the notes of each line."""
-        self.close()
-        for line, note in (notes or {}).items():
-            self.done[line] |= note
-        with atomic_write(self.path) as file:
-            file.writelines(_json_line(self.done[line]) for line in sorted(self.done))
-
-    def close(self) -> None:
-        """Close the file, with the answers so far."""
-        with convert_os_errors(self.path):
-            if not self._file.closed:
-                os.fsync(self._file.fileno())
-            self._file.close()
+    given = [*messages, Message(role="assistant", content="")]
+    row = dict(tokenizer({"messages": given} | tools_entry(tools), inference=True))
+    row["tokens"] = tokens = list(row["tokens"])
+    longest = getattr(tokenizer, "max_seq_len", None)
+    if longest is not None and len(tokens) >= longest:
+        raise GenerationError(
+            f"{where}: tokenizer.max_seq_len = {longest} truncates it: set max_seq_len to null, or shorten the prompt."
+        )
+    return row
 
 
-def _json_line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:
+    """Return the maximum number of new tokens after ``tokens``, within the model's context.
+
+    Raises:
+        GenerationError: there is no room for a token; the message begins with ``where``.
+
+    Example:
+        >>> torchtune.generation.answer_limit(model, [1, 2, 3], max_new_tokens=8, where="prompt")
+        8
+    """
+    room = model.max_seq_len - len(tokens)
+    if room < 1:
+        raise GenerationError(
+            f"{where}: its {len(tokens)} tokens leave no room for an answer in the model's context of "
+            f"{model.max_seq_len}: shorten it."
+        )
+    return min(max_new_tokens, room)
+
+
+def images_of_row(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a model's forward for the images of a tokenized row.
+
+    Args:
+        row: result of :func:`torchtune.generation.prompt_row`; without images, the return value is empty.
+        device: device of the tensors.
+
+    Example:
+        >>> torchtune.generation.images_of_row({"tokens": [1, 2]}, torch.device("cpu"))
+        {}
+    """
+    images = row.get("encoder_input", {}).get("images")
+    if not images:
+        return {}
+    if isinstance(images, Images):
+        return {"encoder_input": {"images": images}}  # images_of_batch copies them
+    batch = padded_collate_tiled_images_and_mask([dict(row)], pad_direction="left")
+    return Batch.from_dict(batch).to(device).inputs
+
+
+def check_images(model: nn.Module, images: Sequence[Mapping[str, Any]], num_samples: int) -> None:
+    """Check that a model can continue prompts with images. Raises :class:`GenerationError`."""
+    if any(images) and text_decoder(model) is model:
+        raise GenerationError(f"prompt: it has an image, but a {type(model).__name__} reads text only: remove it.")
+    if num_samples > 1 and any("encoder_mask" in each for each in images):
+        raise GenerationError(f"num_samples is {num_samples}: a {type(model).__name__} answers an image once, set 1.")
+
+
+def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int], positions: Tensor) -> dict[str, Any]:
+    """Return the arguments of a model's forward for the images of prompts that are run together.
+
+    Args:
+        images: results of :func:`images_of_row`; at most one has an ``encoder_mask``.
+        lengths: lengths of the prompts, in the order of the tokens.
+        positions: positions ``[b, s]`` of the tokens; positions after a prompt use the last row of its
+            ``encoder_mask``.
+    """
+    if masked := [each for each in images if "encoder_mask" in each]:
+        mask = masked[0]["encoder_mask"]
+        return {**masked[0], "encoder_mask": mask[:, positions[0].clamp(max=mask.shape[1] - 1)]}
+    found = join_images([each["encoder_input"]["images"] if each else None for each in images], lengths)
+    if found is None:
+        return {}
+    if found.positions is not None:
+        found = replace(found, positions=found.positions.view(3, *positions.shape))
+    return {"encoder_input": {"images": found.to(positions.device)}}

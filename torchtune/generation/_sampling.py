@@ -3,10 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchtune.generation._generation_error import GenerationError
+from torchtune.utils import UserError
+
+
+class GenerationError(UserError, ValueError):
+    """Invalid prompts or settings of generation."""
+
 
 # (tokens [b, s], logits [b, v]) -> logits [b, v]
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -118,3 +124,53 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     wanted = (draws[:, None] * total).to(cumulated.dtype)
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # never a token of probability 0
     return torch.searchsorted(cumulated, wanted, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    q: Tensor | None = None,
+) -> Tensor:
+    """Sample a token from logits.
+
+    Sampling takes the argmax of ``p / q`` with q ~ Exp(1), which needs no host synchronization.
+
+    Args:
+        logits: ``[..., v]``.
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        top_p: sample from the most likely tokens whose probabilities sum to p; ``None`` or 1 samples from all.
+        min_p: sample from the tokens that are at least p times as likely as the most likely one; ``None`` or 0 samples
+            from all.
+        q: exponential noise ``[..., v]``; by default sampled here.
+
+    Returns:
+        int64 ``[..., 1]``.
+
+    Raises:
+        GenerationError: ``top_k`` or ``temperature`` below 0, ``top_p`` or ``min_p`` not between 0 and 1.
+
+    Example:
+        >>> torchtune.generation.sample(torch.tensor([[0.0, 5.0, 1.0]]), top_k=1)
+        tensor([[1]])
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    if temperature == 0.0:
+        return logits.argmax(dim=-1, keepdim=True)
+    probabilities = keep_likely(logits / max(temperature, 1e-5), sampling).softmax(dim=-1)
+    if q is None:
+        q = torch.empty_like(probabilities).exponential_(1)
+    return (probabilities / q).argmax(dim=-1, keepdim=True)
+
+
+def seeded_draws(
+    keys: Sequence[tuple[int, int]], count: int, device: torch.device, dtype: type[np.floating] = np.float64
+) -> Tensor:
+    """Return uniform random numbers ``[keys, count]`` that depend only on the two numbers of each key."""
+    generators = (np.random.Generator(np.random.Philox(key=np.array(key, np.uint64))) for key in keys)
+    draws = torch.from_numpy(np.stack([generator.random(count, dtype) for generator in generators]))
+    return (draws.float() if device.type == "mps" else draws).to(device)

@@ -1,7 +1,0 @@
-"""Errors of generation."""
-
-from torchtune.utils import UserError
-
-
-class GenerationError(UserError, ValueError):
-    """Invalid prompts or settings of generation."""
