@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.checkpoints import ModelWeights
-from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import get_conversions
 from torchtune.modules.moe import GroupedExperts

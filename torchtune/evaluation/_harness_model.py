@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import collate_documents
-from torchtune.evaluation._evaluation_error import EvaluationError
-from torchtune.evaluation._harness_images import explain_no_images, image_question
+from torchtune.data import DataError, Message, collate_documents, format_content_with_images
+from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.generation import (
     check_generates,
     fast_linears,
     images_of_batch,
     images_of_row,
+    prompt_row,
     stream,
     stream_tokens,
 )
@@ -28,6 +28,8 @@ _harness = require("lm_eval.api.model", extra="eval", purpose="An evaluation by 
 _requests = require("lm_eval.models.utils", extra="eval", purpose="An evaluation by tasks")
 _windows = require("lm_eval.utils", extra="eval", purpose="An evaluation by tasks")
 
+# lm-eval's placeholder of an image.
+_TAG = "<image>"
 # Maximum number of rows of logits in memory.
 _LOGITS_CHUNK = 1024
 _NAN_MESSAGE = "A log-likelihood is NaN: load the model in fp32, or it diverged."
@@ -35,6 +37,51 @@ _GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 # Number of tokens decoded to find a stop text, in addition to the tokens of the stop text.
 _BEFORE = 8
 _Tokens = tuple[Any, list[int], list[int]]
+
+
+def explain_no_images(model: nn.Module, tokenizer: Any) -> str | None:
+    """Return why the model cannot answer questions with images, as the end of a sentence, or ``None`` if it can."""
+    if text_decoder(model) is model:
+        return f"but a {type(model).__name__} reads text only: name tasks of text, or a vision model."
+    if not getattr(tokenizer, "takes_images", False):
+        return (
+            f"but the tokenizer, a {type(tokenizer).__name__}, reads text only: take that of the vision model, as "
+            "the config llama3_2_vision/11B_evaluation does."
+        )
+    return None
+
+
+def image_question(tokenizer: Any, text: str, given: Mapping[str, Any], room: int) -> dict[str, Any]:
+    """Tokenize a question with images, as a user turn.
+
+    Args:
+        tokenizer: tokenizer of a vision model.
+        text: the question, with ``<image>`` for each image.
+        given: lm-eval's media arguments: ``visual``, one image or a list (Pillow, paths or URLs).
+        room: maximum number of tokens.
+
+    Raises:
+        EvaluationError: the numbers of images and placeholders differ, or the question is too long.
+        DataError: an image cannot be read.
+    """
+    images = given.get("visual")
+    if images is None:
+        images = []
+    images = list(images) if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
+    try:
+        content = format_content_with_images(text, image_tag=_TAG, images=images)
+    except DataError as error:
+        raise EvaluationError(
+            f"tasks: {error}: doc_to_text has {_TAG} once for each image of doc_to_image, and examples "
+            "(num_fewshot) have no images here."
+        ) from error
+    row = prompt_row(tokenizer, [Message(role="user", content=content)], "tasks")
+    if len(row["tokens"]) > room:
+        raise EvaluationError(
+            f"tasks: a question with images has {len(row['tokens'])} tokens, of which none can be cut, and there is "
+            f"room for {room}: raise max_seq_length, or lower the task's max_gen_toks."
+        )
+    return row
 
 
 class HarnessModel(_harness.TemplateLM):

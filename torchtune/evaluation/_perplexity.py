@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from torchtune.data import BatchLoader, collate_documents
-from torchtune.evaluation._evaluation_error import EvaluationError
+from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.transformer import TransformerDecoder
 

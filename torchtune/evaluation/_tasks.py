@@ -11,8 +11,7 @@ from torch import nn
 
 from torchtune.config import did_you_mean
 from torchtune.datasets import without_waiting_for_the_hub
-from torchtune.evaluation._evaluation_error import EvaluationError
-from torchtune.evaluation._harness_images import explain_no_images
+from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.generation import model_digest
 from torchtune.utils import atomic_write, convert_os_errors, first_line, require
 
@@ -136,7 +135,7 @@ def evaluate_tasks(
     """
     lm_eval = require("lm_eval", extra="eval", purpose="An evaluation by tasks")
     # Imported here because the module subclasses lm-eval, which needs the extra.
-    from torchtune.evaluation._harness_model import HarnessModel
+    from torchtune.evaluation._harness_model import HarnessModel, explain_no_images
 
     harness = HarnessModel(
         model, tokenizer, batch_size=batch_size, max_length=max_length, enable_kv_cache=enable_kv_cache

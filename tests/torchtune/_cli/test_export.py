@@ -272,9 +272,9 @@ def test_nan_is_not_equal_to_itself(runs, tmp_path, tune):
 def test_what_is_not_checked_says_so(runs, tmp_path, tune, monkeypatch):
     command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
     assert "not checked because of --no-check" in tune(*command, "--no-check").out
-    from torchtune.evaluation import _other_readers
+    from torchtune.evaluation import _reference_logits
 
-    monkeypatch.setattr(_other_readers, "find_spec", lambda name: None if name == "peft" else object())
+    monkeypatch.setattr(_reference_logits, "find_spec", lambda name: None if name == "peft" else object())
     assert "not checked because peft is not installed: pip install 'torchtune[check]'" in tune(*command).out
     assert numbers(tmp_path / "out")["trained"] is None
     done = tune(*command, "--check")

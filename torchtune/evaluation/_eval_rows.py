@@ -21,12 +21,16 @@ from torchtune.data import (
     with_images,
 )
 from torchtune.datasets import format_of, read_rows
-from torchtune.evaluation._evaluation_error import EvaluationError
 from torchtune.generation import Prompt, to_be_answered
+from torchtune.utils import UserError
 
 # Names of question and answer columns, in rows without a conversation.
 _QUESTIONS = ("prompt", "question", "input", "instruction")
 _ANSWERS = ("answer", "output", "completion", "response")
+
+
+class EvaluationError(UserError):
+    """Invalid arguments or data of an evaluation."""
 
 
 @dataclass(frozen=True)
